@@ -1,0 +1,69 @@
+"""Gated DeltaNet for Megatron-Core: upstream's layer, faster, longer, and fp32 where it matters.
+
+Public names are imported when first used, so that ``megatron_gdn.ops`` needs torch alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint import _split_tensor_factory
+    from .context_parallel import (
+        SequenceLayout,
+        get_parameter_local_cp,
+        tensor_a2a_cp2hp,
+        tensor_a2a_hp2cp,
+    )
+    from .dims import GDNDims, ProjectionLayout
+    from .layer import GatedDeltaNet, GatedDeltaNetSubmodules
+    from .ops import (
+        Documents,
+        causal_conv1d,
+        gated_delta_rule,
+        l2norm,
+        torch_chunk_gated_delta_rule,
+    )
+
+_HOME = {
+    "Documents": "ops",
+    "GDNDims": "dims",
+    "GatedDeltaNet": "layer",
+    "GatedDeltaNetSubmodules": "layer",
+    "ProjectionLayout": "dims",
+    "SequenceLayout": "context_parallel",
+    "_split_tensor_factory": "checkpoint",
+    "causal_conv1d": "ops",
+    "gated_delta_rule": "ops",
+    "get_parameter_local_cp": "context_parallel",
+    "l2norm": "ops",
+    "tensor_a2a_cp2hp": "context_parallel",
+    "tensor_a2a_hp2cp": "context_parallel",
+    "torch_chunk_gated_delta_rule": "ops",
+}
+
+__all__ = [
+    "Documents",
+    "GDNDims",
+    "GatedDeltaNet",
+    "GatedDeltaNetSubmodules",
+    "ProjectionLayout",
+    "SequenceLayout",
+    "_split_tensor_factory",
+    "causal_conv1d",
+    "gated_delta_rule",
+    "get_parameter_local_cp",
+    "l2norm",
+    "tensor_a2a_cp2hp",
+    "tensor_a2a_hp2cp",
+    "torch_chunk_gated_delta_rule",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

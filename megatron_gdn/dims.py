@@ -1,0 +1,164 @@
+"""Every size of a Gated DeltaNet layer, computed and checked in one place.
+
+The projection layout below is the only list of the six sections in the package: splitting the
+projection, the context-parallel head exchange, checkpoints, Hugging Face weights and FLOP counts
+all read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionLayout:
+    """Row layout of the fused input projection: section widths, in storage order.
+
+    query and key hold ``key heads * K`` rows, value and z hold ``value heads * V`` rows, beta and
+    alpha hold one row per value head. Heads are contiguous and ascending inside each section.
+    """
+
+    query: int
+    key: int
+    value: int
+    z: int
+    beta: int
+    alpha: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(self))
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        return astuple(self)
+
+    @property
+    def width(self) -> int:
+        return sum(self.sections)
+
+    @property
+    def conv_names(self) -> tuple[str, ...]:
+        """The sections that go through the causal convolution, which come first."""
+        return self.names[:3]
+
+    @property
+    def conv_sections(self) -> tuple[int, ...]:
+        return self.sections[:3]
+
+    @property
+    def conv_width(self) -> int:
+        return sum(self.conv_sections)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GDNDims:
+    """Sizes of a Gated DeltaNet layer, or of the share of it that one rank holds.
+
+    ``GDNDims.from_config(config)`` gives the whole layer; ``dims.shard(n)`` what each of ``n``
+    ranks holds when heads are split over them. ``hidden_size`` is never split.
+    """
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(
+                    f"{field.name}={size!r} is not a size; it must be an integer of at least 1."
+                )
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads={self.num_value_heads} is not a multiple of "
+                f"num_key_heads={self.num_key_heads}; every key head must serve the same number "
+                f"of value heads. Set linear_num_value_heads to a multiple of "
+                f"linear_num_key_heads."
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> GDNDims:
+        """Read the sizes from a Megatron ``TransformerConfig`` (its ``linear_*`` fields).
+
+        Raises:
+            ValueError: a field is None or not positive, or the value heads are not a multiple of
+                the key heads.
+        """
+        return cls(
+            hidden_size=config.hidden_size,
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
+            key_head_dim=config.linear_key_head_dim,
+            value_head_dim=config.linear_value_head_dim,
+            conv_kernel_dim=config.linear_conv_kernel_dim,
+        )
+
+    @property
+    def qk_dim(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def value_heads_per_key_head(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def layout(self) -> ProjectionLayout:
+        return ProjectionLayout(
+            query=self.qk_dim,
+            key=self.qk_dim,
+            value=self.v_dim,
+            z=self.v_dim,
+            beta=self.num_value_heads,
+            alpha=self.num_value_heads,
+        )
+
+    def shard(self, ranks: int, over: str = "tensor_model_parallel_size") -> GDNDims:
+        """The sizes one of ``ranks`` ranks holds when the heads are split among them.
+
+        Args:
+            ranks: how many ranks share the heads.
+            over: the name of the parallel size, for the message.
+
+        Raises:
+            ValueError: the key heads or the value heads do not divide; the message lists the
+                sizes that do.
+        """
+        if ranks == 1:
+            return self
+        if self.num_key_heads % ranks or self.num_value_heads % ranks:
+            legal = [n for n in range(1, self.num_key_heads + 1) if self.num_key_heads % n == 0]
+            raise ValueError(
+                f"{over}={ranks} cannot split {self.num_key_heads} key heads and "
+                f"{self.num_value_heads} value heads evenly; use one of "
+                f"{', '.join(map(str, legal))}."
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // ranks,
+            num_value_heads=self.num_value_heads // ranks,
+        )
+
+    def check_fp8_alignment(self, alignment: int) -> None:
+        """Refuse a local projection width that FP8 GEMMs cannot take.
+
+        The width on one rank counts, not the global one: 12352 rows are a multiple of 16, the
+        1544 that each of 8 ranks holds are not.
+        """
+        remainder = self.layout.width % alignment
+        if remainder:
+            raise ValueError(
+                f"FP8 needs the local projection width to be a multiple of {alignment}, but it is "
+                f"{self.layout.width} (remainder {remainder}): query, key, value, z, beta and "
+                f"alpha of {self.num_key_heads} key and {self.num_value_heads} value heads. Use a "
+                f"smaller tensor_model_parallel_size, or keep this layer out of FP8."
+            )

@@ -1,0 +1,24 @@
+"""The mathematics of the layer; needs torch and nothing else."""
+
+from .api import BACKENDS, Backend, gated_delta_rule, resolve_backend
+from .chunk import torch_chunk_gated_delta_rule
+from .conv import causal_conv1d
+from .documents import Documents
+from .gates import decay_and_write_gates
+from .norm import l2norm, rms_norm, rms_norm_gated
+from .reference import recurrent_gated_delta_rule
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Documents",
+    "causal_conv1d",
+    "decay_and_write_gates",
+    "gated_delta_rule",
+    "l2norm",
+    "recurrent_gated_delta_rule",
+    "resolve_backend",
+    "rms_norm",
+    "rms_norm_gated",
+    "torch_chunk_gated_delta_rule",
+]

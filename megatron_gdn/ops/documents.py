@@ -1,0 +1,116 @@
+"""Document boundaries of a packed buffer, resolved once and read by every op.
+
+Legend: N documents, T tokens of the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Boundaries of the N documents packed into one buffer of T tokens.
+
+    Attributes:
+        offsets: N + 1 cumulative lengths on the host, from 0 to T, never decreasing.
+        device: where the per-token tensors live.
+
+    The tensors below are made on first use and kept, so that all layers that are handed the same
+    object share them and no layer has to ask the device for a length.
+    """
+
+    offsets: tuple[int, ...]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        offsets = self.offsets
+        if len(offsets) < 2:
+            raise ValueError(
+                f"cu_seqlens={list(offsets)} names no document; it must hold N + 1 offsets that "
+                f"start at 0 and end at the number of tokens."
+            )
+        if offsets[0] != 0:
+            raise ValueError(
+                f"cu_seqlens starts at {offsets[0]}, not at 0, so the first {offsets[0]} tokens "
+                f"belong to no document. Offsets must start at 0."
+            )
+        for index, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+            if end < start:
+                raise ValueError(
+                    f"cu_seqlens runs backwards at document {index}: {start} is followed by "
+                    f"{end}. Offsets must never decrease."
+                )
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Tensor | Sequence[int] | Documents,
+        total_tokens: int,
+        *,
+        device: torch.device | str | None = None,
+        cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    ) -> Documents:
+        """Resolve ``cu_seqlens`` (int ``[N + 1]``) against a buffer of ``total_tokens``.
+
+        Reading a ``cu_seqlens`` that lives on a GPU waits for the GPU; pass ``cu_seqlens_cpu``
+        (the same offsets on the host) or an already resolved ``Documents`` to avoid that.
+
+        Raises:
+            ValueError: the offsets do not start at 0, decrease, or do not end at
+                ``total_tokens``.
+        """
+        if isinstance(cu_seqlens, Documents):
+            documents = cu_seqlens
+        else:
+            source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+            if isinstance(source, Tensor):
+                if source.dim() != 1 or source.is_floating_point():
+                    raise ValueError(
+                        f"cu_seqlens must be a 1-D integer tensor of cumulative lengths, got "
+                        f"shape {tuple(source.shape)} and dtype {source.dtype}."
+                    )
+                source = source.tolist()
+            if device is None:
+                device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
+            documents = cls(tuple(source), torch.device(device))
+        if documents.offsets[-1] != total_tokens:
+            raise ValueError(
+                f"cu_seqlens ends at {documents.offsets[-1]}, but the buffer holds {total_tokens} "
+                f"tokens. Offsets must cover the whole buffer: make padding at its end a document "
+                f"of its own, or add it to the last one."
+            )
+        return documents
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        offsets = self.offsets
+        return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+
+    @property
+    def total_tokens(self) -> int:
+        return self.offsets[-1]
+
+    @cached_property
+    def cu_seqlens_cpu(self) -> Tensor:
+        """int32 ``[M + 1]`` on the host: the offsets without empty documents (M of N remain)."""
+        kept = [0, *(e for s, e in zip(self.offsets, self.offsets[1:], strict=False) if e > s)]
+        return torch.tensor(kept, dtype=torch.int32)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """:attr:`cu_seqlens_cpu` on the device, for kernels."""
+        return self.cu_seqlens_cpu.to(self.device)
+
+    @cached_property
+    def position_T(self) -> Tensor:
+        """int32 ``[T]``: how many tokens of the same document come before each token."""
+        length_N = torch.tensor(self.lengths)
+        start_T = (length_N.cumsum(0) - length_N).repeat_interleave(length_N)
+        position_T = torch.arange(self.total_tokens) - start_T
+        return position_T.to(torch.int32).to(self.device)

@@ -1,0 +1,126 @@
+"""The causal convolution against torch's own, and the laws of packing and segmentation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_gdn.ops import causal_conv1d
+
+
+def make(B=2, T=13, C=5, W=4, seed=0):
+    torch.manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    return make(B, T, C), make(C, W), make(C)
+
+
+def torch_conv(x_BTC, weight_CW, bias_C):
+    C, W = weight_CW.shape
+    y = F.conv1d(F.pad(x_BTC.transpose(1, 2), (W - 1, 0)), weight_CW[:, None], bias_C, groups=C)
+    return y.transpose(1, 2)
+
+
+def gradients(y, inputs):
+    torch.manual_seed(1)
+    return torch.autograd.grad((y * torch.randn(y.shape, dtype=y.dtype)).sum(), inputs)
+
+
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 13])
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_outputs_and_gradients_equal_torchs_convolution(T, W, activation):
+    x, weight, bias = make(T=T, W=W)
+    y, state = causal_conv1d(x, weight, bias, activation)
+    expected = torch_conv(x, weight, bias)
+    expected = F.silu(expected) if activation else expected
+    assert state is None
+    assert_same([y, *gradients(y, (x, weight, bias))],
+                [expected, *gradients(expected, (x, weight, bias))])  # fmt: skip
+
+
+OFFSETS = [0, 1, 3, 3, 9, 13]  # documents shorter than the kernel, and an empty one
+
+
+def test_packed_documents_equal_the_same_documents_alone():
+    x, weight, bias = make(B=1)
+    y, _ = causal_conv1d(x, weight, bias, cu_seqlens=OFFSETS)
+    alone = torch.cat(
+        [
+            F.silu(torch_conv(x[:, a:b], weight, bias))
+            for a, b in zip(OFFSETS, OFFSETS[1:], strict=False)
+            if b > a
+        ],
+        dim=1,
+    )
+    assert_same([y, *gradients(y, (x, weight, bias))],
+                [alone, *gradients(alone, (x, weight, bias))])  # fmt: skip
+
+
+def test_changing_one_document_leaves_the_others_bitwise_unchanged_even_by_infinity():
+    x, weight, bias = (t.detach() for t in make(B=1))
+    changed = x.clone()
+    changed[:, 3:9] = float("inf")
+    before, _ = causal_conv1d(x, weight, bias, cu_seqlens=OFFSETS)
+    after, _ = causal_conv1d(changed, weight, bias, cu_seqlens=OFFSETS)
+    assert torch.equal(before[:, :3], after[:, :3]) and torch.equal(before[:, 9:], after[:, 9:])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7])
+def test_two_halves_with_carried_state_equal_the_whole(cut):
+    x, weight, bias = make()
+    whole, end = causal_conv1d(x, weight, bias, output_final_state=True)
+    first, middle = causal_conv1d(x[:, :cut], weight, bias, output_final_state=True)
+    second, last = causal_conv1d(
+        x[:, cut:], weight, bias, initial_state=middle, output_final_state=True
+    )
+    halves = torch.cat([first, second], dim=1)
+    assert_same([halves, last, *gradients(halves, (x, weight, bias))],
+                [whole, end, *gradients(whole, (x, weight, bias))])  # fmt: skip
+
+
+def test_packed_documents_with_states_equal_the_same_documents_alone():
+    x, weight, bias = make(B=1)
+    state = torch.randn(5, 5, 4, dtype=torch.float64, requires_grad=True)
+    y, final = causal_conv1d(
+        x, weight, bias, cu_seqlens=OFFSETS, initial_state=state, output_final_state=True
+    )
+    for n, (a, b) in enumerate(zip(OFFSETS, OFFSETS[1:], strict=False)):
+        one, one_final = causal_conv1d(
+            x[:, a:b], weight, bias, initial_state=state[n : n + 1], output_final_state=True
+        )
+        assert_same([y[:, a:b], final[n : n + 1]], [one, one_final])
+
+
+def test_bf16_rounds_once():
+    x, weight, bias = (t.detach().bfloat16() for t in make())
+    y, _ = causal_conv1d(x, weight, bias)
+    exact = F.silu(torch_conv(x.double(), weight.double(), bias.double()))
+    # One rounding of an fp32 result that is itself within an fp32 rounding or two.
+    assert ((y.double() - exact).abs() <= exact.abs() * (2**-8 * 1.001)).all()
+
+
+def test_the_backward_keeps_only_the_input():
+    x, weight, bias = make(B=1, T=64, C=8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        causal_conv1d(x, weight, bias)
+    assert sum(t.numel() for t in kept) == x.numel() + weight.numel() + bias.numel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activation": "gelu"}, "unknown activation"),
+        ({"weight": torch.zeros(3, 4)}, "takes x"),
+        ({"cu_seqlens": [0, 13]}, "need a batch of 1"),
+        ({"initial_state": torch.zeros(2, 5, 3)}, "initial_state must be"),
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    x, weight, _ = make()
+    with pytest.raises(ValueError, match=message):
+        causal_conv1d(**{"x": x, "weight": weight, **arguments})

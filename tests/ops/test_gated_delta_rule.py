@@ -1,0 +1,234 @@
+"""The chunk rule against the token recurrence in fp64, and the laws both obey."""
+
+import pytest
+import torch
+
+from megatron_gdn.ops import (
+    Documents,
+    gated_delta_rule,
+    recurrent_gated_delta_rule,
+    torch_chunk_gated_delta_rule,
+)
+
+NAMES = ("output", "final state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
+# 1e-5 of the largest entry: 84 units of fp32 rounding, for sums of at most a few hundred terms.
+FP32 = 1e-5
+
+
+def make_inputs(B, T, G, H, K, V, decay, sequences=None, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    shapes = [(B, T, G, K), (B, T, G, K), (B, T, H, V)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    g = -decay * torch.nn.functional.softplus(torch.randn(B, T, H, dtype=torch.float64) + 1)
+    beta = torch.rand(B, T, H, dtype=torch.float64)
+    state = torch.randn(B if sequences is None else sequences, H, K, V, dtype=torch.float64)
+    return [x.to(dtype) for x in (q, k, v, g, beta, state)]
+
+
+def outputs_and_gradients(rule, inputs, cu_seqlens=None, l2norm=True, **options):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    o, state = rule(
+        *inputs[:5],
+        initial_state=inputs[5],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=l2norm,
+        cu_seqlens=cu_seqlens,
+        **options,
+    )
+    torch.manual_seed(1)
+    do = torch.randn(o.shape, dtype=torch.float64).to(o.dtype)
+    dstate = torch.randn(state.shape, dtype=torch.float64).to(state.dtype)
+    gradients = torch.autograd.grad((o * do).sum() + (state * dstate).sum(), inputs)
+    return dict(zip(NAMES, (o.detach(), state.detach(), *gradients), strict=True))
+
+
+def carried(rule, q, k, v, g, beta, state, **options):
+    return rule(q, k, v, g, beta, initial_state=state, output_final_state=True, **options)
+
+
+def assert_agree(actual, expected, tolerance):
+    for name, reference in expected.items():
+        scale = reference.abs().max().clamp_min(1e-30)
+        error = ((actual[name].double() - reference).abs().max() / scale).item()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+DECAYS = pytest.mark.parametrize("decay", [0.0, 1e-3, 1.0, 16.0])
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 300])
+@DECAYS
+def test_fp32_chunks_agree_with_the_fp64_recurrence(T, decay):
+    inputs = make_inputs(2, T, 3, 6, 16, 8, decay)
+    # The oracle sees what fp32 can hold of the inputs, so that only the computation is compared.
+    rounded = [x.float() for x in inputs]
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in rounded])
+    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
+
+
+@pytest.mark.parametrize(
+    ("G", "H", "K", "V", "chunk_size"), [(1, 4, 5, 7, 64), (2, 2, 12, 3, 16), (2, 6, 8, 20, 7)]
+)
+@DECAYS
+def test_fp64_chunks_agree_with_the_recurrence_at_odd_sizes(G, H, K, V, chunk_size, decay):
+    inputs = make_inputs(2, 75, G, H, K, V, decay)
+    scaled = [inputs[0], inputs[1] * 0.3, *inputs[2:]]
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, scaled, l2norm=False)
+    actual = outputs_and_gradients(
+        torch_chunk_gated_delta_rule, scaled, l2norm=False, chunk_size=chunk_size
+    )
+    assert_agree(actual, expected, 1e-11)
+
+
+OFFSETS = [0, 1, 3, 3, 100, 164, 300]
+
+
+@DECAYS
+def test_packed_documents_agree_with_the_recurrence(decay):
+    inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay, sequences=6)]
+    expected = outputs_and_gradients(
+        recurrent_gated_delta_rule, [x.double() for x in inputs], OFFSETS
+    )
+    actual = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
+    assert_agree(actual, expected, FP32)
+
+
+@pytest.mark.parametrize("rule", [recurrent_gated_delta_rule, torch_chunk_gated_delta_rule])
+def test_packed_documents_equal_the_same_documents_alone(rule):
+    q, k, v, g, beta, state = make_inputs(1, 300, 3, 6, 16, 8, 1.0, sequences=6)
+    packed, final = carried(rule, q, k, v, g, beta, state, cu_seqlens=torch.tensor(OFFSETS))
+    for n in range(6):
+        span = slice(OFFSETS[n], OFFSETS[n + 1])
+        one, one_final = carried(rule, *(x[:, span] for x in (q, k, v, g, beta)), state[n : n + 1])
+        torch.testing.assert_close(packed[:, span], one, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(final[n : n + 1], one_final, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changing_the_first_packed_document_leaves_the_others_bitwise_unchanged(dtype):
+    inputs = make_inputs(1, 300, 3, 6, 16, 8, 1.0, sequences=6, dtype=dtype)
+    changed = [x.clone() for x in inputs]
+    for x in changed[:5]:
+        x[:, : OFFSETS[4]] = x[:, : OFFSETS[4]] * 3 - 1
+    before = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
+    after = outputs_and_gradients(torch_chunk_gated_delta_rule, changed, OFFSETS)
+    for name in NAMES:
+        start = 4 if "state" in name else OFFSETS[4]
+        axis = 0 if "state" in name else 1
+        rest = slice(start, None)
+        kept = (before[name][rest], after[name][rest]) if axis == 0 else (
+            before[name][:, rest], after[name][:, rest]
+        )  # fmt: skip
+        assert torch.equal(*kept), name
+    assert not torch.equal(before["output"], after["output"])
+
+
+@pytest.mark.parametrize("rule", [recurrent_gated_delta_rule, torch_chunk_gated_delta_rule])
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_two_halves_with_carried_state_equal_the_whole_sequence(rule, cut):
+    q, k, v, g, beta, state = make_inputs(2, 150, 2, 4, 8, 12, 0.1)
+    whole, final = carried(rule, q, k, v, g, beta, state)
+    first, middle = carried(rule, *(x[:, :cut] for x in (q, k, v, g, beta)), state)
+    second, end = carried(rule, *(x[:, cut:] for x in (q, k, v, g, beta)), middle)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(end, final, rtol=1e-10, atol=1e-10)
+
+
+def test_two_runs_are_bitwise_equal():
+    inputs = make_inputs(1, 300, 3, 6, 16, 8, 1.0, sequences=6, dtype=torch.float32)
+    first = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
+    second = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+def test_the_decay_gradient_survives_a_strong_decay_in_the_same_chunk():
+    """One token that forgets everything must not cost its neighbours' gradients their digits."""
+    inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01)
+    inputs[3][:, 20] = -4000.0
+    rounded = [x.float() for x in inputs]
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in rounded])
+    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
+
+
+def test_a_call_keeps_its_inputs_and_nothing_else_for_the_backward():
+    kept: list[torch.Tensor] = []
+    inputs = [x.float().requires_grad_() for x in make_inputs(1, 256, 1, 2, 8, 8, 1.0)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        torch_chunk_gated_delta_rule(*inputs[:5], initial_state=inputs[5])
+    tokens_times_chunk = 256 * 2 * 64
+    assert max(x.numel() for x in kept) < tokens_times_chunk
+    sequence_order = 1  # one index per sequence
+    assert sum(x.numel() for x in kept) == sum(x.numel() for x in inputs) + sequence_order
+
+
+def test_autocast_does_not_round_the_chunk_rule():
+    inputs = [x.float() for x in make_inputs(1, 80, 2, 4, 8, 8, 1.0)]
+    expected = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, l2norm=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, l2norm=False)
+    assert all(torch.equal(actual[name], expected[name]) for name in NAMES)
+
+
+def test_gradients_pass_torchs_own_numerical_check():
+    inputs = [x.requires_grad_() for x in make_inputs(1, 5, 1, 2, 3, 2, 0.5, sequences=2)]
+
+    def rule(*xs):
+        return torch_chunk_gated_delta_rule(
+            *xs[:5],
+            initial_state=xs[5],
+            output_final_state=True,
+            chunk_size=2,
+            cu_seqlens=[0, 2, 5],
+        )
+
+    assert torch.autograd.gradcheck(rule, inputs)
+
+
+def test_the_reference_backend_is_what_auto_takes_on_the_cpu():
+    q, k, v, g, beta, _ = make_inputs(1, 10, 2, 4, 8, 8, 1.0, dtype=torch.float32)
+    auto, none = gated_delta_rule(q, k, v, g, beta)
+    reference, _ = gated_delta_rule(q, k, v, g, beta, backend="reference")
+    assert torch.equal(auto, reference) and none is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(1, 4, 2, 5)}, "query must have shape"),
+        ({"g": torch.zeros(1, 4, 2)}, "g must have shape"),
+        ({"value": torch.zeros(1, 4, 3, 8), "g": torch.zeros(1, 4, 3),
+          "beta": torch.zeros(1, 4, 3)}, "3 value heads cannot share 2 key heads"),
+        ({"initial_state": torch.zeros(2, 4, 8, 8)}, "initial_state must be"),
+        ({"cu_seqlens": [0, 2]}, "ends at 2, but the buffer holds 4 tokens"),
+        ({"cu_seqlens": [0, 3, 2, 4]}, "runs backwards at document 1"),
+        ({"cu_seqlens": [1, 4]}, "starts at 1"),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "1-D integer tensor"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_with_what_was_given_and_what_is_legal(changes, message):
+    arguments = {
+        "query": torch.zeros(1, 4, 2, 8),
+        "key": torch.zeros(1, 4, 2, 8),
+        "value": torch.zeros(1, 4, 4, 8),
+        "g": torch.zeros(1, 4, 4),
+        "beta": torch.zeros(1, 4, 4),
+        **changes,
+    }
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule(**arguments)
+
+
+def test_packed_input_with_a_batch_is_refused():
+    inputs = make_inputs(2, 4, 2, 4, 8, 8, 1.0)
+    with pytest.raises(ValueError, match="need a batch of 1"):
+        torch_chunk_gated_delta_rule(*inputs[:5], cu_seqlens=[0, 4])
+
+
+def test_resolved_documents_keep_their_tensors():
+    documents = Documents.from_cu_seqlens([0, 3, 3, 8], 8)
+    assert documents.lengths == (3, 0, 5)
+    assert documents.position_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert documents.cu_seqlens.tolist() == [0, 3, 8]
+    assert documents.position_T is documents.position_T
+    assert Documents.from_cu_seqlens(documents, 8) is documents

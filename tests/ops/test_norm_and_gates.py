@@ -1,0 +1,42 @@
+import torch
+import torch.nn.functional as F
+
+from megatron_gdn.ops import decay_and_write_gates, l2norm, rms_norm, rms_norm_gated
+
+
+def test_l2norm_gives_unit_rows_and_finite_gradients_for_zero_rows():
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    x[0, 0] = 0
+    x.requires_grad_()
+    y = l2norm(x)
+    torch.testing.assert_close(
+        y[1].norm(dim=-1), torch.ones(5, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+    y.sum().backward()
+    assert torch.equal(y[0, 0], torch.zeros(8, dtype=torch.float64))
+    assert torch.isfinite(x.grad).all()
+
+
+def test_rms_norm_equals_torchs_with_both_forms_of_gamma():
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5, zero_centered=True), F.rms_norm(x, (8,), 1 + weight, 1e-5)
+    )
+
+
+def test_the_gated_norm_rounds_once():
+    x, z = torch.randn(64, 8).bfloat16(), torch.randn(64, 8).bfloat16()
+    exact = F.rms_norm(x.double(), (8,), None, 1e-6) * F.silu(z.double())
+    y = rms_norm_gated(x, z, None, 1e-6)
+    assert ((y.double() - exact).abs() <= exact.abs() * (2**-8 * 1.001)).all()
+
+
+def test_gates_are_fp32_for_bf16_projections_and_never_grow_the_state():
+    alpha, beta = torch.randn(2, 7, 4).bfloat16() * 9, torch.randn(2, 7, 4).bfloat16()
+    A_log, dt_bias = torch.rand(4) * 2.8, torch.ones(4)
+    g, write = decay_and_write_gates(alpha, beta, A_log, dt_bias)
+    assert g.dtype == write.dtype == torch.float32
+    assert (g <= 0).all() and ((write > 0) & (write < 1)).all()
+    exact = -A_log.double().exp() * F.softplus(alpha.double() + dt_bias.double())
+    torch.testing.assert_close(g.double(), exact, rtol=1e-6, atol=1e-7)
