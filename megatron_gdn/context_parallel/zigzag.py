@@ -1,0 +1,145 @@
+"""Index arithmetic of context-parallel sequence layouts; no communication, no torch.distributed.
+
+Megatron balances causal attention over ``cp`` ranks with the *zigzag* (DualChunkSwap) layout: a
+sequence is cut into ``2 * cp`` equal chunks and rank ``r`` holds chunks ``r`` and
+``2 * cp - 1 - r``. In a packed buffer every document is cut that way by itself (Transformer
+Engine's layout), or the whole buffer is cut once, regardless of documents (what Megatron's
+``--dataloader-inter-document-masking`` gives).
+
+Two orders of one buffer of T tokens appear here:
+
+    sequence order   tokens as they were written: document 0, document 1, ...
+    rank order       the concatenation of what rank 0, rank 1, ... hold
+
+``undo = rank_order_of_sequence(lengths, cp)`` holds, for every sequence position, its place in rank
+order; so ``x_sequence = x_rank[undo]`` and ``x_rank = x_sequence[inverse(undo)]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+
+class SequenceLayout(StrEnum):
+    """How a context-parallel rank's tokens were cut from the sequence.
+
+    ZIGZAG: ``2 * cp`` chunks of every document (of the sequence, when not packed).
+    ZIGZAG_BUFFER: ``2 * cp`` chunks of the whole packed buffer, documents notwithstanding.
+    CONTIGUOUS: rank ``r`` holds the ``r``-th of ``cp`` equal pieces of the buffer.
+    """
+
+    ZIGZAG = "zigzag"
+    ZIGZAG_BUFFER = "zigzag_buffer"
+    CONTIGUOUS = "contiguous"
+
+    @classmethod
+    def parse(cls, value: str | SequenceLayout) -> SequenceLayout:
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(
+                f"unknown context-parallel layout {value!r}; use one of "
+                f"{', '.join(repr(layout.value) for layout in cls)}."
+            ) from None
+
+
+def check_lengths(
+    lengths: Sequence[int], cp_size: int, layout: SequenceLayout = SequenceLayout.ZIGZAG
+) -> None:
+    """Refuse lengths that ``cp_size`` ranks cannot share in this layout.
+
+    Raises:
+        ValueError: names the first length at fault and the multiple it must be.
+    """
+    if cp_size == 1:
+        return
+    if layout is SequenceLayout.ZIGZAG:
+        multiple, pieces, what = 2 * cp_size, lengths, "sequence"
+    else:
+        multiple = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
+        pieces, what = [sum(lengths)], "packed buffer"
+    for index, length in enumerate(pieces):
+        if length % multiple:
+            raise ValueError(
+                f"{what} {index} has {length} tokens, which is not a multiple of {multiple}: the "
+                f"{layout.value!r} layout cuts it into {multiple} equal chunks for "
+                f"context_parallel_size={cp_size}. Pad it to "
+                f"{-(-length // multiple) * multiple} tokens"
+                + (
+                    " and pass the padded boundaries as cu_seqlens_q_padded."
+                    if layout is SequenceLayout.ZIGZAG
+                    else "."
+                )
+            )
+
+
+def rank_order_of_sequence(
+    lengths: Sequence[int], cp_size: int, layout: SequenceLayout = SequenceLayout.ZIGZAG
+) -> Tensor:
+    """For every position in sequence order, its place in rank order.
+
+    Args:
+        lengths: tokens of each document of the buffer, in order (one entry when not packed);
+            zero is allowed.
+        cp_size: number of context-parallel ranks.
+        layout: how the buffer was cut.
+
+    Returns:
+        int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with ``T = sum(lengths)``.
+
+    Raises:
+        ValueError: a length does not divide, see :func:`check_lengths`.
+    """
+    check_lengths(lengths, cp_size, layout)
+    total = sum(lengths)
+    if cp_size == 1 or layout is SequenceLayout.CONTIGUOUS:
+        return torch.arange(total)
+    if layout is SequenceLayout.ZIGZAG_BUFFER:
+        lengths = [total]
+
+    length_N = torch.tensor(lengths, dtype=torch.int64)
+    start_N = length_N.cumsum(0) - length_N
+    length_T = length_N.repeat_interleave(length_N)
+    start_T = start_N.repeat_interleave(length_N)
+
+    offset_T = torch.arange(total) - start_T
+    chunk_tokens_T = length_T // (2 * cp_size)
+    chunk_T = offset_T // chunk_tokens_T
+    second_T = chunk_T >= cp_size
+    rank_T = torch.where(second_T, 2 * cp_size - 1 - chunk_T, chunk_T)
+    # A rank's copy of a document starts after its shares of all earlier documents.
+    place_T = start_T // cp_size + offset_T % chunk_tokens_T + second_T * chunk_tokens_T
+    return rank_T * (total // cp_size) + place_T
+
+
+def inverse(permutation_T: Tensor) -> Tensor:
+    """The permutation that undoes ``permutation_T``: ``inverse(p)[p] == arange``."""
+    inverse_T = torch.empty_like(permutation_T)
+    inverse_T[permutation_T] = torch.arange(
+        permutation_T.numel(), dtype=permutation_T.dtype, device=permutation_T.device
+    )
+    return inverse_T
+
+
+def local_indices(
+    lengths: Sequence[int],
+    cp_size: int,
+    cp_rank: int,
+    layout: SequenceLayout = SequenceLayout.ZIGZAG,
+) -> Tensor:
+    """The sequence positions that one rank holds, in the order it holds them.
+
+    ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data loader gives that rank; for an
+    unpacked batch of sequences of length s, ``lengths = [s]``.
+
+    Returns:
+        int64 ``[T / cp_size]`` on the CPU.
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
+    sequence_of_rank_order = inverse(rank_order_of_sequence(lengths, cp_size, layout))
+    return sequence_of_rank_order.chunk(cp_size)[cp_rank] if cp_size > 1 else sequence_of_rank_order
