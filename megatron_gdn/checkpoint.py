@@ -1,0 +1,132 @@
+"""How the layer's parameters appear in Megatron's distributed checkpoints.
+
+The fused projection and the convolution are stored section by section (``in_proj.weight.query``,
+``conv1d.weight.value``, ...), because a checkpoint describes each tensor as one regular grid of
+shards, and only single sections are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+from megatron.core.transformer.utils import (
+    cat_with_oom_fallback,
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layer import GatedDeltaNet
+
+
+def _split_tensor_factory(
+    orig_sh_ten: ShardedTensor,
+    split_sections: Sequence[int],
+    split_names: Sequence[str],
+    split_dim: int,
+) -> ShardedTensorFactory:
+    """Store one sharded tensor as several, one per section of ``split_dim``.
+
+    Args:
+        orig_sh_ten: the tensor-parallel shard with all sections end to end.
+        split_sections: the sections' sizes on this rank.
+        split_names: appended to the key, after a dot.
+        split_dim: the dimension that holds the sections.
+
+    Returns:
+        A factory that builds the section tensors when saving and joins them when loading.
+
+    Raises:
+        ValueError: the sections do not add up to the dimension, or names are missing.
+
+    Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
+    """
+    template = orig_sh_ten.without_data()
+    size = template.local_shape[split_dim]
+    if sum(split_sections) != size or len(split_sections) != len(split_names):
+        raise ValueError(
+            f"{orig_sh_ten.key}: sections {dict(zip(split_names, split_sections, strict=False))} "
+            f"must add up to its dimension {split_dim}, which has {size} rows on this rank."
+        )
+
+    @torch.no_grad()
+    def build(
+        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        whole = replace(
+            template,
+            key=key,
+            data=tensor,
+            dtype=tensor.dtype,
+            replica_id=replica_id,
+            flattened_range=flattened_range,
+        )
+        parts, start = [], 0
+        for section, name in zip(split_sections, split_names, strict=True):
+            for part in whole.narrow(split_dim, start, section):
+                part.key = f"{key}.{name}"
+                parts.append(part)
+            start += section
+        return parts
+
+    return ShardedTensorFactory(
+        orig_sh_ten.key, orig_sh_ten.data, build, cat_with_oom_fallback, orig_sh_ten.replica_id
+    )
+
+
+def gdn_sharded_state_dict(
+    layer: GatedDeltaNet,
+    prefix: str = "",
+    sharded_offsets: tuple = (),
+    metadata: dict | None = None,
+    tp_group: Any = None,
+) -> dict[str, Any]:
+    """The layer's parameters as Megatron's sharded tensors; upstream's keys and shapes.
+
+    Biases of the projection and the convolution are split into sections like their weights.
+    """
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    tp_group = layer.pg_collection.tp if tp_group is None else tp_group
+
+    def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            at,
+            split_over_tp,
+            sharded_offsets,
+            tp_group=tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+    own: dict[str, Any] = {}
+    layer._save_to_state_dict(own, "", keep_vars=True)
+    result = sharded(own, prefix, {"A_log": 0, "dt_bias": 0})
+    for name, child in layer.named_children():
+        at = f"{prefix}{name}."
+        if name == "conv1d":
+            state = child.state_dict(prefix="", keep_vars=True)
+            result.update(sharded(state, at, {"weight": 0, "bias": 0}))
+        else:
+            result.update(
+                sharded_state_dict_default(child, at, sharded_offsets, metadata, tp_group=tp_group)
+            )
+
+    layout = layer.dims.layout
+    split = {
+        "in_proj.weight": (layout.sections, layout.names),
+        "in_proj.bias": (layout.sections, layout.names),
+        "conv1d.weight": (layout.conv_sections, layout.conv_names),
+        "conv1d.bias": (layout.conv_sections, layout.conv_names),
+    }
+    for name, (sections, names) in split.items():
+        key = f"{prefix}{name}"
+        if isinstance(result.get(key), ShardedTensor):
+            result[key] = _split_tensor_factory(result[key], sections, names, 0)
+    return result

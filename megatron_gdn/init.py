@@ -1,0 +1,60 @@
+"""Initialisation that does not depend on how many ranks share a parameter.
+
+Every rank of a tensor-parallel group draws the whole parameter from the same seed and keeps its
+share, so a model starts from the same weights at every tensor-parallel size. (Megatron draws each
+rank's share from a stream of that rank, or, on the CPU, cuts a fused projection without regard to
+its sections.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def next_seed() -> int:
+    """A seed from torch's CPU generator, which Megatron keeps alike in a tensor-parallel group."""
+    return int(torch.randint(2**62, ()))
+
+
+def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
+    """Rank ``rank``'s share of every section of ``whole``'s dimension ``dim``, end to end."""
+    return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
+
+
+@torch.no_grad()
+def init_share_(
+    parameter: Tensor,
+    init: Callable[[Tensor], object],
+    *,
+    dim: int,
+    sections: Sequence[int],
+    rank: int,
+    size: int,
+) -> None:
+    """Fill ``parameter`` with its share of what ``init`` makes of the whole one.
+
+    Args:
+        parameter: this rank's share; on the meta device nothing is done but the draw of the seed.
+        init: fills a tensor in place from torch's default generators, in fp32.
+        dim: the split dimension.
+        sections: global sizes of the sections along ``dim``, each split by itself.
+        rank, size: this rank's place among those that share the parameter.
+    """
+    seed = next_seed()
+    if parameter.is_meta:
+        return
+    shape = list(parameter.shape)
+    shape[dim] = sum(sections)
+    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    on_gpu = [parameter.device] if parameter.is_cuda else []
+    with torch.random.fork_rng(devices=on_gpu):
+        if on_gpu:
+            with torch.cuda.device(parameter.device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        init(whole)
+    parameter.copy_(take_share(whole, dim, sections, rank, size))

@@ -1,0 +1,520 @@
+"""The Gated DeltaNet layer for Megatron-Core.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, C convolution channels, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import log_single_rank, nvtx_range_pop, nvtx_range_push
+from torch import Tensor, nn
+
+from .checkpoint import gdn_sharded_state_dict
+from .context_parallel import Headwise, SequenceLayout, SingleRank
+from .dims import GDNDims
+from .init import init_share_
+from .masks import require_causal
+from .ops import Documents, causal_conv1d, decay_and_write_gates, l2norm, resolve_backend
+from .packing import resolve_packed_seq_params
+from .precision import Fp32Parameters, mark_keep_in_fp32
+from .tensor_parallel import mark_sharded, sum_gradient_over_tp
+
+logger = logging.getLogger(__name__)
+
+# What TransformerLayer and HybridStack hand to every mixer and a recurrence has no use for.
+_ATTENTION_ONLY = frozenset(
+    {
+        "key_value_states",
+        "rotary_pos_emb",
+        "rotary_pos_cos",
+        "rotary_pos_sin",
+        "rotary_pos_cos_sin",
+        "padding_mask",
+    }
+)
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Specs of the parts a :class:`GatedDeltaNet` is assembled from.
+
+    in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front
+        (``TELayerNormColumnParallelLinear``, ``ColumnParallelLinear``, ...).
+    out_norm: norm over one value head (``TENorm``, ``TorchRMSNorm``, ...).
+    out_proj: row-parallel linear, heads * V -> hidden (``TERowParallelLinear``, ...).
+    """
+
+    in_proj: ModuleSpec | type = IdentityOp
+    out_norm: ModuleSpec | type = IdentityOp
+    out_proj: ModuleSpec | type = IdentityOp
+
+
+@contextmanager
+def _span(name: str):
+    nvtx_range_push(msg=f"GatedDeltaNet.{name}")
+    yield
+    nvtx_range_pop(msg=f"GatedDeltaNet.{name}")
+
+
+@cache
+def _log_once(message: str) -> None:
+    log_single_rank(logger, logging.INFO, message)
+
+
+def _device_for(config: TransformerConfig) -> torch.device:
+    if getattr(config, "init_model_with_meta_device", False):
+        return torch.device("meta")
+    if config.use_cpu_initialization or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class GatedDeltaNet(Fp32Parameters, MegatronModule):
+    """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
+
+    The layer projects, convolves, runs the gated delta rule and projects back:
+
+        q, k, v, z, b, a = in_proj(x)
+        q, k, v          = SiLU(causal_conv1d(q, k, v))
+        q, k             = q / |q|, k / |k|                      per head
+        g_t              = -exp(A_log) softplus(a_t + dt_bias)   log-decay, fp32
+        beta_t           = sigmoid(b_t)
+        S_t              = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
+        o_t              = S_t^T q_t / sqrt(K)
+        y                = out_proj(RMSNorm(o) * SiLU(z))
+
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.) Same
+    constructor, parameters and checkpoint keys as ``megatron.core.ssm.gated_delta_net``; the
+    convolution and the gate always use SiLU, whatever the MLP's activation is.
+
+    Args:
+        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
+        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
+        layer_number: number of this layer in the model, from 1.
+        bias: give the projections biases.
+        conv_bias: give the convolution a bias.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
+        use_qk_l2norm: scale query and key heads to unit length.
+        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        name: path of this module in the model, for TE's precision settings.
+        cp_comm_type: how *attention* communicates; accepted, and of no meaning here.
+        pp_layer_offset: layers on earlier pipeline stages; accepted, and of no meaning here.
+        is_mtp_layer: part of a multi-token-prediction block; accepted, and of no meaning here.
+        backend: implementation of the delta rule, see :func:`megatron_gdn.ops.resolve_backend`.
+        cp_layout: how the data loader cut sequences for context parallelism, see
+            :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
+            itself: Megatron's and TE's default), ``"zigzag_buffer"`` (the whole packed buffer,
+            ``--dataloader-inter-document-masking``) or ``"contiguous"``.
+
+    ``backend`` and ``cp_layout`` are given through ``ModuleSpec(params={...})``.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend or
+            layout, a bad ``A_init_range``.
+        ImportError: the requested backend is not available.
+    """
+
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | Sequence[str] | None = None,
+        pp_layer_offset: int | None = 0,
+        is_mtp_layer: bool = False,
+        backend: str = "auto",
+        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+    ) -> None:
+        super().__init__(config)
+        if not 0 < A_init_range[0] <= A_init_range[1]:
+            raise ValueError(
+                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
+                f"A_log starts as the logarithm of a number drawn from it."
+            )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.config = config
+        self.layer_number = layer_number
+        self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
+        self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.tp_size = pg_collection.tp.size()
+        self.cp_size = pg_collection.cp.size()
+        self.sp_size = self.tp_size if config.sequence_parallel else 1
+        self.cp_layout = SequenceLayout.parse(cp_layout)
+
+        self._name_sizes(GDNDims.from_config(config))
+        self._schemes: dict[Any, SingleRank | Headwise] = {}
+        self._scheme_over(pg_collection.cp)
+
+        device = _device_for(config)
+        self._choose_backend(backend, device)
+        self._build(submodules, name, device)
+        self.recompute_norm_out = (
+            config.recompute_granularity == "selective"
+            and "gdn_norm_out" in config.recompute_modules
+        )
+        self.norm_out_checkpoint = None
+        self.reset_parameters()
+
+    def _name_sizes(self, dims: GDNDims) -> None:
+        """Set ``dims`` (this tensor-parallel rank's sizes) and the names other tools look up."""
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)
+        if self.config.fp8:
+            from megatron.core.fp8_utils import get_fp8_align_size
+
+            self.dims.check_fp8_alignment(get_fp8_align_size(self.config.fp8_recipe))
+        self.hidden_size = dims.hidden_size
+        self.num_key_heads, self.num_value_heads = dims.num_key_heads, dims.num_value_heads
+        self.key_head_dim, self.value_head_dim = dims.key_head_dim, dims.value_head_dim
+        self.conv_kernel_dim = dims.conv_kernel_dim
+        self.qk_dim, self.v_dim = dims.qk_dim, dims.v_dim
+        self.in_proj_dim, self.conv_dim = dims.layout.width, dims.layout.conv_width
+        self.qk_dim_local_tp, self.v_dim_local_tp = self.dims.qk_dim, self.dims.v_dim
+        self.conv_dim_local_tp = self.dims.layout.conv_width
+        self.num_v_heads_local_tp = self.dims.num_value_heads
+        self.in_proj_split_sections = self.dims.layout.sections
+        self.in_proj_split_names = list(self.dims.layout.names)
+        self.act_fn, self.activation = F.silu, "silu"
+
+    def _choose_backend(self, backend: str, device: torch.device) -> None:
+        deterministic = (
+            self.config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+        )
+        chosen = resolve_backend(
+            backend,
+            device="cuda" if device.type == "meta" and torch.cuda.is_available() else device,
+            dtype=self.config.params_dtype,
+            deterministic=deterministic,
+        )
+        self.backend, self.gated_delta_rule = chosen.name, chosen.rule
+        _log_once(f"GatedDeltaNet: delta rule backend {chosen.name!r} ({chosen.reason})")
+
+    def _build(
+        self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
+    ) -> None:
+        config, dims = self.config, self.dims
+        self.in_proj = build_module(
+            submodules.in_proj,
+            self.hidden_size,
+            self.in_proj_dim,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=self.bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+            name=None if name is None else f"{name}.in_proj",
+        )
+        channels = dims.layout.conv_width
+        self.conv1d = nn.Conv1d(
+            channels,
+            channels,
+            self.conv_kernel_dim,
+            groups=channels,
+            bias=self.conv_bias,
+            padding=self.conv_kernel_dim - 1,
+            device=device,
+            dtype=config.params_dtype,
+        )
+        for parameter in self.conv1d.parameters():
+            mark_sharded(parameter, dims.layout.conv_sections)
+        heads = dims.num_value_heads
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
+        for parameter in (self.dt_bias, self.A_log):
+            mark_sharded(parameter, (heads,))
+            mark_keep_in_fp32(parameter)
+        self.out_norm = build_module(
+            submodules.out_norm,
+            config=config,
+            hidden_size=self.value_head_dim,
+            eps=config.layernorm_epsilon,
+        )
+        for parameter in self.out_norm.parameters():
+            sum_gradient_over_tp(parameter, self.tp_size, config.sequence_parallel)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.v_dim,
+            self.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=self.bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+            name=None if name is None else f"{name}.out_proj",
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialise everything, to the same model at every tensor-parallel size.
+
+        | parameter                        | value                                              |
+        |----------------------------------|----------------------------------------------------|
+        | in_proj.weight                   | ``config.init_method``                             |
+        | out_proj.weight                  | ``config.output_layer_init_method``                |
+        | conv1d.weight, conv1d.bias       | U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)    |
+        | A_log                            | log U(A_init_range)                                |
+        | dt_bias                          | 1                                                  |
+
+        With ``config.perform_initialization`` off the two projections are left as Megatron leaves
+        them; the layer's own parameters are never uninitialised memory.
+        """
+        sizes, rank = self.global_dims, self.tp_group.rank()
+
+        def init(parameter: Tensor | None, method, dim: int, sections: Sequence[int]) -> None:
+            if parameter is not None:
+                init_share_(
+                    parameter, method, dim=dim, sections=sections, rank=rank, size=self.tp_size
+                )
+
+        if self.config.perform_initialization:
+            in_weight = getattr(self.in_proj, "weight", None)
+            out_weight = getattr(self.out_proj, "weight", None)
+            init(in_weight, self.config.init_method, 0, sizes.layout.sections)
+            init(out_weight, self.config.output_layer_init_method, 1, (sizes.v_dim,))
+
+        bound = self.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
+        for parameter in (self.conv1d.weight, self.conv1d.bias):
+            init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_sections)
+        heads = (sizes.num_value_heads,)
+        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
+        init(self.dt_bias, lambda x: x.fill_(1), 0, heads)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer over a batch of sequences, or over packed documents.
+
+        Args:
+            hidden_states: ``[s, B, D]``, s this rank's share under sequence and context
+                parallelism; B must be 1 when documents are packed.
+            attention_mask: None or causal; the layer is causal by itself.
+            inference_context, inference_params, sequence_len_offset: not supported.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
+                offsets), and the context-parallel group of this micro-batch if it has its own.
+            kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
+                by name and unused. Anything else is refused.
+
+        Returns:
+            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
+
+        Raises:
+            ValueError: lengths, boundaries or head counts that do not fit.
+            NotImplementedError: inference, or a mask that is not causal.
+            TypeError: a keyword this layer does not know.
+        """
+        self._refuse(inference_context, inference_params, sequence_len_offset, kwargs)
+        scheme = self._scheme_of(packed_seq_params)
+        tokens = hidden_states.shape[0] * self.sp_size * scheme.size
+        documents = resolve_packed_seq_params(packed_seq_params, tokens, hidden_states.device)
+        if documents is not None and hidden_states.shape[1] != 1:
+            raise ValueError(
+                f"packed documents need a batch of 1, got hidden_states of shape "
+                f"{tuple(hidden_states.shape)}. Lay the rows end to end and extend cu_seqlens."
+            )
+        require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
+
+        with _span("in_proj"):
+            proj_sBP, _ = self.in_proj(hidden_states)
+        with _span("to_heads"):
+            proj_SBP = scheme.open(proj_sBP, documents)
+        o_BSHV, z_BSHV = self._mix(proj_SBP, scheme, documents)
+        mixed_sBV = self._norm(o_BSHV, z_BSHV, scheme, documents)
+        with _span("out_proj"):
+            out_sBD, out_bias = self.out_proj(mixed_sBV)
+        if self.norm_out_checkpoint is not None:
+            self.norm_out_checkpoint.discard_output_and_register_recompute(out_sBD)
+            self.norm_out_checkpoint = None
+        return out_sBD, out_bias
+
+    def _mix(
+        self, proj_SBP: Tensor, scheme: SingleRank | Headwise, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        """Projection rows of whole sequences -> output of the delta rule, and its gate z."""
+        layout = scheme.dims.layout
+        qkv_BSC, z_BSP, b_BSH, a_BSH = proj_SBP.transpose(0, 1).split(
+            (layout.conv_width, layout.z, layout.beta, layout.alpha), dim=-1
+        )
+        with _span("conv"):
+            sections = self.dims.layout.conv_sections
+            bias = self.conv1d.bias
+            qkv_BSC, _ = causal_conv1d(
+                qkv_BSC,
+                scheme.local(self.conv1d.weight, sections).squeeze(1),
+                None if bias is None else scheme.local(bias, sections),
+                cu_seqlens=documents,
+            )
+        batch, seq_len = qkv_BSC.shape[:2]
+        q, k, v, z, b, a = self._prepare_qkv_for_gated_delta_rule(
+            qkv_BSC, z_BSP, b_BSH, a_BSH, batch, seq_len
+        )
+        g, beta = self._compute_g_and_beta(
+            scheme.local(self.A_log), scheme.local(self.dt_bias), a, b
+        )
+        with _span("rule"):
+            o_BSHV, _ = self.gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=documents)
+        return o_BSHV, z
+
+    def _norm(
+        self,
+        o_BSHV: Tensor,
+        z_BSHV: Tensor,
+        scheme: SingleRank | Headwise,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Gated output norm, and back to this rank's tokens: ``[s, B, H * V]``."""
+
+        def norm_and_close(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
+            with _span("norm"):
+                mixed_BSV = self._apply_gated_norm(o_BSHV, z_BSHV).flatten(2)
+            with _span("to_sequence"):
+                return scheme.close(mixed_BSV.transpose(0, 1).contiguous(), documents)
+
+        if not (self.recompute_norm_out and self.training):
+            return norm_and_close(o_BSHV, z_BSHV)
+        self.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
+        return self.norm_out_checkpoint.checkpoint(norm_and_close, o_BSHV, z_BSHV)
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
+        return (self.out_norm(x) * self.act_fn(gate.float())).to(x.dtype)
+
+    def _prepare_qkv_for_gated_delta_rule(
+        self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Cut the convolved rows into heads and normalise query and key.
+
+        Returns:
+            query and key ``[B, S, G, K]`` (not repeated for the value heads that share them),
+            value and gate ``[B, S, H, V]``, beta and alpha ``[B, S, H]``.
+        """
+        dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
+        q, k, v = qkv.split(dims.layout.conv_sections, dim=-1)
+        q, k = (x.reshape(batch, seq_len, -1, self.key_head_dim) for x in (q, k))
+        if self.use_qk_l2norm:
+            q, k = l2norm(q), l2norm(k)
+        v, gate = (x.reshape(batch, seq_len, -1, self.value_head_dim) for x in (v, gate))
+        return q, k, v, gate, beta, alpha
+
+    def _compute_g_and_beta(
+        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-decay and write strength, see :func:`megatron_gdn.ops.decay_and_write_gates`."""
+        return decay_and_write_gates(alpha, beta, A_log_local_cp, dt_bias_local_cp)
+
+    def _scheme_over(self, group: Any) -> SingleRank | Headwise:
+        if group not in self._schemes:
+            alone = group is None or group.size() == 1
+            self._schemes[group] = (
+                SingleRank(self.dims) if alone else Headwise(self.dims, group, self.cp_layout)
+            )
+        return self._schemes[group]
+
+    def _scheme_of(self, packed: PackedSeqParams | None) -> SingleRank | Headwise:
+        """The context-parallel scheme of this micro-batch, which may bring its own group."""
+        if packed is None:
+            return self._scheme_over(self.pg_collection.cp)
+        group, size = packed.cp_group, packed.local_cp_size
+        if group is None and size is None:
+            return self._scheme_over(self.pg_collection.cp)
+        if size is not None and size != (1 if group is None else group.size()):
+            given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+            raise ValueError(
+                f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
+                f"of 1 needs no group)."
+            )
+        return self._scheme_over(group)
+
+    @staticmethod
+    def _refuse(inference_context, inference_params, sequence_len_offset, kwargs) -> None:
+        if inference_context is not None or inference_params is not None:
+            raise NotImplementedError(
+                "GatedDeltaNet is a training layer and keeps no inference state; export the "
+                "weights and serve them elsewhere, or call the model without an inference context."
+            )
+        if sequence_len_offset is not None:
+            raise NotImplementedError("GatedDeltaNet does not support sequence_len_offset.")
+        if kwargs.pop("attention_bias", None) is not None:
+            raise NotImplementedError(
+                "GatedDeltaNet has no attention scores to add attention_bias to; pass None."
+            )
+        unknown = sorted(
+            name for name in kwargs.keys() - _ATTENTION_ONLY if kwargs[name] is not None
+        )
+        if unknown:
+            raise TypeError(
+                f"GatedDeltaNet.forward() does not know the keyword(s) {', '.join(unknown)}; it "
+                f"ignores only {', '.join(sorted(_ATTENTION_ONLY))}."
+            )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's distributed checkpoints, under upstream's keys.
+
+        in_proj and conv1d are stored section by section, so a checkpoint loads at any
+        tensor-parallel size; A_log and dt_bias are stored in fp32.
+        """
+        return gdn_sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        set_save_original_input(self.in_proj)
+
+    def backward_dw(self) -> None:
+        """Compute the delayed weight gradients of both projections."""
+        self._backward_in_proj()
+        self._backward_out_proj()
+
+    def _backward_in_proj(self) -> None:
+        self.in_proj.backward_dw()
+
+    def _backward_out_proj(self) -> None:
+        self.out_proj.backward_dw()

@@ -1,0 +1,60 @@
+"""RMSNorm in plain torch, for machines without Transformer Engine."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class TorchRMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, built the way Megatron builds a norm.
+
+        y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
+
+    Statistics and the product with gamma are fp32; the result has the dtype of ``x``. The weight
+    carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over the
+    tensor-parallel group when each rank sees only a part of the sequence.
+
+    Args:
+        config: reads ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel``,
+            ``params_dtype`` and ``use_cpu_initialization``.
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+
+    Raises:
+        ValueError: ``config.normalization`` is not ``"RMSNorm"``.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(
+                f"TorchRMSNorm cannot compute normalization={config.normalization!r}: set "
+                'normalization="RMSNorm" or use a Transformer Engine spec.'
+            )
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
+        self.weight = nn.Parameter(
+            torch.empty(
+                hidden_size,
+                dtype=config.params_dtype,
+                device="cpu" if on_cpu else torch.cuda.current_device(),
+            )
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as the plain norm: gamma is one."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of shape ``[..., hidden_size]``; same shape and dtype come back."""
+        gamma = self.weight.float()
+        if self.zero_centered_gamma:
+            gamma = gamma + 1.0
+        return nn.functional.rms_norm(x.float(), (self.hidden_size,), gamma, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -1,0 +1,58 @@
+"""Attention masks at a layer that has no attention: a causal one says nothing, others lie.
+
+Megatron hands every mixer the attention mask. The recurrence is causal by itself and takes
+document boundaries from ``PackedSeqParams``; any other mask would be ignored in silence, so it is
+refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_CHECKED = "_megatron_gdn_causal"
+
+_HELP = (
+    "This layer is causal and reads document boundaries from packed_seq_params "
+    "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
+    "at the end of a sequence, and pack documents instead of masking between them."
+)
+
+
+def require_causal(mask: Tensor | None, local_positions: Callable[[], Tensor | range]) -> None:
+    """Refuse an attention mask that masks something else than the future.
+
+    A mask is looked at once, when a layer first meets it (which waits for the device); the other
+    layers of the micro-batch see a mark on the tensor.
+
+    Args:
+        mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden,
+            s this rank's tokens and S all; or a 2-D mask ``[b, S]`` that keeps every token.
+        local_positions: gives the sequence positions of the s tokens.
+
+    Raises:
+        NotImplementedError: the mask is not causal.
+    """
+    if mask is None or getattr(mask, _CHECKED, None) == mask._version:
+        return
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"an attention mask cannot be checked while a CUDA graph is captured. {_HELP}"
+        )
+    if mask.dim() == 2:
+        legal = bool((mask == 1).all())
+    elif mask.dim() == 4 and mask.dtype == torch.bool:
+        positions = torch.as_tensor(local_positions(), device=mask.device)
+        columns = torch.arange(mask.shape[-1], device=mask.device)
+        future = columns > positions[:, None]
+        legal = mask.shape[-2] == future.shape[0] and bool((mask == future).all())
+    else:
+        legal = False
+    if not legal:
+        raise NotImplementedError(
+            f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} is not a causal "
+            f"mask. {_HELP}"
+        )
+    setattr(mask, _CHECKED, mask._version)

@@ -1,0 +1,91 @@
+"""Packed micro-batches: Megatron's ``PackedSeqParams`` in, one resolved ``Documents`` out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .ops import Documents
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_RESOLVED = "_megatron_gdn_documents"
+
+
+def resolve_packed_seq_params(
+    params: PackedSeqParams | None, total_tokens: int, device: torch.device
+) -> Documents | None:
+    """The document boundaries of a packed micro-batch; None when it is not packed.
+
+    The first layer of a micro-batch resolves and checks them, which reads ``cu_seqlens`` from the
+    device once; the result is kept on ``params``, where all other layers (and recomputation)
+    find it.
+
+    Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
+    before any context-parallel split. Padding stands at the end of a document's slot, where a
+    causal layer cannot see it from the tokens before.
+
+    Args:
+        params: as Megatron passes it to a layer; other formats than ``"thd"`` are not packed.
+        total_tokens: tokens of the whole packed buffer, over all context-parallel ranks.
+        device: where the layer runs.
+
+    Raises:
+        ValueError: no boundaries, boundaries that do not start at 0, decrease or end elsewhere
+            than at ``total_tokens``, other boundaries for keys than for queries, or a document
+            longer than its padded slot.
+    """
+    if params is None or params.qkv_format != "thd":
+        return None
+    sources = (
+        params.cu_seqlens_q_padded,
+        params.cu_seqlens_q,
+        params.cu_seqlens_kv_padded,
+        params.cu_seqlens_kv,
+    )
+    versions = tuple(None if source is None else source._version for source in sources)
+    known = params.__dict__.get(_RESOLVED)
+    if known is not None:
+        same = all(a is b for a, b in zip(known[0], sources, strict=True))
+        if same and known[1] == versions and known[2].total_tokens == total_tokens:
+            return known[2]
+
+    documents = _resolve(*sources, total_tokens, device)
+    params.__dict__[_RESOLVED] = (sources, versions, documents)
+    return documents
+
+
+def _resolve(q_padded, q, kv_padded, kv, total_tokens: int, device: torch.device) -> Documents:
+    boundaries = q if q_padded is None else q_padded
+    if boundaries is None:
+        raise ValueError(
+            "packed_seq_params has qkv_format='thd' but neither cu_seqlens_q_padded nor "
+            "cu_seqlens_q, so the documents' boundaries are unknown."
+        )
+    documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
+
+    if kv_padded is not None and q_padded is None:
+        q_padded = q  # keys in padded slots need queries in the same ones
+    for name, queries, keys in (("_padded", q_padded, kv_padded), ("", q, kv)):
+        if queries is None or keys is None or queries is keys:
+            continue
+        if queries.tolist() != keys.tolist():
+            raise ValueError(
+                f"packed_seq_params gives cu_seqlens_q{name}={queries.tolist()} and "
+                f"cu_seqlens_kv{name}={keys.tolist()}; this layer reads and writes one sequence, "
+                f"so they must agree."
+            )
+    if q_padded is not None and q is not None and q is not q_padded:
+        offsets = q.tolist()
+        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        if len(lengths) != len(documents.lengths) or any(
+            not 0 <= length <= slot for length, slot in zip(lengths, documents.lengths, strict=True)
+        ):
+            raise ValueError(
+                f"cu_seqlens_q gives documents of {lengths} tokens, cu_seqlens_q_padded slots of "
+                f"{list(documents.lengths)}; there must be one slot per document, at least as "
+                f"long as it."
+            )
+    return documents

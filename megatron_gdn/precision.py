@@ -1,0 +1,53 @@
+"""Keeps the decay parameters in fp32, whatever happens to the module around them.
+
+``A_log`` stands in an exponent and the recurrence compounds the decay over the sequence: rounding
+it to bf16 changes the decay rate by up to 0.8%. Megatron's ``Float16Module`` (and ``.bfloat16()``,
+``.half()``, ``.to(dtype)``) casts every floating-point parameter, so the module itself has to
+decline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
+    """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for."""
+    assert parameter.dtype == torch.float32, parameter.dtype
+    parameter.keep_in_fp32 = True
+
+
+class Fp32Parameters:
+    """Mixin for modules: the parameters named below follow moves but not casts.
+
+    ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
+    """
+
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and their kin change the device only."""
+        kept = {
+            name: parameter
+            for name in self._keep_in_float32_parameter_names
+            if (parameter := self._parameters.get(name)) is not None
+        }
+        gradients = [p.grad for p in kept.values() if p.grad is not None]
+        protected = [*kept.values(), *gradients]
+
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
+                return tensor.to(moved.device)
+            return moved
+
+        result = super()._apply(apply, recurse)
+        for name, old in kept.items():
+            new = self._parameters[name]
+            if new is not old:  # torch made a new Parameter, without the old one's marks
+                new.__dict__.update(old.__dict__)
+        return result

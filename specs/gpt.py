@@ -1,0 +1,128 @@
+"""GPT blocks that mix Gated DeltaNet and full attention by ``config.linear_attention_freq``."""
+
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.ssm import gated_delta_net as upstream
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_gdn.local_norm import TorchRMSNorm
+
+from .layer import gated_delta_net_spec, resolve_backend
+from .local import (
+    ATTENTION_NORM_KEYS,
+    GDN_NORM_KEYS,
+    MLP_NORM_KEYS,
+    local_attention_spec,
+    local_mlp_builder,
+)
+
+
+def gpt_block_spec(
+    config: Any, vp_stage: int | None = None, pp_rank: int | None = None, **options: Any
+) -> TransformerBlockSubmodules:
+    """The layer specs of one pipeline stage: Gated DeltaNet layers and full-attention layers.
+
+    ``config.linear_attention_freq = N`` makes every N-th layer full attention, a list of 0 and 1
+    marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by ``config.moe_layer_freq``.
+    ``config.transformer_impl`` chooses the modules: ``"transformer_engine"`` or ``"local"``
+    (attention without context parallelism).
+
+    Args:
+        config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
+            ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
+        vp_stage: virtual pipeline stage.
+        pp_rank: pipeline rank; this process's own when None.
+        **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of the
+            GatedDeltaNet constructor.
+
+    Raises:
+        ValueError: the config does not ask for Gated DeltaNet layers.
+        ImportError: Transformer Engine is asked for and absent.
+    """
+    config = getattr(config, "transformer", config)
+    if config.experimental_attention_variant != "gated_delta_net":
+        raise ValueError(
+            "gpt_block_spec builds Gated DeltaNet layers, but experimental_attention_variant is "
+            f"{config.experimental_attention_variant!r}; set it to 'gated_delta_net' and choose "
+            "linear_attention_freq (an interval, or a list of 0 and 1 per layer)."
+        )
+    if config.transformer_impl == "local":
+        layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
+    else:
+        resolve_backend("te")
+        layer_specs, final_norm = _te_layer_specs(config, options)
+    mine = _layers_of_stage(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_specs[layer] for layer in mine], layer_norm=final_norm
+    )
+
+
+def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
+    """Megatron's own layer specs with its Gated DeltaNet exchanged for ours."""
+    layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
+    mixer = gated_delta_net_spec("te", **options)
+    for layer in layer_specs:
+        if layer.submodules.self_attention.module is upstream.GatedDeltaNet:
+            layer.submodules.self_attention = mixer
+    backend = variants._get_backend_spec_provider(config)
+    rms_norm = config.normalization == "RMSNorm"
+    return layer_specs, backend.layer_norm(rms_norm=rms_norm, for_qk=False)
+
+
+def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
+    mixer = gated_delta_net_spec("local", **options)
+    attention = local_attention_spec(qk_layernorm=config.qk_layernorm)
+    dense = [0] * config.num_layers
+    is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
+    layer_specs = []
+    for is_gdn, has_experts in zip(
+        variants.get_linear_attention_pattern(config), is_moe, strict=True
+    ):
+        norm_keys = dict(GDN_NORM_KEYS if is_gdn else ATTENTION_NORM_KEYS)
+        if has_experts:
+            mlp = get_moe_module_spec(
+                use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+            )
+        else:
+            mlp = local_mlp_builder()
+            # Experts have no norm of their own in Transformer Engine either.
+            norm_keys |= MLP_NORM_KEYS
+        layer_specs.append(
+            ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=TorchRMSNorm,
+                    self_attention=mixer if is_gdn else attention,
+                    self_attn_bda=get_bias_dropout_add,
+                    pre_mlp_layernorm=TorchRMSNorm,
+                    mlp=mlp,
+                    mlp_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map=norm_keys,
+                ),
+            )
+        )
+    return layer_specs
+
+
+def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
+    """Global layer indices that this pipeline stage builds."""
+    if config.pipeline_model_parallel_layout is not None:
+        return config.pipeline_model_parallel_layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))

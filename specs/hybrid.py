@@ -1,0 +1,97 @@
+"""Hybrid stacks ('G' Gated DeltaNet, '-' MLP, '*' attention, ...) with our Gated DeltaNet layer.
+
+    HybridModel(config, hybrid_stack_spec(backend="local"), hybrid_layer_pattern="G-G-", ...)
+
+or, for a launch that takes the name of a module-level spec:
+
+    --spec megatron_gdn.specs gdn_hybrid_stack_spec --hybrid-layer-pattern "GEGEGE*E"
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_gdn.local_norm import TorchRMSNorm
+
+from .layer import gated_delta_net_spec, resolve_backend
+from .local import (
+    ATTENTION_NORM_KEYS,
+    GDN_NORM_KEYS,
+    MLP_NORM_KEYS,
+    local_attention_spec,
+    local_mlp_builder,
+    unavailable,
+)
+
+
+def hybrid_stack_spec(backend: str = "auto", **options: Any) -> ModuleSpec:
+    """Spec of a Megatron ``HybridStack`` whose 'G' layers are `megatron_gdn.GatedDeltaNet`.
+
+    Args:
+        backend: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged; ``"local"``
+            is plain torch (GDN, MLP, and attention without context parallelism); ``"auto"`` is
+            ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
+            interchangeable.
+        **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of the
+            GatedDeltaNet constructor.
+
+    Raises:
+        ValueError, ImportError: see `resolve_backend`.
+    """
+    backend = resolve_backend(backend)
+    mixer = gated_delta_net_spec(backend, **options)
+    submodules = _te_submodules(mixer) if backend == "te" else _local_submodules(mixer)
+    return ModuleSpec(module=HybridStack, submodules=submodules)
+
+
+def _te_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
+    gdn_layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=mixer, self_attn_bda=get_bias_dropout_add
+        ),
+    )
+    return replace(hybrid_layer_specs.hybrid_stack_spec.submodules, gdn_layer=gdn_layer)
+
+
+def _local_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
+    return HybridStackSubmodules(
+        gdn_layer=_local_mixer_layer(mixer, GDN_NORM_KEYS),
+        attention_layer=_local_mixer_layer(local_attention_spec(), ATTENTION_NORM_KEYS),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=TorchRMSNorm,
+                mlp=local_mlp_builder(),
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
+            ),
+        ),
+        mamba_layer=unavailable("M"),
+        dsa_layer=unavailable("D"),
+        mla_layer=unavailable("+"),
+        moe_layer=unavailable("E"),
+    )
+
+
+def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchRMSNorm,
+            self_attention=mixer,
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=dict(norm_keys),
+        ),
+    )
+
+
+# Megatron's `--spec` looks these up by name and takes them as they are, without a call.
+gdn_hybrid_stack_spec = hybrid_stack_spec("auto")
+gdn_hybrid_stack_spec_local = hybrid_stack_spec("local")

@@ -1,0 +1,61 @@
+"""Plain-torch pieces of a layer, whose checkpoints load into Transformer Engine models and back.
+
+Transformer Engine fuses the norm before a linear layer into it and stores the norm's weight there;
+local modules keep it apart. The key maps below write both under Transformer Engine's name.
+"""
+
+from functools import partial
+from typing import Any, NoReturn
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_gdn.local_norm import TorchRMSNorm
+
+GDN_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+ATTENTION_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def local_mlp_builder():
+    """Dense MLP over Megatron's own linears."""
+    return partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+
+
+def local_attention_spec(qk_layernorm: bool = False) -> ModuleSpec:
+    """Causal self-attention in plain torch; Megatron refuses it when context_parallel_size > 1."""
+    qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            **qk_norm,
+        ),
+        metainfo={"fuse_input_layernorm": False},
+    )
+
+
+class UnavailableLayer:
+    """Stands where a spec has no layer, so that asking for it is an error and not an identity."""
+
+    def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
+            "'-' (MLP) and '*' (attention, context_parallel_size=1). Use "
+            'hybrid_stack_spec(backend="te"), which needs Transformer Engine, or change '
+            "--hybrid-layer-pattern."
+        )
+
+
+def unavailable(symbol: str) -> ModuleSpec:
+    return ModuleSpec(module=UnavailableLayer, params={"symbol": symbol})

@@ -1,0 +1,30 @@
+"""A checkpoint written at tp2 x cp2 is the same model at every other size, bit for bit."""
+
+import pytest
+import torch
+
+from tests.distributed import model_laws as laws
+
+
+@pytest.mark.parametrize("conv_bias", [False, True], ids=["", "conv-bias"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_tp2_cp2_loads_at_tp1_tp2_and_pp2(pools, tmp_path, bias, conv_bias):
+    options = {"bias": bias, "conv_bias": conv_bias}
+    pools(4).run(laws.save, str(tmp_path), 2, 2, options)
+    whole = pools(2).run(laws.load_and_gather, str(tmp_path), 1, 1, options)[0]
+    assert not any(torch.isnan(value).any() for value in whole.values())
+    assert whole["decoder.layers.0.self_attention.A_log"].dtype == torch.float32
+    biases = ["in_proj.bias"] * bias + ["conv1d.bias"] * conv_bias
+    expected = {f"decoder.layers.{n}.self_attention.{name}" for n in (0, 2) for name in biases}
+    assert expected <= set(whole)
+
+    for rank in pools(2).run(laws.load_and_gather, str(tmp_path), 2, 1, options):
+        assert_equal(rank, whole)
+    stages = pools(2).run(laws.load_and_gather, str(tmp_path), 1, 2, options)
+    assert_equal({**stages[0], **stages[1]}, whole)
+
+
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name

@@ -1,0 +1,93 @@
+"""Building Megatron things inside a rank: parallel state, configs, layers with known weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_gdn import GatedDeltaNet, GDNDims, ProjectionLayout
+from megatron_gdn.init import take_share
+
+SIZES = {
+    "hidden_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def make_config(**changes) -> TransformerConfig:
+    settings = {
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "normalization": "RMSNorm",
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "init_method_std": 0.2,
+        "calculate_per_token_loss": True,
+        **SIZES,
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+@contextmanager
+def parallel(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> Iterator[None]:
+    """Megatron's parallel state over the gloo world, torn down afterwards."""
+    torch.manual_seed(seed)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+    )
+    model_parallel_cuda_manual_seed(seed)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+_own_group: dict[int, dist.ProcessGroup] = {}
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """A group that holds this rank alone (made once per process, by all ranks together)."""
+    rank = dist.get_rank()
+    if rank not in _own_group:
+        for other in range(dist.get_world_size()):
+            group = dist.new_group([other])
+            if other == rank:
+                _own_group[rank] = group
+    return _own_group[rank]
+
+
+def sections_of(name: str, layout: ProjectionLayout, dims: GDNDims):
+    """Split dimension and sections of a parameter of the layer; None when it is replicated."""
+    if name.startswith("in_proj."):
+        return 0, layout.sections
+    if name.startswith("conv1d."):
+        return 0, layout.conv_sections
+    if name in ("A_log", "dt_bias"):
+        return 0, (dims.num_value_heads,)
+    if name == "out_proj.weight":
+        return 1, (dims.v_dim,)
+    return None
+
+
+def share_of(name: str, whole: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
+    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
+    split = sections_of(name, layer.global_dims.layout, layer.global_dims)
+    if split is None:
+        return whole
+    return take_share(whole, *split, layer.tp_group.rank(), layer.tp_size)
+
+
+def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Largest difference against the largest entry: what rounding errors of sums scale with."""
+    assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    error = (actual.double() - expected.double()).abs().max().item() if actual.numel() else 0.0
+    assert error <= tolerance * max(scale, 1e-30), f"{name}: {error:.3e} of {scale:.3e}"

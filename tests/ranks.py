@@ -1,0 +1,103 @@
+"""Runs test functions on real processes joined by gloo.
+
+Starting a process that imports torch and Megatron takes seconds, so a pool of them is started once
+per test session and handed function after function. A function sent to the pool is a plain
+module-level function; what it returns comes back, one value per rank, and what it raises is raised
+in the test, with the rank's traceback.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+def _serve(rank: int, size: int, store: str, pipe) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    pipe.send(("ready", None))
+    while True:
+        function, args, kwargs = pipe.recv()
+        try:
+            pipe.send(("returned", function(*args, **kwargs)))
+        except BaseException:
+            pipe.send(("raised", traceback.format_exc()))
+
+
+class RankError(AssertionError):
+    """A function failed on some rank."""
+
+
+class RankPool:
+    """``size`` processes in one gloo world."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.mktemp(prefix="gloo-")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, store, theirs), daemon=False
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._collect()
+
+    def _collect(self) -> list[Any]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(TIMEOUT_S):
+                    raise EOFError("no answer in time")
+                answers.append(pipe.recv())
+            except EOFError as error:
+                earlier = [text for kind, text in answers if kind == "raised"]
+                self.stop()
+                raise RankError(f"rank {rank}: {error}\n" + "\n".join(earlier)) from None
+        failures = [
+            f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(answers) if kind == "raised"
+        ]
+        if failures:
+            # Ranks may have parted ways inside a collective: the next test gets a fresh world.
+            self.stop()
+            raise RankError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank and return what each returns."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        return self._collect()
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []

@@ -1,0 +1,81 @@
+"""What an import may need, each tried in a fresh process."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_ops_need_torch_alone():
+    names = {"megatron", "fla", "triton", "transformers", "transformer_engine", "numpy"}
+    run(
+        BLOCK.format(names=names)
+        + """
+import torch, megatron_gdn.ops as ops
+x = torch.rand(1, 5, 2, 4)
+ops.gated_delta_rule(x, x, x, -x[..., 0], x[..., 0])
+"""
+    )
+
+
+def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
+    names = {
+        "fla",
+        "transformers",
+        "transformer_engine",
+        "causal_conv1d",
+        "flash_qla",
+        "safetensors",
+    }
+    out = run(
+        BLOCK.format(names=names)
+        + """
+import torch
+import megatron_gdn
+megatron_gdn.GatedDeltaNet
+import megatron_gdn.specs
+print(torch.cuda.is_initialized())
+"""
+    )
+    assert out.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GatedDeltaNet",
+        "GatedDeltaNetSubmodules",
+        "_split_tensor_factory",
+        "get_parameter_local_cp",
+        "tensor_a2a_cp2hp",
+        "tensor_a2a_hp2cp",
+        "torch_chunk_gated_delta_rule",
+    ],
+)
+def test_every_name_of_upstreams_module_is_at_the_top(name):
+    import megatron_gdn
+
+    assert name in megatron_gdn.__all__ and getattr(megatron_gdn, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    import megatron_gdn
+
+    with pytest.raises(AttributeError, match="GatedDeltaNot"):
+        _ = megatron_gdn.GatedDeltaNot

@@ -1,0 +1,41 @@
+import pytest
+import torch
+from torch import nn
+
+from megatron_gdn.precision import Fp32Parameters, mark_keep_in_fp32
+
+
+class Small(Fp32Parameters, nn.Module):
+    _keep_in_float32_parameter_names = ("A_log",)
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.rand(7, device=device))
+        self.weight = nn.Parameter(torch.rand(3, device=device))
+        mark_keep_in_fp32(self.A_log)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.bfloat16(),
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: nn.Sequential(m).bfloat16()[0],
+    ],
+)
+def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast):
+    module = Small()
+    before, identity = module.A_log.detach().clone(), module.A_log
+    module.A_log.grad = torch.rand(7)
+    module = cast(module)
+    assert module.A_log is identity and torch.equal(module.A_log, before)
+    assert module.A_log.dtype == module.A_log.grad.dtype == torch.float32
+    assert module.weight.dtype != torch.float32
+
+
+def test_a_module_from_the_meta_device_keeps_dtype_and_mark():
+    module = Small("meta").bfloat16().to_empty(device="cpu")
+    assert module.A_log.dtype == torch.float32 and module.A_log.keep_in_fp32
+    assert module.weight.dtype == torch.bfloat16

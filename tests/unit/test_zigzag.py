@@ -1,0 +1,88 @@
+"""Index laws of the sequence layouts, for all lengths and sizes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import inverse, local_indices, rank_order_of_sequence
+
+cp_sizes = st.integers(1, 5)
+units = st.lists(st.integers(0, 4), min_size=1, max_size=6)
+
+
+@given(cp=cp_sizes, units=units, layout=st.sampled_from(SequenceLayout))
+def test_undo_then_redo_is_the_identity(cp, units, layout):
+    lengths = [2 * cp * n for n in units]
+    undo = rank_order_of_sequence(lengths, cp, layout)
+    arange = torch.arange(sum(lengths))
+    assert torch.equal(undo[inverse(undo)], arange)
+    assert torch.equal(inverse(undo)[undo], arange)
+
+
+def zigzag_by_definition(lengths, cp, rank):
+    """Rank r holds chunks r and 2 cp - 1 - r of every sequence."""
+    held, start = [], 0
+    for length in lengths:
+        tokens = torch.arange(start, start + length)
+        chunks = tokens.chunk(2 * cp) if length else [tokens] * 2 * cp
+        held += [chunks[rank], chunks[2 * cp - 1 - rank]]
+        start += length
+    return torch.cat(held)
+
+
+@given(cp=cp_sizes, units=units)
+def test_a_rank_holds_two_opposite_chunks_of_every_document(cp, units):
+    lengths = [2 * cp * n for n in units]
+    for rank in range(cp):
+        expected = zigzag_by_definition(lengths, cp, rank)
+        assert torch.equal(local_indices(lengths, cp, rank), expected)
+
+
+@given(cp=cp_sizes, units=units, data=st.data())
+def test_whole_buffer_layouts_take_documents_of_any_length(cp, units, data):
+    total = 2 * cp * sum(units)
+    cuts = data.draw(st.lists(st.integers(0, total), max_size=4).map(sorted))
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+    for rank in range(cp):
+        buffer = local_indices(lengths, cp, rank, SequenceLayout.ZIGZAG_BUFFER)
+        assert torch.equal(buffer, zigzag_by_definition([total], cp, rank))
+        piece = local_indices(lengths, cp, rank, SequenceLayout.CONTIGUOUS)
+        assert torch.equal(piece, torch.arange(total).chunk(cp)[rank] if total else piece)
+
+
+@given(cp=cp_sizes, units=units, layout=st.sampled_from(SequenceLayout))
+def test_every_token_is_held_by_exactly_one_rank(cp, units, layout):
+    lengths = [2 * cp * n for n in units]
+    held = torch.cat([local_indices(lengths, cp, rank, layout) for rank in range(cp)])
+    assert torch.equal(held.sort().values, torch.arange(sum(lengths)))
+    assert torch.equal(held, inverse(rank_order_of_sequence(lengths, cp, layout)))
+
+
+def test_goldens():
+    assert local_indices([8], 2, 0).tolist() == [0, 1, 6, 7]
+    assert local_indices([8], 2, 1).tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 10), (8, 2)])
+def test_lengths_that_divide_by_cp_but_not_by_twice_cp_are_refused(lengths):
+    with pytest.raises(ValueError, match=r"not a multiple of 4.* Pad it to \d+ tokens"):
+        rank_order_of_sequence(lengths, 2)
+
+
+def test_whole_buffers_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="packed buffer 0 has 6 tokens, .* multiple of 4"):
+        rank_order_of_sequence([1, 5], 2, SequenceLayout.ZIGZAG_BUFFER)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        rank_order_of_sequence([1, 5], 4, SequenceLayout.CONTIGUOUS)
+
+
+def test_an_unknown_layout_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'zigzag', 'zigzag_buffer', 'contiguous'"):
+        SequenceLayout.parse("zig-zag")
+
+
+def test_a_rank_outside_the_group_is_refused():
+    with pytest.raises(ValueError, match="cp_rank=2"):
+        local_indices([8], 2, 2)
