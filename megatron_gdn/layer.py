@@ -237,7 +237,10 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             name=None if name is None else f"{name}.in_proj",
         )
         channels = dims.layout.conv_width
-        self.conv1d = nn.Conv1d(
+        # Without torch's own initialisation, which would draw as many numbers as there are local
+        # channels and so make everything after it depend on the tensor-parallel size.
+        self.conv1d = nn.utils.skip_init(
+            nn.Conv1d,
             channels,
             channels,
             self.conv_kernel_dim,

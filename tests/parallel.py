@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +28,7 @@ def make_config(**changes) -> TransformerConfig:
         "num_layers": 1,
         "num_attention_heads": 4,
         "normalization": "RMSNorm",
+        "activation_func": F.silu,  # of no meaning to our layer; upstream's accepts no other
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
         "init_method_std": 0.2,

@@ -1,0 +1,244 @@
+"""The layer on one rank: its equation, its surface, and what it refuses."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_gdn import layer as layer_module
+from megatron_gdn import torch_chunk_gated_delta_rule
+from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.ops import recurrent_gated_delta_rule
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import randomise_, thd
+from tests.parallel import assert_close, make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def build(config=None, **options):
+    return build_module(
+        gated_delta_net_spec("local", **options), config or make_config(), layer_number=1
+    )
+
+
+def layer_by_the_equation(layer, x_SBD, dtype=torch.float64):
+    """The forward pass from its definition, one token after the other, every step in ``dtype``."""
+    p = {name: value.to(dtype) for name, value in layer.named_parameters()}
+    proj = x_SBD.to(dtype).transpose(0, 1) @ p["in_proj.weight"].T
+    proj = proj + p.get("in_proj.bias", 0)
+    qkv, z, b, a = proj.split((160, 96, 8, 8), dim=-1)
+    conv = F.conv1d(
+        F.pad(qkv.transpose(1, 2), (3, 0)), p["conv1d.weight"], p.get("conv1d.bias"), groups=160
+    )
+    q, k, v = F.silu(conv).transpose(1, 2).split((32, 32, 96), dim=-1)
+    q, k = (x.unflatten(-1, (4, 8)) for x in (q, k))
+    v, z = (x.unflatten(-1, (8, 12)) for x in (v, z))
+    g = -p["A_log"].exp() * F.softplus(a + p["dt_bias"])
+    o, _ = recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), use_qk_l2norm_in_kernel=True)
+    y = F.rms_norm(o, (12,), p["out_norm.weight"], 1e-5) * F.silu(z)
+    out = y.flatten(2) @ p["out_proj.weight"].T
+    return out.transpose(0, 1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 65])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
+def test_the_layer_computes_its_equation(length, bias):
+    layer = build(bias=bias, conv_bias=bias)
+    randomise_(layer)
+    x = torch.randn(length, 2, 24, requires_grad=True)
+    out, out_bias = layer(x, None)
+    expected = layer_by_the_equation(layer, x)
+    assert_close("output", out, expected, 1e-5)
+    assert (out_bias is None) == (not bias)
+
+    weight = torch.randn(out.shape)
+    names = [n for n, p in layer.named_parameters() if n != "out_proj.bias"]
+    parameters = [layer.get_parameter(name) for name in names]
+    actual = torch.autograd.grad((out * weight).sum(), [x, *parameters])
+    exact = torch.autograd.grad((expected * weight).sum(), [x, *parameters])
+    for name, a, e in zip(["input", *names], actual, exact, strict=True):
+        assert_close(f"gradient of {name}", a, e, 1e-5)
+
+
+def test_packed_documents_are_independent_bit_for_bit():
+    layer = build()
+    lengths = (2, 0, 65, 7)
+    x = torch.randn(74, 1, 24)
+    changed = x.clone()
+    changed[2:67] += 1
+    before, _ = layer(x, None, packed_seq_params=thd(lengths))
+    after, _ = layer(changed, None, packed_seq_params=thd(lengths))
+    assert torch.equal(before[:2], after[:2]) and torch.equal(before[67:], after[67:])
+    assert not torch.equal(before[2:67], after[2:67])
+    alone, _ = layer(x[67:], None)
+    assert_close("a document alone", before[67:], alone, 1e-5)
+
+
+def test_names_that_other_tools_look_up():
+    layer = build()
+    assert [n for n, _ in layer.named_parameters()] == [
+        "dt_bias",
+        "A_log",
+        "in_proj.weight",
+        "conv1d.weight",
+        "out_norm.weight",
+        "out_proj.weight",
+    ]
+    sizes = {
+        "qk_dim": 32,
+        "v_dim": 96,
+        "in_proj_dim": 272,
+        "conv_dim": 160,
+        "tp_size": 1,
+        "cp_size": 1,
+        "sp_size": 1,
+        "num_key_heads": 4,
+        "num_value_heads": 8,
+        "key_head_dim": 8,
+        "value_head_dim": 12,
+        "conv_kernel_dim": 4,
+        "hidden_size": 24,
+        "layer_number": 1,
+        "num_v_heads_local_tp": 8,
+        "qk_dim_local_tp": 32,
+        "v_dim_local_tp": 96,
+    }
+    assert {name: getattr(layer, name) for name in sizes} == sizes
+    assert layer.gated_delta_rule is torch_chunk_gated_delta_rule
+    methods = """reset_parameters sharded_state_dict backward_dw _backward_in_proj
+        _backward_out_proj _apply_gated_norm _compute_g_and_beta _prepare_qkv_for_gated_delta_rule
+        set_for_recompute_input_layernorm"""
+    for method in methods.split():
+        assert callable(getattr(layer, method))
+
+
+def test_it_builds_inside_a_transformer_layer_as_megatron_passes_its_arguments():
+    spec = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchRMSNorm,
+            self_attention=gated_delta_net_spec("local"),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+    config = make_config(cp_comm_type="p2p")
+    layer = build_module(spec, config, layer_number=1, name="decoder.layers.0")
+    out, _ = layer(torch.randn(8, 2, 24), None, rotary_pos_emb=torch.zeros(8, 1, 1, 4))
+    assert out.shape == (8, 2, 24)
+
+
+def test_it_takes_every_keyword_that_newer_megatron_passes_and_no_other():
+    layer = build(pp_layer_offset=3, is_mtp_layer=True, cp_comm_type=["a2a"], name="x")
+    assert layer.in_proj is not None
+    with pytest.raises(TypeError, match="backnd"):
+        build(backnd="reference")
+    with pytest.raises(TypeError, match="surprise.*ignores only"):
+        layer(torch.randn(4, 1, 24), None, surprise=1)
+
+
+def test_groups_default_to_megatrons_global_ones():
+    layer = build_module(gated_delta_net_spec("local"), make_config(), layer_number=1)
+    given = build_module(
+        gated_delta_net_spec("local"),
+        make_config(),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
+    )
+    assert layer.tp_group is given.tp_group
+
+
+def test_the_chosen_backend_is_logged_once_with_its_reason(caplog):
+    layer_module._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.layer"):
+        build()
+        build()
+    lines = [r.message for r in caplog.records if "backend" in r.message]
+    assert lines == ["GatedDeltaNet: delta rule backend 'reference' (running on cpu)"]
+
+
+def test_the_packed_metadata_is_read_once_for_all_layers(monkeypatch):
+    layers = [build(), build()]
+    params = thd((3, 5))
+    x = torch.randn(8, 1, 24)
+    layers[0](x, None, packed_seq_params=params)
+
+    def read_again(tensor):
+        raise AssertionError("a second layer read cu_seqlens")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", read_again)
+    monkeypatch.setattr(torch.Tensor, "item", read_again)
+    layers[1](x, None, packed_seq_params=params)
+
+
+@pytest.mark.parametrize("length", [1, 65])
+def test_in_bf16_the_layer_is_no_less_exact_than_its_equation_step_by_step(length):
+    layer = build()
+    randomise_(layer)
+    layer = layer.bfloat16()
+    x = torch.randn(length, 2, 24).bfloat16()
+    exact = layer_by_the_equation(layer, x)
+    actual, _ = layer(x, None)
+    plain = layer_by_the_equation(layer, x, torch.bfloat16)
+    error = (actual.double() - exact).square().mean()
+    plain_error = (plain.double() - exact).square().mean()
+    assert error.sqrt() <= 1.2 * plain_error.sqrt()
+
+
+REFUSED = [
+    (lambda: build(A_init_range=(0, 16)), ValueError, "0 < low <= high"),
+    (lambda: build(rule_backend="cuda"), ValueError, "unknown backend 'cuda'.*'reference'"),
+    (
+        lambda: build(rule_backend="fla"),
+        (ImportError, ValueError),
+        "fla.*(needs a GPU|not installed)",
+    ),
+    (lambda: build(cp_layout="zig"), ValueError, "unknown context-parallel layout 'zig'"),
+    (lambda: build(make_config(linear_num_value_heads=6)), ValueError, "not a multiple"),
+    (
+        lambda: build()(torch.randn(8, 2, 24), None, packed_seq_params=thd((8,))),
+        ValueError,
+        "batch of 1",
+    ),
+    (
+        lambda: build()(torch.randn(8, 1, 24), None, packed_seq_params=thd((4, 3))),
+        ValueError,
+        "ends at 7, but the buffer holds 8",
+    ),
+    (
+        lambda: build()(torch.randn(4, 1, 24), torch.zeros(1, 1, 4, 4, dtype=torch.bool)),
+        NotImplementedError,
+        "not a causal mask",
+    ),
+    (
+        lambda: build()(torch.randn(4, 1, 24), None, inference_context=object()),
+        NotImplementedError,
+        "training layer",
+    ),
+    (
+        lambda: build()(torch.randn(4, 1, 24), None, attention_bias=torch.zeros(1)),
+        NotImplementedError,
+        "attention_bias",
+    ),
+    (
+        lambda: build()(
+            torch.randn(4, 1, 24), None, packed_seq_params=PackedSeqParams(local_cp_size=2)
+        ),
+        ValueError,
+        "local_cp_size=2 and no cp_group",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[r[2] for r in REFUSED])
+def test_bad_input_is_refused_in_words(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

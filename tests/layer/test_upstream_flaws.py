@@ -1,0 +1,132 @@
+"""One test per flaw of megatron-core 0.19's own layer; each fails there (see tests/upstream.py)."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import build_module
+
+from tests.distributed import flaw_laws as laws
+from tests.parallel import make_config
+from tests.upstream import gdn_module, layer_spec
+
+
+def build(config=None, **params):
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    return build_module(layer_spec(**params), config or make_config(), pg_collection=groups)
+
+
+def test_replicated_norm_weights_stay_equal_across_tensor_parallel_ranks(pools):
+    pools(2).run(laws.out_norm_gradient_is_the_sum_over_ranks)
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (2, 10)])
+def test_lengths_that_zigzag_cannot_cut_are_refused(pools, lengths):
+    pools(2).run(laws.lengths_are_refused, lengths)
+
+
+def test_a_whole_buffer_zigzag_can_be_declared(pools):
+    pools(2).run(laws.whole_buffer_zigzag_equals_one_rank)
+
+
+def test_the_group_of_the_micro_batch_is_used(pools):
+    pools(2).run(laws.micro_batch_group_is_used)
+
+
+def test_the_bias_of_the_projection_reshards(pools, tmp_path):
+    pools(2).run(laws.projection_bias_reshards, str(tmp_path))
+
+
+def test_initial_weights_do_not_depend_on_the_tensor_parallel_size(pools):
+    one = pools(1).run(laws.initial_weights)[0]
+    shares = pools(2).run(laws.initial_weights)
+    for name, whole in one.items():
+        for rank, share in enumerate(shares):
+            expected = laws.expected_share(name, whole, rank, 2)
+            assert torch.equal(share[name], expected), name
+
+
+def test_decay_parameters_are_fp32_in_a_bf16_model(one_rank):
+    config = make_config(bf16=True, params_dtype=torch.bfloat16)
+    layer = build(config)
+    before = layer.A_log.detach().clone()
+    Float16Module(config, layer)
+    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+    assert torch.equal(layer.A_log, before)
+
+
+def test_the_gate_is_exact_to_fp32_in_a_bf16_model(one_rank):
+    layer = build(make_config(bf16=True, params_dtype=torch.bfloat16))
+    alpha = torch.randn(1, 5, 8, dtype=torch.bfloat16)
+    g, _ = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, alpha)
+    exact = -layer.A_log.double().exp() * F.softplus(alpha.double() + layer.dt_bias.double())
+    torch.testing.assert_close(g.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_own_parameters_are_initialised_even_without_initialisation(one_rank, monkeypatch):
+    empty = torch.empty
+    poison = lambda *a, **k: empty(*a, **k).fill_(float("nan"))  # noqa: E731
+    monkeypatch.setattr(torch, "empty", poison)
+    layer = build(make_config(perform_initialization=False))
+    for name in ("A_log", "dt_bias", "conv1d.weight"):
+        assert torch.isfinite(layer.get_parameter(name)).all(), name
+
+
+def test_l2norm_inside_the_chunk_rule_works(one_rank):
+    q = torch.randn(1, 9, 2, 8)
+    g, beta = -torch.rand(1, 9, 2), torch.rand(1, 9, 2)
+    rule = gdn_module().torch_chunk_gated_delta_rule
+    inside, _ = rule(q, q, q, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+    unit = F.normalize(q, dim=-1)
+    outside, _ = rule(unit, unit, q, g=g, beta=beta)
+    torch.testing.assert_close(inside, outside, rtol=1e-5, atol=1e-5)
+
+
+def test_slicing_a_parameter_for_context_parallelism_is_not_deprecated(pools):
+    pools(2).run(laws.parameter_slice_raises_no_warning)
+
+
+def test_the_mlps_activation_does_not_reach_the_layer(one_rank):
+    gelu = build(make_config(activation_func=F.gelu))
+    silu = build(make_config(activation_func=F.silu))
+    silu.load_state_dict(gelu.state_dict())
+    x = torch.randn(6, 1, 24)
+    assert torch.equal(gelu(x, None)[0], silu(x, None)[0])
+
+
+def test_head_counts_are_checked_without_any_config_flag(one_rank):
+    with pytest.raises(ValueError, match="multiple"):
+        build(make_config(linear_num_value_heads=6))
+
+
+def test_a_rate_of_zero_is_refused(one_rank):
+    with pytest.raises(ValueError, match="A_init_range"):
+        build(A_init_range=(0, 0))
+
+
+def test_packed_documents_run_in_deterministic_mode(one_rank):
+    layer = build(make_config(deterministic_mode=True))
+    out, _ = layer(torch.randn(8, 1, 24), None, packed_seq_params=laws.thd((3, 5)))
+    assert torch.isfinite(out).all()
+
+
+def test_the_norm_is_not_recomputed_in_evaluation(one_rank):
+    config = make_config(
+        recompute_granularity="selective",
+        recompute_modules=["gdn_norm_out"],
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=1,
+    )
+    layer = build(config).eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        out, _ = layer(torch.randn(6, 1, 24), None)
+    assert layer.norm_out_checkpoint is None and torch.isfinite(out).all()
+
+
+def test_an_attention_mask_that_is_not_causal_is_refused(one_rank):
+    layer = build()
+    with pytest.raises(NotImplementedError):
+        layer(torch.randn(4, 1, 24), torch.zeros(1, 1, 4, 4, dtype=torch.bool))

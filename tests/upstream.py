@@ -1,0 +1,45 @@
+"""megatron-core's own Gated DeltaNet, made to run on the CPU, to hold it to our laws.
+
+``GDN_TEST_LAYER=upstream pytest tests/layer/test_upstream_flaws.py`` builds upstream's class
+instead of ours; every test there then fails, which is how we know that it can. (With
+``TORCHDYNAMO_DISABLE=1``, so that upstream's gate is computed as it is written.)
+"""
+
+import importlib
+import os
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_gdn.specs import gated_delta_net_spec
+
+TESTING_UPSTREAM = os.environ.get("GDN_TEST_LAYER") == "upstream"
+
+
+def gdn_module():
+    """The module under test: ours, or upstream's."""
+    if not TESTING_UPSTREAM:
+        return importlib.import_module("megatron_gdn")
+    import megatron.core.ssm.gated_delta_net as package
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    from megatron_gdn.ops import causal_conv1d, l2norm
+
+    # fla's kernels need a GPU; these two stand in for them.
+    gdn.l2norm = common.l2norm = lambda x, **kwargs: l2norm(x, **kwargs)
+    gdn.causal_conv1d = lambda x, weight, bias, activation, cu_seqlens, **_: causal_conv1d(
+        x, weight, bias, activation, cu_seqlens=cu_seqlens
+    )
+    gdn.chunk_gated_delta_rule = package.torch_chunk_gated_delta_rule
+    return package
+
+
+def layer_spec(**params) -> ModuleSpec:
+    spec = gated_delta_net_spec("local", **params)
+    if TESTING_UPSTREAM:
+        package = gdn_module()
+        parts = spec.submodules
+        spec.module = package.GatedDeltaNet
+        spec.submodules = package.GatedDeltaNetSubmodules(
+            in_proj=parts.in_proj, out_norm=parts.out_norm, out_proj=parts.out_proj
+        )
+    return spec
