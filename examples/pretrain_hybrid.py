@@ -1,0 +1,23 @@
+"""Pretrain a small Megatron HybridModel with Gated DeltaNet layers on real text.
+
+    torchrun --nproc_per_node=2 examples/pretrain_hybrid.py
+
+trains four Gated DeltaNet and four MLP layers with context parallelism over two ranks on the source
+of Python's standard library, byte by byte, every file a sequence of its own in a packed buffer. The
+same command runs on GPUs (nccl, bf16) and on a machine without one (gloo, fp32).
+
+Everything around the layer is Megatron-Core's: process groups, HybridModel, distributed data
+parallel, optimizer and schedule, pipeline schedule, distributed checkpoints. What happens to
+documents that are longer than a sequence, and at the end of an epoch, is said in
+`pretraining/packing.py`.
+"""
+
+if __name__ == "__main__":
+    # Imported here because the checkpoint writer's helper process imports this file again.
+    from pretraining.quiet import hide_import_notes
+
+    hide_import_notes()
+
+    from pretraining.loop import main
+
+    main()

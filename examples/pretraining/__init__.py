@@ -1,0 +1,1 @@
+"""The parts of `examples/pretrain_hybrid.py`, one job per file."""

@@ -1,0 +1,147 @@
+"""Builds the Megatron HybridModel, its data-parallel wrapper, optimizer and schedule."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_gdn.specs import hybrid_stack_spec
+from pretraining.corpus import VOCAB_SIZE
+
+
+@dataclass
+class Training:
+    """What a training step reads and a checkpoint holds."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    config: Any
+
+
+def build_training(args: argparse.Namespace) -> Training:
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+
+    config = model_config(args)
+    model = build_model(args, config)
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    if args.bf16:
+        from megatron.core.transformer.module import Float16Module
+
+        model = Float16Module(config, model)
+    model = DistributedDataParallel(config, ddp_config(args), model)
+    model.broadcast_params()
+    optimizer, scheduler = build_optimizer(args, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return Training(model, optimizer, scheduler, config)
+
+
+def model_config(args: argparse.Namespace):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        linear_num_key_heads=args.linear_num_key_heads,
+        linear_num_value_heads=args.linear_num_value_heads,
+        linear_key_head_dim=args.linear_key_head_dim,
+        linear_value_head_dim=args.linear_value_head_dim,
+        linear_conv_kernel_dim=args.linear_conv_kernel_dim,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        transformer_impl=args.transformer_impl,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=args.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # The mean over tokens, not over micro-batches: padding makes their counts differ.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        deterministic_mode=args.deterministic,
+        use_cpu_initialization=not torch.cuda.is_available(),
+    )
+
+
+def build_model(args: argparse.Namespace, config: Any):
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    tp = args.tensor_model_parallel_size
+    return HybridModel(
+        config,
+        hybrid_stack_spec("te" if args.transformer_impl == "transformer_engine" else "local"),
+        # The embedding is cut over tensor ranks; eight keeps matrix sizes even.
+        vocab_size=-(-VOCAB_SIZE // (8 * tp)) * 8 * tp,
+        max_sequence_length=args.seq_length,
+        hybrid_layer_pattern=args.hybrid_layer_pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope" if "*" in args.hybrid_layer_pattern else "none",
+    )
+
+
+def ddp_config(args: argparse.Namespace):
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+    )
+
+
+def build_optimizer(args: argparse.Namespace, model: Any):
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        ParamKey,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta2=0.95,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    overrides = get_standard_config_overrides(config)
+    if args.bf16:
+        # fp32 parameters of a bf16 model (A_log, dt_bias) get a group of their own: Megatron
+        # 0.19's DistributedOptimizer mixes up the saved states of a group that holds both dtypes.
+        # "max_lr" only makes it differ from the other undecayed group, or they would be merged.
+        overrides[ParamKey(attr="keep_in_fp32")] = {"wd_mult": 0.0, "max_lr": args.lr}
+    optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=args.train_iters,
+        lr_decay_style="cosine",
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+    return optimizer, scheduler

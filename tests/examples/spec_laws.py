@@ -1,0 +1,90 @@
+"""What the spec tests do inside a rank: build the models and hand back what can be compared."""
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_gdn.specs import gated_delta_net_spec, gpt_block_spec, hybrid_stack_spec
+from tests.parallel import make_config, parallel
+
+
+def hybrid_keys_and_options(pattern: str, **options):
+    """Checkpoint keys, parameter names and the first mixer's sequence layout of a hybrid model."""
+    with parallel():
+        model = HybridModel(
+            make_config(num_layers=len(pattern)),
+            hybrid_stack_spec("local", **options),
+            vocab_size=16,
+            max_sequence_length=8,
+            hybrid_layer_pattern=pattern,
+        )
+        keys = {entry.key for entry in _leaves(model.sharded_state_dict())}
+        names = {name for name, _ in model.named_parameters()}
+        return keys, names, str(model.decoder.layers[0].self_attention.cp_layout)
+
+
+def hybrid_refusal(pattern: str) -> str:
+    """The message with which the local spec declines a pattern."""
+    try:
+        hybrid_keys_and_options(pattern)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def gpt_mixers_and_loss(freq, **changes):
+    """Class name of each layer's mixer, and a loss of the whole model."""
+    with parallel():
+        config = gpt_config(freq, **changes)
+        block = gpt_block_spec(config)
+        assert isinstance(block, TransformerBlockSubmodules)
+        model = GPTModel(
+            config, block, vocab_size=16, max_sequence_length=8, position_embedding_type="rope"
+        )
+        tokens = torch.arange(8)[None]
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        loss = model(tokens, tokens, mask, labels=(tokens + 1) % 16)
+        loss.sum().backward()
+        mixers = [type(layer.self_attention).__name__ for layer in model.decoder.layers]
+        return mixers, bool(loss.isfinite().all()), tuple(loss.shape)
+
+
+def gpt_layers_per_stage(pipeline_ranks: int) -> list[int]:
+    """How many layers each pipeline stage gets, asked by rank number."""
+    with parallel():
+        config = gpt_config(4, num_layers=6, pipeline_model_parallel_size=pipeline_ranks)
+        counts = []
+        for rank in range(pipeline_ranks):
+            assert parallel_state.get_pipeline_model_parallel_rank() == 0
+            counts.append(len(gpt_block_spec(config, pp_rank=rank).layer_specs))
+        return counts
+
+
+def gpt_config(freq, num_layers=4, **changes):
+    return make_config(
+        num_layers=num_layers,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=freq,
+        transformer_impl="local",
+        pipeline_dtype=torch.float32,
+        **changes,
+    )
+
+
+def mixer_spec_params(**options):
+    return gated_delta_net_spec("local", **options).params
+
+
+def _leaves(state):
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _leaves(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _leaves(value)
+    elif hasattr(state, "build"):  # a ShardedTensorFactory, split into the keys it writes
+        yield from _leaves(state.build())
+    else:
+        yield state

@@ -1,0 +1,92 @@
+"""TorchRMSNorm is the formula; running Megatron on the CPU leaves everybody else's torch alone."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_gdn.local_norm import TorchRMSNorm
+from tests.parallel import make_config
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_its_formula(zero_centered, dtype):
+    config = make_config(layernorm_zero_centered_gamma=zero_centered, params_dtype=dtype)
+    norm = TorchRMSNorm(config, 13, eps=1e-3)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(13))
+    x = torch.randn(3, 2, 13, dtype=dtype, requires_grad=True)
+    y = norm(x)
+    x64, gamma = x.detach().double(), norm.weight.detach().double() + zero_centered
+    exact = x64 * (x64.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * gamma
+    assert y.dtype == dtype
+    # fp32 inside, so one rounding to the output type: half a unit in the last place of |y|, and
+    # for fp32 itself a few roundings more.
+    ulp = torch.finfo(dtype).eps
+    roundings = 0.5 if dtype == torch.bfloat16 else 8.0
+    assert ((y.double() - exact).abs() <= (roundings * ulp * 1.01) * exact.abs()).all()
+    y.sum().backward()
+    assert norm.weight.grad.dtype == dtype and norm.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_norm_starts_with_gamma_one(zero_centered):
+    x = torch.randn(5, 8)
+    norm = TorchRMSNorm(make_config(layernorm_zero_centered_gamma=zero_centered), 8)
+    assert torch.equal(norm.weight, torch.zeros(8) if zero_centered else torch.ones(8))
+    torch.testing.assert_close(norm(x).square().mean(-1), torch.ones(5), rtol=1e-4, atol=0)
+
+
+def test_the_weight_is_marked_for_sequence_parallel_gradient_sums():
+    for wanted in (False, True):
+        config = make_config(tensor_model_parallel_size=2, sequence_parallel=wanted)
+        assert TorchRMSNorm(config, 8).weight.sequence_parallel is wanted
+
+
+def test_another_normalization_is_refused():
+    with pytest.raises(ValueError, match='set normalization="RMSNorm"'):
+        TorchRMSNorm(make_config(normalization="LayerNorm"), 8)
+
+
+OTHERS = """
+import torch
+from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+run_megatron_on_cpu()
+first = torch.Tensor.type
+run_megatron_on_cpu()
+assert torch.Tensor.type is first, "installed twice"
+x = torch.zeros(3)
+assert x.type() == "torch.FloatTensor"
+assert x.type(torch.int64).dtype == torch.int64
+for attempt in (x.cuda, lambda: torch.zeros(1, device="cuda")):
+    try:
+        attempt()
+    except (AssertionError, RuntimeError):
+        continue
+    raise SystemExit("a GPU appeared from nowhere")
+assert not torch.cuda.is_available()
+
+from megatron.core import tensor_parallel
+from megatron.core.optimizer import clip_grads
+
+assert clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
+assert clip_grads.torch.Tensor is torch.Tensor
+tracker = tensor_parallel.get_cuda_rng_tracker()
+tracker.add("mine", 7)
+before = torch.get_rng_state()
+with tracker.fork("mine"):
+    drawn = torch.rand(2)
+assert torch.equal(before, torch.get_rng_state())
+torch.manual_seed(7)
+assert torch.equal(drawn, torch.rand(2))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is changed when there is a GPU")
+def test_only_megatron_sees_the_cpu_as_its_gpu():
+    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,94 @@
+"""Specs: Transformer Engine's checkpoint names with local modules, and nothing built in silence."""
+
+import pytest
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+from megatron_gdn import GatedDeltaNet
+from megatron_gdn.specs import gpt_block_spec, hybrid_stack_spec
+from tests.examples import spec_laws
+from tests.parallel import make_config
+
+without_te = pytest.mark.skipif(HAVE_TE, reason="says what happens without Transformer Engine")
+
+
+def test_local_modules_write_the_checkpoint_keys_of_transformer_engine(pools):
+    keys, names, _ = pools(1).run(spec_laws.hybrid_keys_and_options, "G-*")[0]
+    assert "decoder.layers.0.input_layernorm.weight" in names
+    assert {
+        "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
+        "decoder.layers.0.self_attention.in_proj.weight.beta",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.final_norm.weight",
+    } <= keys
+    assert not any("layernorm." in key for key in keys)
+
+
+def test_options_reach_the_layer(pools):
+    assert spec_laws.mixer_spec_params(rule_backend="reference") == {"backend": "reference"}
+    _, _, layout = pools(1).run(spec_laws.hybrid_keys_and_options, "G-", cp_layout="zigzag_buffer")[
+        0
+    ]
+    assert "buffer" in layout.lower()
+
+
+@pytest.mark.parametrize("symbol", ["M", "E"])
+def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symbol):
+    (message,) = pools(1).run(spec_laws.hybrid_refusal, "G" + symbol)
+    assert f"no layer for '{symbol}'" in message and 'backend="te"' in message
+
+
+@pytest.mark.parametrize(
+    "freq, mixers",
+    [
+        (4, ["GatedDeltaNet"] * 3 + ["SelfAttention"]),
+        (2, ["GatedDeltaNet", "SelfAttention"] * 2),
+        ([1, 1, 0, 1], ["GatedDeltaNet"] * 2 + ["SelfAttention", "GatedDeltaNet"]),
+        ([1, 1, 1, 1], ["GatedDeltaNet"] * 4),
+    ],
+)
+def test_gpt_blocks_mix_layers_by_linear_attention_freq(pools, freq, mixers):
+    assert pools(1).run(spec_laws.gpt_mixers_and_loss, freq)[0] == (mixers, True, (1, 8))
+
+
+def test_gpt_blocks_may_hold_experts(pools):
+    found, finite, _ = pools(1).run(
+        spec_laws.gpt_mixers_and_loss,
+        4,
+        num_moe_experts=4,
+        moe_layer_freq=2,
+        moe_ffn_hidden_size=16,
+        add_bias_linear=False,
+    )[0]
+    assert finite and found.count("GatedDeltaNet") == 3
+
+
+def test_each_pipeline_stage_gets_its_own_layers(pools):
+    assert pools(1).run(spec_laws.gpt_layers_per_stage, 3) == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize("name", ["gdn_hybrid_stack_spec", "gdn_hybrid_stack_spec_local"])
+def test_megatron_finds_the_hybrid_specs_by_name(name):
+    spec = import_module(("megatron_gdn.specs", name))
+    assert isinstance(spec, ModuleSpec)
+    assert spec.submodules.gdn_layer.submodules.self_attention.module is GatedDeltaNet
+
+
+def test_an_unknown_backend_lists_the_known_ones():
+    with pytest.raises(ValueError, match="'tee'; use one of auto, local, te"):
+        hybrid_stack_spec("tee")
+
+
+@without_te
+def test_transformer_engine_is_never_replaced_in_silence():
+    with pytest.raises(ImportError, match='use backend="local"'):
+        hybrid_stack_spec("te")
+    config = make_config(experimental_attention_variant="gated_delta_net", linear_attention_freq=4)
+    with pytest.raises(ImportError, match="needs Transformer Engine"):
+        gpt_block_spec(config)
+
+
+def test_a_config_without_gated_delta_net_is_refused():
+    with pytest.raises(ValueError, match="set it to 'gated_delta_net'"):
+        gpt_block_spec(make_config())
