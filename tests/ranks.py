@@ -1,4 +1,4 @@
-"""Runs test functions on real processes joined by gloo.
+"""Runs test functions on real processes joined by gloo (or, on GPUs, nccl).
 
 Starting a process that imports torch and Megatron takes seconds, so a pool of them is started once
 per test session and handed function after function. A function sent to the pool is a plain
@@ -17,17 +17,19 @@ from typing import Any
 TIMEOUT_S = 120
 
 
-def _serve(rank: int, size: int, store: str, pipe) -> None:
+def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
 
     run_megatron_on_cpu()
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
@@ -47,10 +49,10 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world."""
+    """``size`` processes in one gloo world (or one nccl world, a GPU each)."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -60,7 +62,7 @@ class RankPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, store, theirs), daemon=False
+                target=_serve, args=(rank, self.size, store, theirs, self.backend), daemon=False
             )
             process.start()
             theirs.close()
