@@ -50,6 +50,11 @@ def parallel(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> Iterato
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron forgets its groups but does not end them, and each gloo group runs threads.
+        ours = (dist.group.WORLD, *_own_group.values())
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group not in ours:
+                dist.destroy_process_group(group)
 
 
 _own_group: dict[int, dist.ProcessGroup] = {}

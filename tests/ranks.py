@@ -6,8 +6,10 @@ module-level function; what it returns comes back, one value per rank, and what 
 in the test, with the rank's traceback.
 """
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,6 +20,7 @@ TIMEOUT_S = 120
 
 
 def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
+    os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
@@ -100,6 +103,7 @@ class RankPool:
 
     def stop(self) -> None:
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.join()
         self._processes, self._pipes = [], []
