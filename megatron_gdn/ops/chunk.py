@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -236,27 +237,46 @@ def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Ten
     )
 
 
-class _ChunkRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial_state, scale, table):
-        ctx.save_for_backward(q, k, v, g, beta, initial_state)
-        ctx.scale, ctx.table = scale, table
-        with torch.autocast(v.device.type, enabled=False):
-            chunks = _Chunks.build(table, q, k, v, g, beta, scale)
-            before, written, final = chunks.scan(table.steps, initial_state)
-            o = (chunks.decay_in * chunks.q) @ before + (chunks.qk * chunks.gamma) @ written
-        return table.to_tokens(o, v), final
+class ChunkedRule(NamedTuple):
+    """The rule over sequences of known lengths, as two plain calls without autograd.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, dfinal):
-        q, k, v, g, beta, initial_state = ctx.saved_tensors
-        table, steps = ctx.table, ctx.table.steps
+    Attributes:
+        table: where the tokens sit in chunks.
+        scale: factor on the output.
+    """
+
+    table: _ChunkTable
+    scale: float
+
+    @classmethod
+    def over(
+        cls, lengths: tuple[int, ...], chunk_size: int, scale: float, device: torch.device
+    ) -> ChunkedRule:
+        return cls(_ChunkTable.build(lengths, chunk_size, device), scale)
+
+    def zero_state(self, k: Tensor, v: Tensor) -> Tensor:
+        """``[N, G, R, K, V]`` in the dtype that the rule computes in."""
+        groups, K = k.shape[2:]
+        wide = torch.promote_types(v.dtype, torch.float32)
+        sequences = len(self.table.order)
+        return v.new_zeros(sequences, groups, v.shape[2] // groups, K, v.shape[3], dtype=wide)
+
+    def forward(self, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]`` in the table's order."""
         with torch.autocast(v.device.type, enabled=False):
-            x = _Chunks.build(table, q, k, v, g, beta, ctx.scale)
-            S, written, _ = x.scan(steps, initial_state)
+            x = _Chunks.build(self.table, q, k, v, g, beta, self.scale)
+            before, written, final = x.scan(self.table.steps, state)
+            o = (x.decay_in * x.q) @ before + (x.qk * x.gamma) @ written
+        return self.table.to_tokens(o, v), final
+
+    def backward(self, do, dfinal, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, g, beta and the initial states."""
+        table = self.table
+        with torch.autocast(v.device.type, enabled=False):
+            x = _Chunks.build(table, q, k, v, g, beta, self.scale)
+            S, written, _ = x.scan(table.steps, state)
             do = table.to_chunks(do, x.v.shape[1:3], x.v.dtype)
-            dS, a, dinitial = x.scan_back(steps, do, dfinal.to(x.v.dtype))
+            dS, a, dinitial = x.scan_back(table.steps, do, dfinal.to(x.v.dtype))
 
             dv = x.beta * a
             # What the token had to correct, v - (what the state already returns for k).
@@ -268,7 +288,7 @@ class _ChunkRule(torch.autograd.Function):
             q_read = x.decay_in * (do @ S.transpose(-1, -2))
             k_read = -x.decay_in * (dv @ S.transpose(-1, -2))
             k_written = x.decay_out * (written @ dS.transpose(-1, -2))
-            dq = (q_read + dqk @ x.k).sum(2) * ctx.scale
+            dq = (q_read + dqk @ x.k).sum(2) * self.scale
             dk = k_read + dkk @ x.k + dkk.transpose(-1, -2) @ x.k
             dk = (dk + dqk.transpose(-1, -2) @ x.q + k_written).sum(2)
             dg = _dg(
@@ -278,7 +298,20 @@ class _ChunkRule(torch.autograd.Function):
                 through=(x.decay_all * S * dS).sum((-1, -2)),
             )
             gradients = zip((dq, dk, dv, dg, dbeta), (q, k, v, g, beta), strict=True)
-            return *(table.to_tokens(d, like) for d, like in gradients), dinitial, None, None
+            return *(table.to_tokens(d, like) for d, like in gradients), dinitial
+
+
+class _ChunkRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, state, rule: ChunkedRule):
+        ctx.save_for_backward(q, k, v, g, beta, state)
+        ctx.rule = rule
+        return rule.forward(q, k, v, g, beta, state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dfinal):
+        return *ctx.rule.backward(do, dfinal, *ctx.saved_tensors), None
 
 
 def torch_chunk_gated_delta_rule(
@@ -313,18 +346,13 @@ def torch_chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = l2norm(query), l2norm(key)
     scale = key.shape[-1] ** -0.5 if scale is None else scale
-    B, T, groups, K = key.shape
-    lengths = (T,) * B if documents is None else documents.lengths
-    table = _ChunkTable.build(lengths, chunk_size, key.device)
-
-    wide = torch.promote_types(value.dtype, torch.float32)
-    if initial_state is None:
-        state = value.new_zeros(len(lengths), *value.shape[2:3], K, value.shape[3], dtype=wide)
-    else:
-        state = initial_state.to(wide)
-    state = state.unflatten(1, (groups, -1))[table.order]
-    output, final = _ChunkRule.apply(query, key, value, g, beta, state, scale, table)
+    lengths = (key.shape[1],) * key.shape[0] if documents is None else documents.lengths
+    rule = ChunkedRule.over(lengths, chunk_size, scale, key.device)
+    state = rule.zero_state(key, value)
+    if initial_state is not None:
+        state = initial_state.to(state.dtype).reshape(state.shape)[rule.table.order]
+    output, final = _ChunkRule.apply(query, key, value, g, beta, state, rule)
     if not output_final_state:
         return output, None
-    place = torch.argsort(table.order)
+    place = torch.argsort(rule.table.order)
     return output, final[place].flatten(1, 2)

@@ -1,0 +1,213 @@
+"""Our layer beside megatron-core's own, in one run: time, memory, and the floor under both.
+
+    python3 benchmarks/bench_layer.py --out results.jsonl          every case, FlashQLA
+    python3 benchmarks/bench_layer.py --core fla --cases 1x32768   fla's Triton kernels in both
+
+Every measurement is one JSON line. The floor is: both projections alone + the delta rule alone +
+the bytes that must move around them at the copy bandwidth of this GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import torch
+from layers import CASES, Case, MixerLayer, package_layer, packed_params, start_megatron
+from layers import upstream_layer as build_upstream
+from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
+
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.fused import HeadSizes
+from megatron_gdn.ops.fused.cores import RuleInputs
+
+IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute", "package")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--layers", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS[:3])
+    )
+    parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", help="append JSON lines to this file")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
+    parser.add_argument("--compile-only", action="store_true", help="one forward+backward each")
+    parser.add_argument(
+        "--compile-first", action="store_true",
+        help="fill FlashQLA's compile cache first, all cases and layers in parallel processes",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def compile_in_parallel(args: argparse.Namespace) -> None:
+    """FlashQLA compiles for seconds per kernel on one core; the machine has more of them."""
+    running = []
+    for case in args.cases:
+        for layer in args.layers:
+            if layer == "ours-recompute" and "ours" in args.layers:
+                continue  # the same kernels
+            command = [sys.executable, __file__, "--compile-only", "--cases", case]
+            command += ["--layers", layer, "--core", args.core, "--hidden", str(args.hidden)]
+            command += ["--heads", *map(str, args.heads)]
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    for process in running:
+        process.wait()
+
+
+def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
+    """``{layer name: forward}``, and the input they share."""
+    x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
+    x.requires_grad_()
+    offsets = case.offsets()
+    documents = None
+    if offsets is not None:
+        documents = Documents.from_cu_seqlens(offsets, case.tokens, device="cuda")
+    packed = packed_params(case)
+    runs, modules = {}, {}
+    for name in layers:
+        if name == "package":
+            module = package_layer(args.hidden, sizes)
+            runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
+        else:
+            module = build_upstream(args.hidden, sizes)
+            if name == "upstream":
+                runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
+            else:
+                module = MixerLayer(module, sizes, args.core, recompute=name == "ours-recompute")
+                runs[name] = lambda m=module: m(x, documents)
+        modules[name] = module
+    return runs, modules, x, documents
+
+
+def with_backward(run, module, x):
+    grad = torch.randn_like(run())
+
+    def both() -> None:
+        x.grad = None
+        for parameter in module.parameters():
+            parameter.grad = None
+        run().backward(grad)
+
+    return both
+
+
+def floor_ms(case: Case, module: MixerLayer, x, documents, bandwidth: float, args) -> dict:
+    """Projections alone, rule alone, and minimum bytes of the rest, in milliseconds."""
+    sizes: HeadSizes = module.sizes
+    G, H, K, V = sizes
+    mixed = torch.randn(
+        case.tokens, case.batch, H * V, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
+    with torch.no_grad():
+        grads = [torch.randn_like(f(t)[0]) for f, t in
+                 ((module.in_proj, x), (module.out_proj, mixed))]  # fmt: skip
+
+    def projections(backward: bool) -> None:
+        for index, (f, t) in enumerate(((module.in_proj, x), (module.out_proj, mixed))):
+            t.grad = f.weight.grad = None
+            out = f(t)[0]
+            if backward:
+                out.backward(grads[index])
+
+    shape = (case.batch, case.tokens)
+
+    def unit(heads: int, dim: int) -> torch.Tensor:
+        x = torch.randn(*shape, heads, dim, device="cuda")
+        return torch.nn.functional.normalize(x, dim=-1).bfloat16()
+
+    inputs = RuleInputs(
+        unit(G, K), unit(G, K), torch.randn(*shape, H, V, device="cuda").bfloat16(),
+        -torch.rand(*shape, H, device="cuda"), torch.rand(*shape, H, device="cuda"),
+    )  # fmt: skip
+    d_o = torch.randn_like(inputs.v)
+
+    def rule(backward: bool) -> None:
+        _, saved, plan = module.core.forward(inputs, documents, True)
+        if backward:
+            module.core.backward(d_o, inputs._replace(g=None), saved, plan, documents)
+
+    per_token_fwd = 2 * 2 * sizes.conv_width + 3 * 2 * H * V + 12 * H
+    group = H // G if module.core.name == "flash_qla" else 1
+    per_token_bwd = 2 * (2 * sizes.conv_width + 2 * G * group * K + H * V) + 5 * 2 * H * V + 16 * H
+    tokens = case.tokens * case.batch
+    gemm = [time_ms(lambda b=b: projections(b), repeats=args.repeats)["median"] for b in (0, 1)]
+    core = [time_ms(lambda b=b: rule(b), repeats=args.repeats)["median"] for b in (0, 1)]
+    move = [tokens * per_token_fwd / bandwidth * 1e3]
+    move.append(move[0] + tokens * per_token_bwd / bandwidth * 1e3)
+    return {
+        "projections": gemm, "rule": core, "bytes": move,
+        "total": [g + c + m for g, c, m in zip(gemm, core, move, strict=True)],
+    }  # fmt: skip
+
+
+def main() -> None:
+    args = arguments()
+    began = time.monotonic()
+    # Both layers run the same delta rule: fla hands it to FlashQLA unless told not to.
+    os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
+    if args.compile_first:
+        compile_in_parallel(args)
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    start_megatron()
+    sizes = HeadSizes(*args.heads, 128, 128)
+    bandwidth = 0.0 if args.compile_only else copy_bandwidth()
+    setting = {
+        "environment": environment(), "core": args.core, "hidden": args.hidden,
+        "heads": list(args.heads), "copy_TB_s": bandwidth / 1e12,
+    }  # fmt: skip
+    rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "ratio",
+             "peak MiB"]]  # fmt: skip
+    for name in args.cases:
+        if time.monotonic() - began > args.seconds:
+            print(f"{name}: skipped, out of time", flush=True)
+            continue
+        case = CASES[name]
+        runs, modules, x, documents = forwards(case, args.layers, args, sizes)
+        if args.compile_only:
+            for layer, run in runs.items():
+                with_backward(run, modules[layer], x)()
+            torch.cuda.synchronize()
+            continue
+        base = None
+        for layer, run in runs.items():
+            both = with_backward(run, modules[layer], x)
+            forward = time_ms(run, repeats=args.repeats)
+            total = time_ms(both, repeats=args.repeats)
+            x.grad = None
+            memory = memory_mib(run)
+            record = {"case": name, "layer": layer, "forward": forward, "forward_backward": total,
+                      **memory, **setting}  # fmt: skip
+            write_lines(args.out, [record])
+            here = (forward["median"], total["median"], memory["saved"])
+            base = here if base is None else base
+            ratios = [f"{a / b:.3f}" for a, b in zip(here, base, strict=True)]
+            rows.append([name, layer, f"{here[0]:.3f}", f"{here[1]:.3f}", *ratios[:2],
+                         f"{here[2]:.0f}", ratios[2], f"{memory['peak']:.0f}"])  # fmt: skip
+            print("  ".join(rows[-1]), flush=True)
+        ours = next((m for m in modules.values() if isinstance(m, MixerLayer)), None)
+        if ours is not None:
+            floor = floor_ms(case, ours, x, documents, bandwidth, args)
+            write_lines(args.out, [{"case": name, "floor": floor, **setting}])
+            total = floor["total"]
+            rows.append([name, "floor", f"{total[0]:.3f}", f"{total[1]:.3f}",
+                         *(f"{t / b:.3f}" for t, b in zip(total, base, strict=False)),
+                         "", "", ""])  # fmt: skip
+            parts = [f"{part} {a:.3f} / {b:.3f}" for part, (a, b) in floor.items()]
+            print(f"{name} floor: {'; '.join(parts)}", flush=True)
+        del runs, modules, ours, x
+        torch.cuda.empty_cache()
+    if not args.compile_only:
+        print(f"\ncore {args.core}, copy {bandwidth / 1e12:.2f} TB/s; ratios to the first layer")
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Timing and memory on one GPU: CUDA events, medians, and what the figures were measured on."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "triton", "megatron-core", "flash-linear-attention", "flash-qla", "tilelang")
+
+
+def environment() -> dict[str, str]:
+    """The GPU and the versions every record carries."""
+    found = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) -> dict[str, float]:
+    """Median, 10th and 90th percentile of ``run`` on the device, in milliseconds.
+
+    Launches queue up behind each other, so the host's own pace shows only where it is slower than
+    the device. Inputs are assumed larger than the L2 cache.
+    """
+    for _ in range(warmup):
+        run()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    for begin, end in pairs:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in pairs)
+    return {
+        "median": statistics.median(times),
+        "p10": times[len(times) // 10],
+        "p90": times[-1 - len(times) // 10],
+        "n": repeats,
+    }
+
+
+def copy_bandwidth(size: int = 2 << 30) -> float:
+    """Bytes per second of a device-to-device copy, counting bytes read and bytes written."""
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / (time_ms(lambda: target.copy_(source))["median"] * 1e-3)
+
+
+def memory_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
+    """What one forward leaves allocated (its output included), and the peak of forward+backward."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = forward()
+    torch.cuda.synchronize()
+    saved = torch.cuda.memory_allocated() - before
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+    return {"saved": saved / 2**20, "peak": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def write_lines(path: str | None, records: list[dict]) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

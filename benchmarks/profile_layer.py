@@ -1,0 +1,65 @@
+"""Where the time of one forward and backward goes: every kernel of a layer, by total time.
+
+python3 benchmarks/profile_layer.py --cases 1x32768 --layers ours upstream
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+from layers import CASES, start_megatron
+from measure import environment, table, write_lines
+
+
+def kernel_times(run, repeats: int = 5) -> list[tuple[str, float, float]]:
+    """``(name, launches, microseconds)`` per call of ``run``, the longest first."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    found = [
+        (e.key, e.count / repeats, e.self_device_time_total / repeats)
+        for e in profile.key_averages()
+        if e.self_device_time_total
+    ]
+    return sorted(found, key=lambda row: -row[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["1x32768"])
+    parser.add_argument("--layers", nargs="+", default=["ours", "upstream"])
+    parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--out", help="append JSON lines to this file")
+    args = parser.parse_args()
+    os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
+
+    from bench_layer import forwards, with_backward
+
+    from megatron_gdn.ops.fused import HeadSizes
+
+    start_megatron()
+    sizes = HeadSizes(*args.heads, 128, 128)
+    for name in args.cases:
+        runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
+        for layer, run in runs.items():
+            times = kernel_times(with_backward(run, modules[layer], x))
+            total = sum(us for _, _, us in times)
+            record = {"case": name, "layer": layer, "core": args.core, "kernels": times,
+                      "environment": environment()}  # fmt: skip
+            write_lines(args.out, [record])
+            print(f"\n{name} {layer}: {total:.0f} us of kernels per forward and backward")
+            rows = [["us", "launches", "kernel"]]
+            rows += [[f"{us:.0f}", f"{count:g}", key[:90]] for key, count, us in times[:30]]
+            print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Device functions shared by the kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The interpreter cannot run PTX, so it takes the plain formula. Read once, like triton.jit does.
+_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 and 1 at the ends, never NaN for finite x.
+
+    Four instructions. Triton's own exp and division spend ten, most of them on subnormal numbers
+    that vanish beside the 1, and these kernels are short of instructions as much as of bandwidth.
+    """
+    if _PTX:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _MINUS_LOG2_E],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = 1.0 / (1.0 + tl.exp(-x))
+    return y
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) in fp32, with full relative precision where it is tiny."""
+    # log(1 + e) keeps no digits of a small e, so that side is a series: e - e^2/2 + e^3/3 ...
+    e = tl.exp(-tl.abs(x))
+    series = e * (1 - e * (0.5 - e * (1 / 3 - e * (0.25 - e * (0.2 - e * (1 / 6))))))
+    return tl.maximum(x, 0.0) + tl.where(e < 0.0625, series, tl.log(1.0 + e))

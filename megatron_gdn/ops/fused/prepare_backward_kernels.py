@@ -1,0 +1,290 @@
+"""Triton kernel behind the delta rule's backward: dq, dk, dv, dg, dbeta to the projection.
+
+Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
+hand, W taps; in tile names R segments walked side by side, T tokens of a span.
+
+Nothing was saved but the projection: activations are computed again from its rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementwise import sigmoid, softplus
+from .walk import convolve, forget, load_history, load_row, load_taps, push, starts_a_document
+
+
+@triton.jit
+def _load_grads(ptr, stride, t_R, d_D, real_D, S, D: tl.constexpr, GROUP: tl.constexpr):
+    """The gradients of the GROUP value heads that share this head, as a tuple of rows."""
+    rows = ()
+    for member in tl.static_range(GROUP):
+        rows = rows + (load_row(ptr + member * D, stride, t_R, d_D, real_D, S),)
+    return rows
+
+
+@triton.jit
+def _walk_one_token(
+    x_RD, grads, seen_R, bias_D, taps, history, pending, eps,
+    W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, real_D,
+):  # fmt: skip
+    """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
+
+    ``history`` holds the last W - 1 inputs, newest first. ``pending`` holds dx of the last W - 1
+    tokens as far as it is known, newest first: each waits for the tokens that still read it.
+    """
+    x_RD = x_RD.to(tl.float32)
+    if PACKED:
+        history = forget(history, seen_R, W)
+    pre_RD = convolve(x_RD, history, taps, bias_D, W, HAS_BIAS)
+    sig_RD = sigmoid(pre_RD)
+    act_RD = pre_RD * sig_RD
+
+    dact_RD = grads[0].to(tl.float32)
+    for member in tl.static_range(1, GROUP):
+        dact_RD += grads[member].to(tl.float32)
+    if NORMALISE:
+        if D != BLOCK_D:
+            act_RD = tl.where(real_D[None, :], act_RD, 0.0)
+        r_R = tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)
+        along_R = tl.sum(dact_RD * act_RD, axis=1) * r_R * r_R * r_R
+        dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
+    dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
+
+    # What token t sends back to t - delay; a token of another document receives nothing.
+    waiting = (taps[W - 1][None, :] * dpre_RD,)
+    for delay in tl.static_range(1, W):
+        sent_RD = taps[W - 1 - delay][None, :] * dpre_RD
+        if PACKED:
+            sent_RD = tl.where((seen_R >= delay)[:, None], sent_RD, 0.0)
+        waiting = waiting + (pending[delay - 1] + sent_RD,)
+    return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
+
+
+@triton.jit
+def _walk_head_backward(
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+    column, start, S, stride_s, d_stride_s, grad_stride, eps,
+    D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """One head, ROWS segments of STEPS tokens, walked one token of every segment at a time.
+
+    A token's dx needs the d(pre) of the W - 1 tokens after it. Walking keeps those in registers,
+    so every input is read once; only W - 1 tokens past each segment are computed twice.
+    """
+    d_D = tl.arange(0, BLOCK_D)
+    real_D = d_D < D
+    first_R = tl.arange(0, ROWS) * STEPS  # relative to start; the pointers carry start itself
+    base = tl.cast(start, tl.int64)
+    x_ptr = proj_ptr + base * stride_s + column
+    dx_ptr = d_proj_ptr + base * d_stride_s + column
+    grad_ptr += base * grad_stride
+    left = S - start  # tokens from start to the end of the sequence
+
+    taps = load_taps(weight_ptr, column, d_D, real_D, W)
+    if HAS_BIAS:
+        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+    else:
+        bias_D = tl.zeros((BLOCK_D,), tl.float32)
+
+    if PACKED:
+        seen_R = tl.load(position_ptr + start + first_R, mask=first_R < left, other=0)
+    else:
+        seen_R = start + first_R
+    history = load_history(x_ptr, stride_s, first_R, seen_R, left, d_D, real_D, W)
+    pending = ()
+    for _delay in tl.static_range(1, W):
+        pending = pending + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+    d_taps = ()
+    for _tap in tl.static_range(W):
+        d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+    d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+
+    # Loads run two tokens ahead of their use: with few warps per multiprocessor, that is what
+    # keeps enough bytes in flight.
+    x_now = load_row(x_ptr, stride_s, first_R, d_D, real_D, left)
+    x_next = load_row(x_ptr, stride_s, first_R + 1, d_D, real_D, left)
+    grads_now = _load_grads(grad_ptr, grad_stride, first_R, d_D, real_D, left, D, GROUP)
+    grads_next = _load_grads(grad_ptr, grad_stride, first_R + 1, d_D, real_D, left, D, GROUP)
+    # Unrolled, the rows that move one step along are renamed instead of copied.
+    for step in tl.range(0, STEPS, loop_unroll_factor=4):
+        t_R = first_R + step
+        x_far = load_row(x_ptr, stride_s, t_R + 2, d_D, real_D, left)
+        grads_far = _load_grads(grad_ptr, grad_stride, t_R + 2, d_D, real_D, left, D, GROUP)
+        if PACKED:
+            seen_R = tl.load(position_ptr + start + t_R, mask=t_R < left, other=0)
+        x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
+            x_now, grads_now, seen_R, bias_D, taps, history, pending, eps,
+            W, GROUP, HAS_BIAS, PACKED, NORMALISE, D, BLOCK_D, real_D,
+        )  # fmt: skip
+        summed = ()
+        for tap in tl.static_range(W - 1):
+            summed = summed + (d_taps[tap] + dpre_RD * history[W - 2 - tap],)
+        d_taps = summed + (d_taps[W - 1] + dpre_RD * x_RD,)
+        if HAS_BIAS:
+            d_bias_RD += dpre_RD
+        ready_R = (t_R - (W - 1) < left) & (step >= W - 1)
+        tl.store(
+            dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_D[None, :],
+            dx_RD.to(d_proj_ptr.dtype.element_ty),
+            mask=ready_R[:, None] & real_D[None, :],
+        )
+        history = push(x_RD, history, W - 1)
+        x_now = x_next
+        x_next = x_far
+        grads_now = grads_next
+        grads_next = grads_far
+
+    for past in tl.static_range(W - 1):
+        t_R = first_R + STEPS + past
+        if past >= 2:
+            x_now = load_row(x_ptr, stride_s, t_R, d_D, real_D, left)
+            grads_now = _load_grads(grad_ptr, grad_stride, t_R, d_D, real_D, left, D, GROUP)
+        if PACKED:
+            seen_R = tl.load(position_ptr + start + t_R, mask=t_R < left, other=0)
+        x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
+            x_now, grads_now, seen_R, bias_D, taps, history, pending, eps,
+            W, GROUP, HAS_BIAS, PACKED, NORMALISE, D, BLOCK_D, real_D,
+        )  # fmt: skip
+        tl.store(
+            dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_D[None, :],
+            dx_RD.to(d_proj_ptr.dtype.element_ty),
+            mask=(t_R - (W - 1) < left)[:, None] & real_D[None, :],
+        )
+        history = push(x_RD, history, W - 1)
+        x_now = x_next
+        grads_now = grads_next
+
+    for tap in tl.static_range(W):
+        tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)
+    if HAS_BIAS:
+        tl.store(partial_ptr + CHANNELS * W + column + d_D, tl.sum(d_bias_RD, axis=0), mask=real_D)
+
+
+@triton.jit
+def _conv_head_backward(
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+    column, start, S, stride_s, d_stride_s, grad_stride, eps,
+    D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """:func:`_walk_head_backward`, which looks out for boundaries only where there are any."""
+    if PACKED:
+        if starts_a_document(position_ptr, start, S, ROWS * STEPS, W):
+            _walk_head_backward(
+                proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+                column, start, S, stride_s, d_stride_s, grad_stride, eps,
+                D, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_D, HAS_BIAS, True, NORMALISE,
+            )  # fmt: skip
+        else:
+            _walk_head_backward(
+                proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+                column, start, S, stride_s, d_stride_s, grad_stride, eps,
+                D, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_D, HAS_BIAS, False, NORMALISE,
+            )  # fmt: skip
+    else:
+        _walk_head_backward(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+            column, start, S, stride_s, d_stride_s, grad_stride, eps,
+            D, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_D, HAS_BIAS, False, NORMALISE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gates_backward(
+    proj_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, d_proj_ptr, partial_ptr,
+    start, S, stride_s, d_stride_s,
+    H: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All value heads of TOKENS tokens. The pointers are at the beta column of (0, b)."""
+    SPAN: tl.constexpr = 16 if TOKENS >= 16 else TOKENS
+    h_H = tl.arange(0, BLOCK_H)
+    real_H = h_H < H
+    A_log_H = tl.load(A_log_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
+    dt_bias_H = tl.load(dt_bias_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
+    rate_H = -tl.exp(A_log_H)
+    base = tl.cast(start, tl.int64)
+    proj_ptr += base * stride_s
+    d_proj_ptr += base * d_stride_s
+    dg_ptr += base * H
+    dbeta_ptr += base * H
+    dA_TH = tl.zeros((SPAN, BLOCK_H), tl.float32)
+    ddt_TH = tl.zeros((SPAN, BLOCK_H), tl.float32)
+    for span in tl.range(0, TOKENS, SPAN):
+        t_T = span + tl.arange(0, SPAN)
+        real_TH = (start + t_T < S)[:, None] & real_H[None, :]
+        raw_TH = proj_ptr + t_T[:, None] * stride_s + h_H[None, :]
+        b_TH = tl.load(raw_TH, mask=real_TH, other=0.0).to(tl.float32)
+        x_TH = tl.load(raw_TH + H, mask=real_TH, other=0.0).to(tl.float32) + dt_bias_H[None, :]
+        grad_TH = t_T[:, None] * H + h_H[None, :]
+        dg_TH = tl.load(dg_ptr + grad_TH, mask=real_TH, other=0.0).to(tl.float32)
+        dbeta_TH = tl.load(dbeta_ptr + grad_TH, mask=real_TH, other=0.0).to(tl.float32)
+        beta_TH = sigmoid(b_TH)
+        dalpha_TH = dg_TH * rate_H[None, :] * sigmoid(x_TH)
+        dA_TH += dg_TH * rate_H[None, :] * softplus(x_TH)
+        ddt_TH += dalpha_TH
+        out_TH = d_proj_ptr + t_T[:, None] * d_stride_s + h_H[None, :]
+        kind = d_proj_ptr.dtype.element_ty
+        db_TH = dbeta_TH * beta_TH * (1.0 - beta_TH)
+        tl.store(out_TH, db_TH.to(kind), mask=real_TH)
+        tl.store(out_TH + H, dalpha_TH.to(kind), mask=real_TH)
+    tl.store(partial_ptr + h_H, tl.sum(dA_TH, axis=0), mask=real_H)
+    tl.store(partial_ptr + H + h_H, tl.sum(ddt_TH, axis=0), mask=real_H)
+
+
+@triton.jit
+def prepare_backward_kernel(
+    proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, d_proj_ptr, partial_ptr,
+    S, stride_s, stride_b, d_stride_s, d_stride_b, eps,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """grid (1 + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
+
+    Each program writes its own stretch of one partial row per tile: conv weight [C, W], conv
+    bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order.
+    """
+    CHANNELS: tl.constexpr = 2 * G * K + H * V
+    slot = tl.program_id(0) - 1
+    tile = tl.program_id(1)
+    start = tile * (ROWS * STEPS)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    proj_ptr += b * stride_b
+    d_proj_ptr += b * d_stride_b
+    PARTIAL: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
+    partial_ptr += (b * tl.num_programs(1) + tile) * (PARTIAL + 2 * H)
+    if slot < 0:
+        _gates_backward(
+            proj_ptr + CHANNELS + H * V, A_log_ptr, dt_bias_ptr,
+            dg_ptr + b * S * H, dbeta_ptr + b * S * H,
+            d_proj_ptr + CHANNELS + H * V, partial_ptr + PARTIAL,
+            start, S, stride_s, d_stride_s, H, ROWS * STEPS, BLOCK_H,
+        )  # fmt: skip
+    elif slot < 2 * G:
+        if slot < G:
+            grad_ptr = dq_ptr + slot * (GROUP * K)
+        else:
+            grad_ptr = dk_ptr + (slot - G) * (GROUP * K)
+        _conv_head_backward(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr,
+            grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr,
+            slot * K, start, S, stride_s, d_stride_s, G * GROUP * K, eps,
+            K, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_K, HAS_BIAS, PACKED, NORMALISE,
+        )  # fmt: skip
+    else:
+        h = slot - 2 * G
+        _conv_head_backward(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr,
+            dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr,
+            2 * G * K + h * V, start, S, stride_s, d_stride_s, H * V, eps,
+            V, CHANNELS, 1, W, ROWS, STEPS, BLOCK_V, HAS_BIAS, PACKED, False,
+        )  # fmt: skip

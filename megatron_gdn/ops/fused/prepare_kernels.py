@@ -1,0 +1,172 @@
+"""Triton kernel in front of the delta rule: conv + SiLU + l2norm + gates, in one launch.
+
+Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
+hand, W taps; in tile names R segments walked side by side, T tokens of a span.
+
+The kernel reads the projection rows where they lie: element (t, b, column) of ``proj`` is at
+``t * stride_s + b * stride_b + column``. Arithmetic is fp32, with one rounding at the store.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementwise import sigmoid, softplus
+from .walk import convolve, forget, load_history, load_row, load_taps, push, starts_a_document
+
+
+@triton.jit
+def _walk_head(
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
+    column, start, S, stride_s, out_stride, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """One head, ROWS segments of STEPS tokens: y = l2norm(silu(conv(x))).
+
+    ``proj_ptr`` is at (0, b, 0). Walking loads and widens every input once; a tile would do so
+    once per tap, and that is what it would be bound by.
+    """
+    d_D = tl.arange(0, BLOCK_D)
+    real_D = d_D < D
+    first_R = tl.arange(0, ROWS) * STEPS  # relative to start; the pointers carry start itself
+    base = tl.cast(start, tl.int64)
+    x_ptr = proj_ptr + base * stride_s + column
+    out_ptr += base * out_stride
+    left = S - start
+    taps = load_taps(weight_ptr, column, d_D, real_D, W)
+    if HAS_BIAS:
+        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+    else:
+        bias_D = tl.zeros((BLOCK_D,), tl.float32)
+    if PACKED:
+        seen_R = tl.load(position_ptr + start + first_R, mask=first_R < left, other=0)
+    else:
+        seen_R = start + first_R
+    history = load_history(x_ptr, stride_s, first_R, seen_R, left, d_D, real_D, W)
+
+    # Loads run two tokens ahead of their use, to keep enough bytes in flight.
+    x_now = load_row(x_ptr, stride_s, first_R, d_D, real_D, left)
+    x_next = load_row(x_ptr, stride_s, first_R + 1, d_D, real_D, left)
+    # Unrolled, the rows that move one step along are renamed instead of copied.
+    for step in tl.range(0, STEPS, loop_unroll_factor=4):
+        t_R = first_R + step
+        x_far = load_row(x_ptr, stride_s, t_R + 2, d_D, real_D, left)
+        if PACKED:
+            seen_R = tl.load(position_ptr + start + t_R, mask=t_R < left, other=0)
+            history = forget(history, seen_R, W)
+        x_RD = x_now.to(tl.float32)
+        pre_RD = convolve(x_RD, history, taps, bias_D, W, HAS_BIAS)
+        act_RD = pre_RD * sigmoid(pre_RD)
+        if NORMALISE:
+            if D != BLOCK_D:
+                act_RD = tl.where(real_D[None, :], act_RD, 0.0)
+            act_RD = act_RD * tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)[:, None]
+        tl.store(
+            out_ptr + t_R[:, None] * out_stride + d_D[None, :],
+            act_RD.to(out_ptr.dtype.element_ty),
+            mask=(t_R < left)[:, None] & real_D[None, :],
+        )
+        history = push(x_RD, history, W - 1)
+        x_now = x_next
+        x_next = x_far
+
+
+@triton.jit
+def _conv_head(
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
+    column, start, S, stride_s, out_stride, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """:func:`_walk_head`, which looks out for boundaries only where there are any."""
+    if PACKED:
+        if starts_a_document(position_ptr, start, S, ROWS * STEPS, W):
+            _walk_head(
+                proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
+                column, start, S, stride_s, out_stride, eps,
+                D, ROWS, STEPS, BLOCK_D, W, HAS_BIAS, True, NORMALISE,
+            )  # fmt: skip
+        else:
+            _walk_head(
+                proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
+                column, start, S, stride_s, out_stride, eps,
+                D, ROWS, STEPS, BLOCK_D, W, HAS_BIAS, False, NORMALISE,
+            )  # fmt: skip
+    else:
+        _walk_head(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
+            column, start, S, stride_s, out_stride, eps,
+            D, ROWS, STEPS, BLOCK_D, W, HAS_BIAS, False, NORMALISE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gates(
+    raw_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, start, S, stride_s,
+    H: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All value heads of TOKENS tokens. ``raw_ptr`` is at the beta column of (0, b)."""
+    SPAN: tl.constexpr = 32 if TOKENS >= 32 else TOKENS
+    h_H = tl.arange(0, BLOCK_H)
+    real_H = h_H < H
+    A_log_H = tl.load(A_log_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
+    dt_bias_H = tl.load(dt_bias_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
+    rate_H = -tl.exp(A_log_H)
+    base = tl.cast(start, tl.int64)
+    raw_ptr += base * stride_s
+    g_ptr += base * H
+    beta_ptr += base * H
+    for span in tl.range(0, TOKENS, SPAN):
+        t_T = span + tl.arange(0, SPAN)
+        real_TH = (start + t_T < S)[:, None] & real_H[None, :]
+        raw_TH = raw_ptr + t_T[:, None] * stride_s + h_H[None, :]
+        b_TH = tl.load(raw_TH, mask=real_TH, other=0.0).to(tl.float32)
+        alpha_TH = tl.load(raw_TH + H, mask=real_TH, other=0.0).to(tl.float32)
+        out_TH = t_T[:, None] * H + h_H[None, :]
+        g_TH = rate_H[None, :] * softplus(alpha_TH + dt_bias_H[None, :])
+        tl.store(g_ptr + out_TH, g_TH, mask=real_TH)
+        tl.store(beta_ptr + out_TH, sigmoid(b_TH), mask=real_TH)
+
+
+@triton.jit
+def prepare_forward_kernel(
+    proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
+    S, stride_s, stride_b, eps,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """grid (heads, token tiles, B). Slot 0 .. 2G+H-1 is a head; slot 2G+H computes the gates.
+
+    Heads run fastest so that programs alive together read whole rows. FIRST skips leading slots.
+    """
+    slot = tl.program_id(0) + FIRST
+    start = tl.program_id(1) * (ROWS * STEPS)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    proj_ptr += b * stride_b
+    if slot < 2 * G:
+        if slot < G:
+            out_ptr = q_ptr + slot * K
+        else:
+            out_ptr = k_ptr + (slot - G) * K
+        _conv_head(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
+            slot * K, start, S, stride_s, G * K, eps,
+            K, ROWS, STEPS, BLOCK_K, W, HAS_BIAS, PACKED, NORMALISE,
+        )  # fmt: skip
+    elif slot < 2 * G + H:
+        h = slot - 2 * G
+        _conv_head(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, v_ptr + b * S * (H * V) + h * V,
+            2 * G * K + h * V, start, S, stride_s, H * V, eps,
+            V, ROWS, STEPS, BLOCK_V, W, HAS_BIAS, PACKED, False,
+        )  # fmt: skip
+    else:
+        _gates(
+            proj_ptr + 2 * G * K + 2 * H * V, A_log_ptr, dt_bias_ptr, g_ptr + b * S * H,
+            beta_ptr + b * S * H, start, S, stride_s, H, ROWS * STEPS, BLOCK_H,
+        )  # fmt: skip

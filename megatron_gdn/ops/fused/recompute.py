@@ -1,0 +1,48 @@
+"""Dropping the mixer's output between the forward and the backward of whoever reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class RefilledOutput:
+    """Frees a tensor that autograd still holds, and fills it again just before it is read.
+
+    out_proj saves its input, the normed output of the mixer, although that is one cheap pass away
+    from tensors the mixer saves anyway. Use, with one object per forward:
+
+        refilled = RefilledOutput()
+        mixed = gated_delta_mixer(..., refilled=refilled)
+        out = out_proj(mixed)
+        refilled.drop_until_backward_of(out)
+    """
+
+    def __init__(self) -> None:
+        self._output: Tensor | None = None
+        self._refill: Callable[[Tensor], None] | None = None
+
+    def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
+        """Called by the mixer: ``refill(x)`` writes the same bits as ``output`` into x."""
+        self._output, self._refill = output.detach(), refill
+
+    def drop_until_backward_of(self, out: Tensor) -> None:
+        """Free the storage now; fill it again once the gradient of ``out`` is known.
+
+        Does nothing when ``out`` needs no gradient: the storage is then freed with its last user.
+        """
+        if self._output is None or not out.requires_grad:
+            return
+        output, refill = self._output, self._refill
+        storage = output.untyped_storage()
+        size = storage.nbytes()
+
+        def fill_again(_gradient: Tensor) -> None:
+            if storage.nbytes() == 0:
+                storage.resize_(size)
+                refill(output.data)  # .data: the same values again are no change to autograd
+
+        storage.resize_(0)
+        out.register_hook(fill_again)
+        self._output = self._refill = None

@@ -1,0 +1,39 @@
+"""The kernels of this folder run compiled on a GPU, or in Triton's interpreter without one.
+
+The interpreter must be switched on before triton is first imported, so without a GPU this folder
+is skipped here and ``../test_interpreter.py`` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED and not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]
+
+
+def _numpy_scalars_as_indices() -> None:
+    """Triton 3.6's interpreter calls int() on arrays of one element; numpy >= 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED:
+    _numpy_scalars_as_indices()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")

@@ -1,0 +1,37 @@
+"""The whole mixer on its kernels, around the plain-torch rule, against fp64 without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer
+from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+
+from .kernel_cases import Case, assert_close
+
+
+def run(case, kernels: str, **options):
+    leaves = [case.proj, case.conv_weight, case.A_log, case.dt_bias, case.gamma]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    proj, weight, A_log, dt_bias, gamma = leaves
+    out = gated_delta_mixer(
+        proj, weight, None, A_log, dt_bias, case.sizes, core=TorchCore(), norm=GatedNorm(gamma),
+        documents=case.documents, kernels=kernels, **options,
+    )  # fmt: skip
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights.view(out.shape))]
+
+
+@pytest.mark.parametrize(
+    "shape", [{"S": 35, "B": 2}, {"S": 40, "lengths": (1, 2, 20, 17)}], ids=["dense", "packed"]
+)
+def test_output_and_every_gradient(shape, device):
+    case = Case(device, sizes=HeadSizes(1, 3, 8, 16), **shape)
+    got = run(case, "triton")
+    exact = run(case.double(), "torch")
+    names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
+    for name, a, b in zip(names, got, exact, strict=True):
+        assert_close(name, a, b, 3e-5)  # the rule in fp32 adds its own rounding to the kernels'
+    for name, a, b in zip(names, got, run(case, "triton", recompute_qkv=True), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,154 @@
+"""The preparation kernels against their plain-torch twin in fp64, at sizes that divide nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused import prepare, prepare_torch
+from megatron_gdn.ops.fused.sizes import HeadSizes
+from megatron_gdn.ops.fused.tiles import Walk
+
+from .kernel_cases import Case, assert_close
+
+SMALL_WALK = Walk(rows=8, steps=4, warps=4)  # several segments and tiles, even of 65 tokens
+PACKED = {"S": 130, "lengths": (1, 2, 3, 1, 57, 0, 2, 64)}  # documents shorter than the taps
+
+CASES = {
+    "S1": {"S": 1},
+    "S2-B2": {"S": 2, "B": 2, "sizes": HeadSizes(2, 2, 16, 8), "bias": True},
+    "S3": {"S": 3, "sizes": HeadSizes(1, 4, 12, 20), "taps": 3},
+    "S63-3to6": {"S": 63, "sizes": HeadSizes(3, 6, 8, 16)},
+    "S65-B2": {"S": 65, "B": 2, "sizes": HeadSizes(1, 2, 8, 16), "bias": True},
+    "S130-1to4": {"S": 130, "sizes": HeadSizes(1, 4, 12, 20), "taps": 3},
+    "packed": {**PACKED, "sizes": HeadSizes(1, 2, 8, 16)},
+    "packed-1to3": {**PACKED, "sizes": HeadSizes(1, 3, 16, 8), "bias": True},
+    "packed-2taps": {**PACKED, "sizes": HeadSizes(1, 1, 16, 16), "taps": 2},
+    "packed-5taps": {**PACKED, "sizes": HeadSizes(1, 1, 8, 8), "taps": 5},
+    "one-document": {"S": 9, "lengths": (9,)},
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request, device):
+    return Case(device, **CASES[request.param])
+
+
+@pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
+def test_forward_equals_the_twin(case, tile):
+    got = prepare.prepare_forward(
+        case.proj, *case.parameters, case.sizes, documents=case.documents, tile=tile
+    )
+    twin = case.double()
+    exact = prepare_torch.prepare_forward(
+        twin.proj, *twin.parameters, twin.sizes, documents=twin.documents
+    )
+    for name in got._fields:
+        assert getattr(got, name).is_contiguous()
+        assert_close(name, getattr(got, name), getattr(exact, name))
+
+
+@pytest.mark.parametrize(
+    ("tile", "per_value_head"), [(None, False), (SMALL_WALK, True)], ids=["table", "small"]
+)
+def test_every_gradient_equals_autograd_through_the_twin(case, per_value_head, tile):
+    grads = case.grads(per_value_head)
+    d_proj = torch.full_like(case.proj, float("nan"))
+    got = prepare.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj, documents=case.documents, tile=tile
+    )
+    twin = case.double()
+    exact_d_proj = torch.full_like(twin.proj, float("nan"))
+    exact = prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
+        documents=twin.documents,
+    )  # fmt: skip
+    z, rest = case.sizes.z_column, case.sizes.beta_column
+    assert d_proj[..., z:rest].isnan().all(), "z's columns belong to the gated norm"
+    assert_close("d_proj qkv", d_proj[..., :z], exact_d_proj[..., :z])
+    assert_close("d_proj gates", d_proj[..., rest:], exact_d_proj[..., rest:])
+    for name in got._fields:
+        if getattr(exact, name) is not None:
+            assert_close(name, getattr(got, name), getattr(exact, name))
+    assert (got.conv_bias is None) == (case.conv_bias is None)
+
+
+def test_without_l2norm(device):
+    case = Case(device, S=37)
+    grads = case.grads(per_value_head=True)
+    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(case.double().proj)
+    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes, normalise_qk=False)
+    prepare.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj, normalise_qk=False
+    )
+    twin = case.double()
+    exact = prepare_torch.prepare_forward(
+        twin.proj, *twin.parameters, twin.sizes, normalise_qk=False
+    )
+    prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *grads, exact_d_proj, normalise_qk=False
+    )
+    assert_close("q", got.q, exact.q)
+    assert_close("d_proj", d_proj, exact_d_proj)
+
+
+def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
+    case = Case(device, S=9)
+    case.proj[..., case.sizes.alpha_column :] = torch.linspace(-80, 80, 9, device=device)[
+        :, None, None
+    ]
+    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes)
+    twin = case.double()
+    exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes)
+    for t in range(9):  # per token: one large g must not hide the relative error of a tiny one
+        assert_close(f"g at {t}", got.g[:, t], exact.g[:, t])
+
+
+@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+@pytest.mark.parametrize("parts", ["q", "k", "v", "qk", "qkv", "kv", "vg", "g"])
+def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(parts, module, device):
+    case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
+    full = module.prepare_forward(case.proj, *case.parameters, case.sizes)
+    part = module.prepare_forward(case.proj, *case.parameters, case.sizes, parts=parts)
+    for name in full._fields:
+        if (name in parts) or (name == "beta" and "g" in parts):
+            assert torch.equal(getattr(part, name), getattr(full, name)), name
+        else:
+            assert getattr(part, name) is None, name
+
+
+def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
+    lengths = (5, 2, 9, 17)
+    grads = Case(device, S=33).grads(per_value_head=True)
+
+    def run(change: bool):
+        case = Case(device, S=33, lengths=lengths)
+        if change:
+            case.proj[5:7] += 1
+        out = prepare.prepare_forward(
+            case.proj, *case.parameters, case.sizes, documents=case.documents
+        )
+        d_proj = torch.zeros_like(case.proj)
+        prepare.prepare_backward(
+            case.proj, *case.parameters, case.sizes, *grads, d_proj,
+            documents=case.documents, tile=SMALL_WALK,
+        )  # fmt: skip
+        return [*(x.transpose(0, 1) for x in out), d_proj]
+
+    others = torch.tensor([t for t in range(33) if not 5 <= t < 7])
+    for before, after in zip(run(False), run(True), strict=True):
+        assert torch.equal(before[others], after[others])
+        assert not torch.equal(before[5:7], after[5:7])
+
+
+def test_half_precision_rounds_once(device):
+    """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per element."""
+    case = Case(device, S=40, dtype=torch.float16)
+    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes)
+    twin = case.double()
+    exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes)
+    for name in "qkv":
+        assert getattr(got, name).dtype == torch.float16
+        error = (getattr(got, name).double() - getattr(exact, name)).abs()
+        assert (error <= 2**-11 * getattr(exact, name).abs() * 1.01 + 2**-24).all(), name
+    assert got.g.dtype == torch.float32 and got.beta.dtype == torch.float32

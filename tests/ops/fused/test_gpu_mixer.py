@@ -1,0 +1,205 @@
+"""The mixer in bf16 on a GPU: as close to the fp64 truth as plain torch in bf16 is, and repeatable.
+
+Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.fused.cores import CORES
+from megatron_gdn.ops.fused.recompute import RefilledOutput
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+NAMES = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
+DECAYS = {"strong": 2.8, "usual": 0.0, "none": -20.0}  # A_log; exp of it is the decay rate
+SHAPES = {
+    "S1": {"S": 1},
+    "S63-B2": {"S": 63, "B": 2},
+    "S777": {"S": 777},
+    "S2100-B3": {"S": 2100, "B": 3},
+    "packed": {"S": 1000, "lengths": (1, 2, 3, 63, 65, 0, 500, 366)},
+    "long": {"S": 9000},
+}
+RATIOS = {"1": (2, 2), "2": (2, 4), "3": (1, 3), "4": (2, 8)}
+
+
+def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=128, seed=0):
+    make = torch.Generator(device="cuda").manual_seed(seed)
+    sizes = HeadSizes(*heads, dim, dim)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        x = torch.randn(*shape, generator=make, device="cuda")
+        return x.to(dtype).requires_grad_()
+
+    proj = normal(S, B, sizes.width)
+    weight = (normal(sizes.conv_width, 1, 4).detach() * 0.5).requires_grad_()
+    A_log = (normal(heads[1], dtype=torch.float32).detach() * 0.3 + DECAYS[decay]).requires_grad_()
+    dt_bias = normal(heads[1], dtype=torch.float32)
+    gamma = (1 + 0.3 * normal(dim).detach()).requires_grad_()
+    documents = None
+    if lengths is not None:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        documents = Documents.from_cu_seqlens(offsets, S, device="cuda")
+    d_out = normal(S, B, sizes.value_heads * dim).detach()
+    return sizes, [proj, weight, A_log, dt_bias, gamma], d_out, documents
+
+
+def run(sizes, leaves, d_out, documents, core, kernels="auto", **options):
+    """Output and every gradient."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    proj, weight, A_log, dt_bias, gamma = leaves
+    out = gated_delta_mixer(
+        proj, weight, None, A_log, dt_bias, sizes, core=core, norm=GatedNorm(gamma),
+        documents=documents, kernels=kernels, **options,
+    )  # fmt: skip
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
+
+
+def core_named(name, sizes, dtype=torch.bfloat16):
+    try:
+        return resolve_core(name, device="cuda", dtype=dtype, sizes=sizes).core
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def errors(got, exact):
+    """Relative error of each tensor in the Frobenius norm; NaN is infinite."""
+    found = []
+    for a, b in zip(got, exact, strict=True):
+        error = ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item()
+        found.append(error if error == error else float("inf"))
+    return found
+
+
+def check_against_fp64(arguments, core_name, **options):
+    """At most 1.2 times the error of plain torch in bf16, over fp64 from the same bf16 inputs.
+
+    The added 2^-11 is a quarter of a bf16 rounding unit: it only decides where plain torch happens
+    to be exact, as for a sequence of one token.
+    """
+    sizes, leaves, d_out, documents = arguments
+    wide = [x.detach().double() for x in leaves]
+    reference = core_named("reference", sizes)
+    exact = run(sizes, wide, d_out, documents, reference, kernels="torch")
+    plain = errors(run(sizes, leaves, d_out, documents, reference, kernels="torch"), exact)
+    got = errors(
+        run(sizes, leaves, d_out, documents, core_named(core_name, sizes), **options), exact
+    )
+    lines = [
+        f"{n}: {a:.2e}, plain torch {b:.2e}" for n, a, b in zip(NAMES, got, plain, strict=True)
+    ]
+    print("\n" + "\n".join(lines))
+    bad = [x for x, a, b in zip(lines, got, plain, strict=True) if not a <= 1.2 * b]
+    assert not bad, "; ".join(bad)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_error_is_that_of_plain_torch_at_every_shape(shape, core):
+    check_against_fp64(make_inputs((2, 4), **SHAPES[shape]), core)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_error_is_that_of_plain_torch_at_every_ratio_and_decay(ratio, decay, core):
+    check_against_fp64(make_inputs(RATIOS[ratio], S=321, decay=decay), core)
+
+
+def test_other_head_dims_take_a_path_that_is_right():
+    arguments = make_inputs((2, 4), S=130, dim=64)
+    assert resolve_core(device="cuda", dtype=torch.bfloat16, sizes=arguments[0]).core.name in (
+        "fla",
+        "reference",
+    )
+    check_against_fp64(arguments, "auto")
+
+
+@pytest.mark.parametrize("core", ["flash_qla", "fla"])
+@pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
+def test_recomputing_keeps_every_bit(shape, core):
+    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES[shape])
+    core = core_named(core, sizes)
+    saved = run(sizes, leaves, d_out, documents, core)
+    again = run(sizes, leaves, d_out, documents, core, recompute_qkv=True)
+    for name, a, b in zip(NAMES, saved, again, strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("shape", ["S2100-B3", "packed", "long"])
+def test_two_runs_are_bitwise_equal(shape):
+    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES[shape])
+    core = core_named("flash_qla", sizes)
+    first = run(sizes, leaves, d_out, documents, core)
+    for _ in range(5):
+        for name, a, b in zip(
+            NAMES, first, run(sizes, leaves, d_out, documents, core), strict=True
+        ):
+            assert torch.equal(a, b), name
+
+
+def test_changing_one_document_leaves_the_others_bitwise_unchanged():
+    sizes, leaves, d_out, documents = make_inputs((2, 4), S=1000, lengths=(100, 63, 1, 836))
+    core = core_named("auto", sizes)
+    before = run(sizes, leaves, d_out, documents, core)
+    changed = [leaves[0].detach().clone(), *leaves[1:]]
+    changed[0][100:163] += 1
+    after = run(sizes, changed, d_out, documents, core)
+    for name, a, b in zip(NAMES[:2], before, after, strict=False):
+        assert torch.equal(a[:100], b[:100]) and torch.equal(a[163:], b[163:]), name
+        assert not torch.equal(a[100:163], b[100:163]), name
+
+
+@pytest.mark.parametrize("core", ["flash_qla", "fla"])
+@pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
+def test_nothing_waits_for_the_device(shape, core):
+    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES[shape])
+    core = core_named(core, sizes)
+    run(sizes, leaves, d_out, documents, core)  # compiles, tunes and fills per-batch tables
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(sizes, leaves, d_out, documents, core, recompute_qkv=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_new_packed_batch_does_not_wait_either():
+    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES["packed"])
+    core = core_named("flash_qla", sizes)
+    run(sizes, leaves, d_out, documents, core)
+    fresh = Documents.from_cu_seqlens([0, 1, 3, 6, 69, 200, 1000], 1000, device="cuda")
+    assert fresh.cu_seqlens.is_cuda and fresh.position_T.is_cuda  # made once, outside
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(sizes, leaves, d_out, fresh, core)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_dropped_output_is_filled_again():
+    sizes, leaves, d_out, documents = make_inputs((2, 4), S=333)
+    core = core_named("auto", sizes)
+    weight = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients(refilled):
+        proj, conv, A_log, dt_bias, gamma = leaves
+        mixed = gated_delta_mixer(
+            proj, conv, None, A_log, dt_bias, sizes, core=core, norm=GatedNorm(gamma),
+            refilled=refilled,
+        )  # fmt: skip
+        out = mixed @ weight
+        if refilled is not None:
+            refilled.drop_until_backward_of(out)
+        return torch.autograd.grad(out.float().square().sum(), [weight, *leaves])
+
+    for a, b in zip(gradients(None), gradients(RefilledOutput()), strict=True):
+        assert torch.equal(a, b)

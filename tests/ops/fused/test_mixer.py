@@ -1,0 +1,186 @@
+"""The mixer as one autograd function against the plain composition of its parts, in fp64 on CPU.
+
+Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.conv import causal_conv1d
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.fused.recompute import RefilledOutput
+from megatron_gdn.ops.gates import decay_and_write_gates
+from megatron_gdn.ops.norm import l2norm, rms_norm_gated
+from megatron_gdn.ops.reference import recurrent_gated_delta_rule
+
+NAMES = ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma")
+CASES = {
+    "3to6": {"sizes": HeadSizes(3, 6, 8, 4), "S": 65, "B": 2},
+    "2to2": {"sizes": HeadSizes(2, 2, 4, 8), "S": 63},
+    "1to4": {"sizes": HeadSizes(1, 4, 6, 5), "S": 3, "B": 3, "bias": True},
+    "S1": {"sizes": HeadSizes(1, 2, 4, 4), "S": 1},
+    "packed": {"sizes": HeadSizes(1, 3, 4, 6), "S": 70, "lengths": (1, 2, 3, 0, 59, 5)},
+}
+
+
+def make_inputs(sizes, S, B=1, bias=False, lengths=None):
+    torch.manual_seed(0)
+    wide = {"dtype": torch.float64}
+    leaves = [
+        torch.randn(S, B, sizes.width, **wide),
+        torch.randn(sizes.conv_width, 1, 4, **wide) * 0.5,
+        torch.randn(sizes.conv_width, **wide) if bias else None,
+        torch.randn(sizes.value_heads, **wide),
+        torch.randn(sizes.value_heads, **wide),
+        1 + 0.3 * torch.randn(sizes.value_dim, **wide),
+    ]
+    documents = None
+    if lengths is not None:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        documents = Documents.from_cu_seqlens(offsets, S)
+    return [x if x is None else x.requires_grad_() for x in leaves], documents
+
+
+def composed(leaves, sizes, documents):
+    """conv -> l2norm -> gates -> token recurrence -> gated norm, one op at a time."""
+    proj, weight, bias, A_log, dt_bias, gamma = leaves
+    rows = proj.transpose(0, 1)
+    q, k, v, z, b, alpha = rows.split(sizes.sections, dim=-1)
+    qkv, _ = causal_conv1d(torch.cat([q, k, v], -1), weight[:, 0], bias, cu_seqlens=documents)
+    q, k, v = qkv.split(sizes.sections[:3], dim=-1)
+    q, k = (l2norm(x.unflatten(-1, (sizes.key_heads, -1))) for x in (q, k))
+    v, z = (x.unflatten(-1, (sizes.value_heads, -1)) for x in (v, z))
+    g, beta = decay_and_write_gates(alpha, b, A_log, dt_bias)
+    o, _ = recurrent_gated_delta_rule(q, k, v, g, beta, cu_seqlens=documents)
+    return rms_norm_gated(o, z, gamma).flatten(2).transpose(0, 1)
+
+
+def reference_core(sizes):
+    return resolve_core("reference", device="cpu", dtype=torch.float64, sizes=sizes).core
+
+
+def gradients(out, leaves):
+    present = [x for x in leaves if x is not None]
+    torch.manual_seed(1)
+    return torch.autograd.grad(out, present, torch.randn(out.shape, dtype=out.dtype))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("name", CASES)
+def test_mixer_and_every_gradient_equal_the_composition(name, recompute):
+    arguments = CASES[name]
+    sizes = arguments["sizes"]
+    leaves, documents = make_inputs(**arguments)
+    *tensors, gamma = leaves
+    mixed = gated_delta_mixer(
+        *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma),
+        documents=documents, recompute_qkv=recompute,
+    )  # fmt: skip
+    expected = composed(leaves, sizes, documents)
+    torch.testing.assert_close(mixed, expected, rtol=1e-10, atol=1e-10)
+    got, exact = gradients(mixed, leaves), gradients(expected, leaves)
+    present = [n for n, x in zip(NAMES, leaves, strict=True) if x is not None]
+    for label, a, b in zip(present, got, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, n=label: f"{n}: {m}")
+
+
+def test_without_norm_o_and_z_carry_the_whole_gradient():
+    sizes = HeadSizes(2, 4, 4, 6)
+    leaves, _ = make_inputs(sizes, S=37, B=2)
+    *tensors, gamma = leaves
+    o, z = gated_delta_mixer(*tensors, sizes, core=reference_core(sizes), norm=None)
+    mixed = rms_norm_gated(o, z, gamma).flatten(2).transpose(0, 1)
+    expected = composed(leaves, sizes, None)
+    torch.testing.assert_close(mixed, expected, rtol=1e-10, atol=1e-10)
+    for a, b in zip(gradients(mixed, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_an_unused_z_gets_a_zero_gradient():
+    sizes = HeadSizes(1, 1, 4, 4)
+    leaves, _ = make_inputs(sizes, S=5)
+    o, _ = gated_delta_mixer(*leaves[:5], sizes, core=reference_core(sizes), norm=None)
+    (d_proj,) = torch.autograd.grad(o.sum(), leaves[:1])
+    assert (d_proj[..., sizes.z_column : sizes.beta_column] == 0).all()
+    assert d_proj.isfinite().all()
+
+
+def test_recomputing_keeps_every_bit_and_saves_q_k_v():
+    sizes = HeadSizes(1, 2, 16, 16)
+
+    def run(recompute):
+        leaves, _ = make_inputs(sizes, S=64)
+        *tensors, gamma = leaves
+        kept = {}
+
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            mixed = gated_delta_mixer(
+                *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma),
+                recompute_qkv=recompute,
+            )  # fmt: skip
+        return mixed, gradients(mixed, leaves), sum(kept.values())
+
+    mixed, grads, saved = run(False)
+    again, grads_again, saved_less = run(True)
+    assert torch.equal(mixed, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    assert saved - saved_less == 64 * sizes.conv_width * 8  # q, k and v of 64 tokens in fp64
+
+
+def test_a_dropped_output_is_filled_again_for_the_reader_of_it():
+    sizes = HeadSizes(1, 2, 4, 6)
+    weight = torch.randn(12, 12, dtype=torch.float64, requires_grad=True)
+
+    def run(refilled):
+        leaves, _ = make_inputs(sizes, S=9, B=2)
+        *tensors, gamma = leaves
+        mixed = gated_delta_mixer(
+            *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma), refilled=refilled
+        )
+        out = mixed @ weight
+        storage = mixed.untyped_storage()
+        if refilled is not None:
+            refilled.drop_until_backward_of(out)
+            assert storage.nbytes() == 0
+        grads = gradients(out.sin(), [weight, *leaves])
+        assert storage.nbytes() > 0
+        return grads
+
+    for a, b in zip(run(None), run(RefilledOutput()), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_grad_nothing_is_kept():
+    sizes = HeadSizes(1, 1, 4, 4)
+    leaves, _ = make_inputs(sizes, S=5)
+    *tensors, gamma = leaves
+    with torch.no_grad():
+        mixed = gated_delta_mixer(
+            *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma)
+        )
+    assert mixed.grad_fn is None
+
+
+def test_wrong_shapes_say_what_is_expected():
+    sizes = HeadSizes(1, 2, 4, 6)
+    leaves, _ = make_inputs(sizes, S=5, B=2)
+    *tensors, gamma = leaves
+    core, norm = reference_core(sizes), GatedNorm(gamma)
+    with pytest.raises(ValueError, match=rf"\[S, B, {sizes.width}\]"):
+        gated_delta_mixer(tensors[0][..., 1:], *tensors[1:], sizes, core=core, norm=norm)
+    with pytest.raises(ValueError, match="batch of 1"):
+        gated_delta_mixer(
+            *tensors, sizes, core=core, norm=norm, documents=Documents.from_cu_seqlens([0, 5], 5)
+        )
+    with pytest.raises(ValueError, match="cover the whole buffer"):
+        gated_delta_mixer(
+            tensors[0][:, :1], *tensors[1:], sizes, core=core, norm=norm,
+            documents=Documents.from_cu_seqlens([0, 4], 4),
+        )  # fmt: skip
