@@ -1,16 +1,28 @@
-"""Attention masks at a layer that has no attention: a causal one says nothing, others lie.
+"""What Megatron hands to every mixer and a recurrence cannot use: ignored by name, or refused.
 
-Megatron hands every mixer the attention mask. The recurrence is causal by itself and takes
-document boundaries from ``PackedSeqParams``; any other mask would be ignored in silence, so it is
-refused here.
+Ignored are arguments that only attention has a use for. Refused is what would change the result if
+it were honoured: an inference context, an attention bias, and any attention mask but a causal one.
+The recurrence is causal by itself and takes document boundaries from ``PackedSeqParams``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_ATTENTION_ONLY = frozenset(
+    {
+        "key_value_states",
+        "rotary_pos_emb",
+        "rotary_pos_cos",
+        "rotary_pos_sin",
+        "rotary_pos_cos_sin",
+        "padding_mask",
+    }
+)
 
 _CHECKED = "_megatron_gdn_causal"
 
@@ -56,3 +68,32 @@ def require_causal(mask: Tensor | None, local_positions: Callable[[], Tensor | r
             f"mask. {_HELP}"
         )
     setattr(mask, _CHECKED, mask._version)
+
+
+def refuse_unsupported(
+    inference_context: Any, inference_params: Any, sequence_len_offset: Any, keywords: dict
+) -> None:
+    """Refuse what the layer cannot honour.
+
+    Raises:
+        NotImplementedError: an inference context, an offset into one, or an attention bias.
+        TypeError: a keyword that is neither None nor known to be of no meaning here.
+    """
+    if inference_context is not None or inference_params is not None:
+        raise NotImplementedError(
+            "GatedDeltaNet is a training layer and keeps no inference state; export the weights "
+            "and serve them elsewhere, or call the model without an inference context."
+        )
+    if sequence_len_offset is not None:
+        raise NotImplementedError("GatedDeltaNet does not support sequence_len_offset.")
+    if keywords.get("attention_bias") is not None:
+        raise NotImplementedError(
+            "GatedDeltaNet has no attention scores to add attention_bias to; pass None."
+        )
+    given = {name for name, value in keywords.items() if value is not None}
+    unknown = sorted(given - _ATTENTION_ONLY)
+    if unknown:
+        raise TypeError(
+            f"GatedDeltaNet.forward() does not know the keyword(s) {', '.join(unknown)}; it "
+            f"ignores only {', '.join(sorted(_ATTENTION_ONLY))}."
+        )

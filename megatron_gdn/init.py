@@ -9,9 +9,19 @@ its sections.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def device_for(config: Any) -> torch.device:
+    """Where Megatron builds a model's parameters, by its config and the machine."""
+    if getattr(config, "init_model_with_meta_device", False):
+        return torch.device("meta")
+    if config.use_cpu_initialization or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def next_seed() -> int:

@@ -1,21 +1,17 @@
 """The Gated DeltaNet layer for Megatron-Core.
 
 Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
-of the projection, C convolution channels, G key heads, H value heads, K key dim, V value dim.
+of the projection, G key heads, H value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,32 +19,20 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import log_single_rank, nvtx_range_pop, nvtx_range_push
 from torch import Tensor, nn
 
 from .checkpoint import gdn_sharded_state_dict
-from .context_parallel import Headwise, SequenceLayout, SingleRank
+from .context_parallel import ContextParallel, SequenceLayout
 from .dims import GDNDims
-from .init import init_share_
-from .masks import require_causal
-from .ops import Documents, causal_conv1d, decay_and_write_gates, l2norm, resolve_backend
+from .forward_arguments import refuse_unsupported, require_causal
+from .init import device_for, init_share_
+from .mixer import Mixer, apply_gated_norm, heads_of
+from .observe import log_once, span
+from .ops import BACKENDS, decay_and_write_gates, l2norm
+from .ops.fused import resolve_core
 from .packing import resolve_packed_seq_params
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded, sum_gradient_over_tp
-
-logger = logging.getLogger(__name__)
-
-# What TransformerLayer and HybridStack hand to every mixer and a recurrence has no use for.
-_ATTENTION_ONLY = frozenset(
-    {
-        "key_value_states",
-        "rotary_pos_emb",
-        "rotary_pos_cos",
-        "rotary_pos_sin",
-        "rotary_pos_cos_sin",
-        "padding_mask",
-    }
-)
 
 
 @dataclass
@@ -64,26 +48,6 @@ class GatedDeltaNetSubmodules:
     in_proj: ModuleSpec | type = IdentityOp
     out_norm: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
-
-
-@contextmanager
-def _span(name: str):
-    nvtx_range_push(msg=f"GatedDeltaNet.{name}")
-    yield
-    nvtx_range_pop(msg=f"GatedDeltaNet.{name}")
-
-
-@cache
-def _log_once(message: str) -> None:
-    log_single_rank(logger, logging.INFO, message)
-
-
-def _device_for(config: TransformerConfig) -> torch.device:
-    if getattr(config, "init_model_with_meta_device", False):
-        return torch.device("meta")
-    if config.use_cpu_initialization or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class GatedDeltaNet(Fp32Parameters, MegatronModule):
@@ -118,13 +82,19 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         cp_comm_type: how *attention* communicates; accepted, and of no meaning here.
         pp_layer_offset: layers on earlier pipeline stages; accepted, and of no meaning here.
         is_mtp_layer: part of a multi-token-prediction block; accepted, and of no meaning here.
-        backend: implementation of the delta rule, see :func:`megatron_gdn.ops.resolve_backend`.
+        backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
+            (plain torch, deterministic) or ``"auto"``, the first of these that fits; see
+            :func:`megatron_gdn.ops.fused.resolve_core`.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself: Megatron's and TE's default), ``"zigzag_buffer"`` (the whole packed buffer,
             ``--dataloader-inter-document-masking``) or ``"contiguous"``.
 
-    ``backend`` and ``cp_layout`` are given through ``ModuleSpec(params={...})``.
+        recompute_qkv: compute query, key and value again in the backward instead of saving them.
+        recompute_norm_out: likewise the normed output, out_proj's input; also switched on by
+            Megatron's ``--recompute-modules gdn_norm_out``.
+
+    The last four are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend or
@@ -152,6 +122,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         is_mtp_layer: bool = False,
         backend: str = "auto",
         cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        recompute_qkv: bool = False,
+        recompute_norm_out: bool = False,
     ) -> None:
         super().__init__(config)
         if not 0 < A_init_range[0] <= A_init_range[1]:
@@ -172,17 +144,17 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
         self._name_sizes(GDNDims.from_config(config))
-        self._schemes: dict[Any, SingleRank | Headwise] = {}
-        self._scheme_over(pg_collection.cp)
+        self.context_parallel = ContextParallel(self.dims, pg_collection.cp, self.cp_layout)
 
-        device = _device_for(config)
+        device = device_for(config)
         self._choose_backend(backend, device)
         self._build(submodules, name, device)
-        self.recompute_norm_out = (
+        self.recompute_norm_out = recompute_norm_out or (
             config.recompute_granularity == "selective"
             and "gdn_norm_out" in config.recompute_modules
         )
         self.norm_out_checkpoint = None
+        self.mixer = Mixer(self.core, self.out_norm, self.recompute_norm_out, recompute_qkv)
         self.reset_parameters()
 
     def _name_sizes(self, dims: GDNDims) -> None:
@@ -209,14 +181,17 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         deterministic = (
             self.config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         )
-        chosen = resolve_backend(
+        chosen = resolve_core(
             backend,
             device="cuda" if device.type == "meta" and torch.cuda.is_available() else device,
             dtype=self.config.params_dtype,
+            sizes=heads_of(self.dims),
             deterministic=deterministic,
         )
-        self.backend, self.gated_delta_rule = chosen.name, chosen.rule
-        _log_once(f"GatedDeltaNet: delta rule backend {chosen.name!r} ({chosen.reason})")
+        self.core, self.backend = chosen.core, chosen.core.name
+        # The rule under upstream's name and signature, for tools that look it up on the layer.
+        self.gated_delta_rule = BACKENDS["reference" if self.backend == "reference" else "fla"]
+        log_once(f"GatedDeltaNet: delta rule backend {self.backend!r} ({chosen.reason})")
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
@@ -347,8 +322,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             NotImplementedError: inference, or a mask that is not causal.
             TypeError: a keyword this layer does not know.
         """
-        self._refuse(inference_context, inference_params, sequence_len_offset, kwargs)
-        scheme = self._scheme_of(packed_seq_params)
+        refuse_unsupported(inference_context, inference_params, sequence_len_offset, kwargs)
+        scheme = self.context_parallel.scheme_for(packed_seq_params)
         tokens = hidden_states.shape[0] * self.sp_size * scheme.size
         documents = resolve_packed_seq_params(packed_seq_params, tokens, hidden_states.device)
         if documents is not None and hidden_states.shape[1] != 1:
@@ -358,70 +333,20 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             )
         require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
 
-        with _span("in_proj"):
+        with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
-        with _span("to_heads"):
+        with span("to_heads"):
             proj_SBP = scheme.open(proj_sBP, documents)
-        o_BSHV, z_BSHV = self._mix(proj_SBP, scheme, documents)
-        mixed_sBV = self._norm(o_BSHV, z_BSHV, scheme, documents)
-        with _span("out_proj"):
+        with span("mixer"):
+            mixed_sBV, release = self.mixer(self, proj_SBP, scheme, documents)
+        with span("out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
-        if self.norm_out_checkpoint is not None:
-            self.norm_out_checkpoint.discard_output_and_register_recompute(out_sBD)
-            self.norm_out_checkpoint = None
+        release(out_sBD)
         return out_sBD, out_bias
-
-    def _mix(
-        self, proj_SBP: Tensor, scheme: SingleRank | Headwise, documents: Documents | None
-    ) -> tuple[Tensor, Tensor]:
-        """Projection rows of whole sequences -> output of the delta rule, and its gate z."""
-        layout = scheme.dims.layout
-        qkv_BSC, z_BSP, b_BSH, a_BSH = proj_SBP.transpose(0, 1).split(
-            (layout.conv_width, layout.z, layout.beta, layout.alpha), dim=-1
-        )
-        with _span("conv"):
-            sections = self.dims.layout.conv_sections
-            bias = self.conv1d.bias
-            qkv_BSC, _ = causal_conv1d(
-                qkv_BSC,
-                scheme.local(self.conv1d.weight, sections).squeeze(1),
-                None if bias is None else scheme.local(bias, sections),
-                cu_seqlens=documents,
-            )
-        batch, seq_len = qkv_BSC.shape[:2]
-        q, k, v, z, b, a = self._prepare_qkv_for_gated_delta_rule(
-            qkv_BSC, z_BSP, b_BSH, a_BSH, batch, seq_len
-        )
-        g, beta = self._compute_g_and_beta(
-            scheme.local(self.A_log), scheme.local(self.dt_bias), a, b
-        )
-        with _span("rule"):
-            o_BSHV, _ = self.gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=documents)
-        return o_BSHV, z
-
-    def _norm(
-        self,
-        o_BSHV: Tensor,
-        z_BSHV: Tensor,
-        scheme: SingleRank | Headwise,
-        documents: Documents | None,
-    ) -> Tensor:
-        """Gated output norm, and back to this rank's tokens: ``[s, B, H * V]``."""
-
-        def norm_and_close(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
-            with _span("norm"):
-                mixed_BSV = self._apply_gated_norm(o_BSHV, z_BSHV).flatten(2)
-            with _span("to_sequence"):
-                return scheme.close(mixed_BSV.transpose(0, 1).contiguous(), documents)
-
-        if not (self.recompute_norm_out and self.training):
-            return norm_and_close(o_BSHV, z_BSHV)
-        self.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
-        return self.norm_out_checkpoint.checkpoint(norm_and_close, o_BSHV, z_BSHV)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
-        return (self.out_norm(x) * self.act_fn(gate.float())).to(x.dtype)
+        return apply_gated_norm(self.out_norm, x, gate)
 
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
@@ -445,51 +370,6 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
     ) -> tuple[Tensor, Tensor]:
         """Log-decay and write strength, see :func:`megatron_gdn.ops.decay_and_write_gates`."""
         return decay_and_write_gates(alpha, beta, A_log_local_cp, dt_bias_local_cp)
-
-    def _scheme_over(self, group: Any) -> SingleRank | Headwise:
-        if group not in self._schemes:
-            alone = group is None or group.size() == 1
-            self._schemes[group] = (
-                SingleRank(self.dims) if alone else Headwise(self.dims, group, self.cp_layout)
-            )
-        return self._schemes[group]
-
-    def _scheme_of(self, packed: PackedSeqParams | None) -> SingleRank | Headwise:
-        """The context-parallel scheme of this micro-batch, which may bring its own group."""
-        if packed is None:
-            return self._scheme_over(self.pg_collection.cp)
-        group, size = packed.cp_group, packed.local_cp_size
-        if group is None and size is None:
-            return self._scheme_over(self.pg_collection.cp)
-        if size is not None and size != (1 if group is None else group.size()):
-            given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
-            raise ValueError(
-                f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
-                f"of 1 needs no group)."
-            )
-        return self._scheme_over(group)
-
-    @staticmethod
-    def _refuse(inference_context, inference_params, sequence_len_offset, kwargs) -> None:
-        if inference_context is not None or inference_params is not None:
-            raise NotImplementedError(
-                "GatedDeltaNet is a training layer and keeps no inference state; export the "
-                "weights and serve them elsewhere, or call the model without an inference context."
-            )
-        if sequence_len_offset is not None:
-            raise NotImplementedError("GatedDeltaNet does not support sequence_len_offset.")
-        if kwargs.pop("attention_bias", None) is not None:
-            raise NotImplementedError(
-                "GatedDeltaNet has no attention scores to add attention_bias to; pass None."
-            )
-        unknown = sorted(
-            name for name in kwargs.keys() - _ATTENTION_ONLY if kwargs[name] is not None
-        )
-        if unknown:
-            raise TypeError(
-                f"GatedDeltaNet.forward() does not know the keyword(s) {', '.join(unknown)}; it "
-                f"ignores only {', '.join(sorted(_ATTENTION_ONLY))}."
-            )
 
     def sharded_state_dict(
         self,

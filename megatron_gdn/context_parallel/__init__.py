@@ -7,9 +7,11 @@ from .headwise import (
     tensor_a2a_cp2hp,
     tensor_a2a_hp2cp,
 )
+from .schemes import ContextParallel
 from .zigzag import SequenceLayout, inverse, local_indices, rank_order_of_sequence
 
 __all__ = [
+    "ContextParallel",
     "Headwise",
     "SequenceLayout",
     "SingleRank",

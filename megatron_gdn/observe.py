@@ -1,0 +1,24 @@
+"""What the layer tells those who watch it: NVTX ranges and one log line per fact."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from megatron.core.utils import log_single_rank, nvtx_range_pop, nvtx_range_push
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on."""
+    nvtx_range_push(msg=f"GatedDeltaNet.{name}")
+    yield
+    nvtx_range_pop(msg=f"GatedDeltaNet.{name}")
+
+
+@cache
+def log_once(message: str) -> None:
+    """Log on rank 0, once per process however many layers say it."""
+    log_single_rank(logger, logging.INFO, message)
