@@ -11,11 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 from megatron_gdn.local_norm import TorchRMSNorm
 
@@ -30,7 +35,13 @@ from .local import (
 )
 
 
-def hybrid_stack_spec(backend: str = "auto", **options: Any) -> ModuleSpec:
+def hybrid_stack_spec(
+    backend: str = "auto",
+    *,
+    qk_layernorm: bool = False,
+    num_moe_experts: int | None = None,
+    **options: Any,
+) -> ModuleSpec:
     """Spec of a Megatron ``HybridStack`` whose 'G' layers are `megatron_gdn.GatedDeltaNet`.
 
     Args:
@@ -38,6 +49,9 @@ def hybrid_stack_spec(backend: str = "auto", **options: Any) -> ModuleSpec:
             is plain torch (GDN, MLP, and attention without context parallelism); ``"auto"`` is
             ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
             interchangeable.
+        qk_layernorm: norms on query and key in the local '*' layers (``config.qk_layernorm``; with
+            Transformer Engine Megatron's own spec decides).
+        num_moe_experts: builds local 'E' layers for that many experts (``config.num_moe_experts``).
         **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of the
             GatedDeltaNet constructor.
 
@@ -46,7 +60,10 @@ def hybrid_stack_spec(backend: str = "auto", **options: Any) -> ModuleSpec:
     """
     backend = resolve_backend(backend)
     mixer = gated_delta_net_spec(backend, **options)
-    submodules = _te_submodules(mixer) if backend == "te" else _local_submodules(mixer)
+    if backend == "te":
+        submodules = _te_submodules(mixer)
+    else:
+        submodules = _local_submodules(mixer, qk_layernorm, num_moe_experts)
     return ModuleSpec(module=HybridStack, submodules=submodules)
 
 
@@ -60,10 +77,13 @@ def _te_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
     return replace(hybrid_layer_specs.hybrid_stack_spec.submodules, gdn_layer=gdn_layer)
 
 
-def _local_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
+def _local_submodules(
+    mixer: ModuleSpec, qk_layernorm: bool, num_moe_experts: int | None
+) -> HybridStackSubmodules:
+    attention = local_attention_spec(qk_layernorm=qk_layernorm)
     return HybridStackSubmodules(
         gdn_layer=_local_mixer_layer(mixer, GDN_NORM_KEYS),
-        attention_layer=_local_mixer_layer(local_attention_spec(), ATTENTION_NORM_KEYS),
+        attention_layer=_local_mixer_layer(attention, ATTENTION_NORM_KEYS),
         mlp_layer=ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(
@@ -76,7 +96,18 @@ def _local_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
         mamba_layer=unavailable("M"),
         dsa_layer=unavailable("D"),
         mla_layer=unavailable("+"),
-        moe_layer=unavailable("E"),
+        moe_layer=_local_moe_layer(num_moe_experts) if num_moe_experts else unavailable("E"),
+    )
+
+
+def _local_moe_layer(num_moe_experts: int) -> ModuleSpec:
+    return ModuleSpec(
+        module=MoETransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=TorchRMSNorm,
+            mlp=get_moe_module_spec(use_te=False, num_experts=num_moe_experts),
+            mlp_bda=get_bias_dropout_add,
+        ),
     )
 
 
