@@ -39,11 +39,16 @@ def make_config(**changes) -> TransformerConfig:
 
 
 @contextmanager
-def parallel(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> Iterator[None]:
+def parallel(
+    tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234, **sizes: int
+) -> Iterator[None]:
     """Megatron's parallel state over the gloo world, torn down afterwards."""
     torch.manual_seed(seed)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        **sizes,
     )
     model_parallel_cuda_manual_seed(seed)
     try:

@@ -1,0 +1,59 @@
+"""Compare two models' weights tensor by tensor, wherever each is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from .imported_folder import MANIFEST, ImportedFolder
+from .progress import progress_bar
+from .safetensors_reader import SafetensorsFolder
+from .tensor_map import bits_of
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not equal in bits and dtype."""
+
+    key: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}"
+
+
+def open_weights(folder: str | Path) -> SafetensorsFolder | ImportedFolder:
+    """A Hugging Face folder or an imported one, whichever it is."""
+    imported = (Path(folder) / MANIFEST).is_file()
+    return ImportedFolder(folder) if imported else SafetensorsFolder(folder)
+
+
+def compare_folders(
+    left: str | Path, right: str | Path, progress: bool = False
+) -> Iterator[Difference]:
+    """Differences in keys, dtypes, shapes and bits; none means every tensor is the same."""
+    one, other = open_weights(left), open_weights(right)
+    missing = set(other)
+    for key in progress_bar(one, "compare", progress, len(one)):
+        if key not in missing:
+            yield Difference(key, f"only in {left}")
+            continue
+        missing.discard(key)
+        a, b = one.spec(key), other.spec(key)
+        if a != b:
+            yield Difference(key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
+        elif what := _difference(one.read(key), other.read(key)):
+            yield Difference(key, what)
+    for key in sorted(missing):
+        yield Difference(key, f"only in {right}")
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    different = bits_of(a) != bits_of(b)
+    if not different.any():
+        return ""
+    largest = (a.double() - b.double()).abs().max().item()
+    return f"{int(different.sum())} of {a.numel()} differ, by at most {largest:.3g}"

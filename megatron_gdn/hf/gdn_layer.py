@@ -1,0 +1,205 @@
+"""One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
+
+Megatron fuses six projections into one, with the rows of `ProjectionLayout`. Hugging Face has two
+ways to store them:
+
+  interleaved (Qwen3-Next)   in_proj_qkvz: for each key head  [q | k | v of its r value heads | z]
+                             in_proj_ba:   for each key head  [b of its r value heads | a]
+  flat (Qwen3.5, 3.6, 3.8)   in_proj_qkv: [q | k | v], in_proj_z, in_proj_b, in_proj_a
+
+b is the write strength (beta), a the decay input (alpha). Convolution channels are [q | k | v] in
+every family.
+"""
+
+# G key heads, R value heads per key head, K key dim, V value dim, D hidden, W conv width.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..dims import GDNDims
+from .tensor_map import HFRef, TensorMap
+
+Storage = Literal["interleaved", "flat"]
+
+
+def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
+    """``(qkvz [2GK + 2GRV, D], ba [2GR, D])`` to the fused projection ``[q|k|v|z|beta|alpha]``."""
+    qkvz, ba = pieces
+    grouped_qkvz = qkvz.reshape(dims.num_key_heads, -1, qkvz.shape[-1])
+    grouped_ba = ba.reshape(dims.num_key_heads, -1, ba.shape[-1])
+    sections = [*grouped_qkvz.split(_qkvz_rows(dims), 1), *grouped_ba.split(_ba_rows(dims), 1)]
+    dtype = torch.promote_types(qkvz.dtype, ba.dtype)
+    return torch.cat([section.flatten(0, 1).to(dtype) for section in sections])
+
+
+def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
+    """The inverse of `fuse_interleaved`."""
+    sections = in_proj.split(dims.layout.sections)
+    grouped = [s.reshape(dims.num_key_heads, -1, in_proj.shape[-1]) for s in sections]
+    return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
+
+
+def _qkvz_rows(dims: GDNDims) -> list[int]:
+    value_rows = dims.value_heads_per_key_head * dims.value_head_dim
+    return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
+
+
+def _ba_rows(dims: GDNDims) -> list[int]:
+    return [dims.value_heads_per_key_head] * 2
+
+
+def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage) -> TensorMap:
+    """The map of ``in_proj.weight``; ``prefix`` and ``hf_prefix`` end in a dot."""
+    layout, hidden = dims.layout, dims.hidden_size
+    if storage == "interleaved":
+        rows = {
+            "in_proj_qkvz": layout.query + layout.key + layout.value + layout.z,
+            "in_proj_ba": layout.beta + layout.alpha,
+        }
+        join, split = partial(fuse_interleaved, dims=dims), partial(unfuse_interleaved, dims=dims)
+    else:
+        rows = {
+            "in_proj_qkv": layout.conv_width,
+            "in_proj_z": layout.z,
+            "in_proj_b": layout.beta,
+            "in_proj_a": layout.alpha,
+        }
+        # Flat storage is the fused projection cut in four.
+        join = split = None
+    return TensorMap(
+        names=(f"{prefix}in_proj.weight",),
+        sources=tuple(HFRef(f"{hf_prefix}{n}.weight", (r, hidden)) for n, r in rows.items()),
+        join=join,
+        split=split,
+        shard_dim=0,
+        sections=layout.sections,
+    )
+
+
+def gdn_layer_maps(
+    prefix: str,
+    hf_prefix: str,
+    dims: GDNDims,
+    storage: Storage,
+    zero_centered_gamma: bool = True,
+) -> list[TensorMap]:
+    """The maps of every parameter of one layer except its input norm.
+
+    Args:
+        prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
+        hf_prefix: Hugging Face's, as in ``model.layers.0.linear_attn.``.
+        dims: the whole layer's sizes.
+        storage: how the file stores the projections.
+        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
+            ``out_norm.weight`` is ``norm.weight - 1``.
+    """
+    heads, value_dim = dims.num_value_heads, dims.value_head_dim
+    conv_shape = (dims.layout.conv_width, 1, dims.conv_kernel_dim)
+
+    def one(name: str, hf_name: str, shape: tuple[int, ...], **kwargs) -> TensorMap:
+        return TensorMap(
+            names=(prefix + name,), sources=(HFRef(hf_prefix + hf_name, shape),), **kwargs
+        )
+
+    return [
+        projection_map(prefix, hf_prefix, dims, storage),
+        one(
+            "conv1d.weight",
+            "conv1d.weight",
+            conv_shape,
+            shard_dim=0,
+            sections=dims.layout.conv_sections,
+        ),
+        one("A_log", "A_log", (heads,), shard_dim=0, fp32=True),
+        one("dt_bias", "dt_bias", (heads,), shard_dim=0, fp32=True),
+        one(
+            "out_norm.weight",
+            "norm.weight",
+            (value_dim,),
+            shift=-1.0 if zero_centered_gamma else 0.0,
+        ),
+        one("out_proj.weight", "out_proj.weight", (dims.hidden_size, dims.v_dim), shard_dim=1),
+    ]
+
+
+def gdn_layer_from_hf(
+    hf_state: Mapping[str, Tensor],
+    dims: GDNDims,
+    storage: Storage,
+    tp_size: int = 1,
+    zero_centered_gamma: bool = True,
+) -> list[dict[str, Tensor]]:
+    """A ``linear_attn`` module's state dict to the layer's, one dict for each rank.
+
+    Args:
+        hf_state: ``in_proj_*``, ``conv1d.weight``, ``A_log``, ``dt_bias``, ``norm.weight`` and
+            ``out_proj.weight``, in any dtypes.
+        dims: the whole layer's sizes.
+        storage: how ``hf_state`` stores the projections.
+        tp_size: number of tensor-parallel ranks.
+        zero_centered_gamma: as in the Megatron config.
+
+    Returns:
+        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
+        ``out_norm.weight`` fp32, all others in the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of the wrong shape, or heads do not split.
+    """
+    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
+    sources = {source.key: source for entry in maps for source in entry.sources}
+    if hf_state.keys() != sources.keys():
+        raise ValueError(
+            f"a {storage} layer has {sorted(sources)}; "
+            f"missing {sorted(sources.keys() - hf_state.keys())}, "
+            f"not known {sorted(hf_state.keys() - sources.keys())}."
+        )
+    for key, source in sources.items():
+        if tuple(hf_state[key].shape) != source.shape:
+            raise ValueError(
+                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
+                f"{source.shape}."
+            )
+    dims.shard(tp_size)
+    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
+    for entry in maps:
+        full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
+        for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
+            state[entry.name] = piece
+    return ranks
+
+
+def gdn_layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: GDNDims,
+    storage: Storage,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    originals: Mapping[str, Tensor] | None = None,
+    zero_centered_gamma: bool = True,
+) -> dict[str, Tensor]:
+    """The inverse of `gdn_layer_from_hf`.
+
+    Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims, storage, zero_centered_gamma: as in the import.
+        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
+        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`); ``norm.weight`` is
+            the one that needs it.
+    """
+    dtypes, originals = dtypes or {}, originals or {}
+    state: dict[str, Tensor] = {}
+    for entry in gdn_layer_maps("", "", dims, storage, zero_centered_gamma):
+        full = entry.unshard([rank[entry.name] for rank in ranks])
+        keys = [source.key for source in entry.sources]
+        known = [originals[key] for key in keys] if all(k in originals for k in keys) else None
+        natural = [piece.dtype for piece in known] if known else [full.dtype] * len(keys)
+        wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
+        pieces = entry.to_hf(full, wanted, known)
+        state.update(zip(keys, pieces, strict=True))
+    return state

@@ -1,0 +1,316 @@
+"""Fill a built Megatron model from a Hugging Face folder, and write one back.
+
+Each rank reads what it needs by itself: its tensor-parallel shard, its pipeline stage's layers,
+its experts. Norms fused into a projection (Transformer Engine) and norms of their own (local
+modules), grouped and sequential experts are told apart by the parameter names the model has.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .imported_folder import pad_rows, write_hf_files
+from .model_config import HFModelConfig
+from .model_map import Architecture
+from .plan import Plan, check_aliases
+from .progress import progress_bar
+from .safetensors_reader import FileSpec, SafetensorsFolder
+from .safetensors_writer import new_folder, refuse_existing
+from .tensor_map import TensorMap
+from .view import HFView, SourceRecord
+
+logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+")
+_OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """Sizes and ranks of the groups that share weights."""
+
+    tp: int
+    tp_size: int
+    expert_tp: int
+    expert_tp_size: int
+    ep: int
+    ep_size: int
+    pp_size: int
+    dp: int
+
+    @classmethod
+    def current(cls) -> _Ranks:
+        from megatron.core import parallel_state as state
+
+        if not state.model_parallel_is_initialized():
+            return cls(0, 1, 0, 1, 0, 1, 1, 0)
+        return cls(
+            state.get_tensor_model_parallel_rank(),
+            state.get_tensor_model_parallel_world_size(),
+            state.get_expert_tensor_parallel_rank(),
+            state.get_expert_tensor_parallel_world_size(),
+            state.get_expert_model_parallel_rank(),
+            state.get_expert_model_parallel_world_size(),
+            state.get_pipeline_model_parallel_world_size(),
+            state.get_data_parallel_rank(with_context_parallel=True),
+        )
+
+    def of(self, entry: TensorMap) -> tuple[int, int]:
+        """Rank and size of the group that shares ``entry``."""
+        if entry.is_expert:
+            return self.expert_tp, self.expert_tp_size
+        return self.tp, self.tp_size
+
+
+def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False) -> SourceRecord:
+    """Fill ``model`` with the weights of a Hugging Face folder, one tensor at a time.
+
+    Args:
+        model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
+            Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
+        folder: ``config.json`` and safetensors weights.
+        progress: show a bar.
+
+    Returns:
+        The record that an export needs to give the file's own bits and dtypes back.
+
+    Raises:
+        ValueError: the model and the files do not match; found before any parameter is touched.
+            A parameter that the files do not fill is an error, so are weights the model has no
+            place for (with one pipeline stage and one expert rank, where all must have one).
+    """
+    model = unwrapped(model)
+    kind = _architecture(model)
+    weights = SafetensorsFolder(folder)
+    record = SourceRecord.from_folder(folder)
+    plan = record.plan(kind, model.config.layernorm_zero_centered_gamma)
+    check_aliases(weights, plan)
+    _check_tie(model, record.config)
+    ranks = _Ranks.current()
+    params = _global_parameters(model, ranks)
+    targets = _match(plan, params, ranks, record, kind)
+    rounded = []
+    for entry, names in progress_bar(targets, "load", progress, len(targets)):
+        pieces = [weights.read(source.key, source.expert) for source in entry.sources]
+        for name in names:
+            piece = _local_piece(entry, pieces, params[name], ranks)
+            if not _copy(params[name], piece):
+                rounded.append(name)
+    _report(plan.passthrough, rounded, record.config)
+    return record
+
+
+def save_hf_weights(
+    model: nn.Module,
+    folder: str | Path,
+    like: str | Path,
+    record: SourceRecord | None = None,
+    progress: bool = False,
+) -> None:
+    """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
+
+    Every rank calls it. The first data-parallel replica gathers its tensor-parallel shards, one
+    tensor at a time, and its rank 0 writes; the others have nothing to do and return at once.
+    Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
+    no weights are copied from ``like``.
+
+    Args:
+        model: as for `load_hf_weights`.
+        folder: a new folder; it appears only when it is complete.
+        like: the Hugging Face folder the model came from.
+        record: what `load_hf_weights` returned; default is read from ``like``.
+        progress: show a bar.
+
+    Raises:
+        NotImplementedError: pipeline or expert parallelism.
+    """
+    import shutil
+
+    ranks = _Ranks.current()
+    if ranks.pp_size > 1 or ranks.ep_size > 1 or ranks.expert_tp_size != ranks.tp_size:
+        raise NotImplementedError(
+            f"pipeline_model_parallel_size={ranks.pp_size}, "
+            f"expert_model_parallel_size={ranks.ep_size} and "
+            f"expert_tensor_parallel_size={ranks.expert_tp_size}: weights are gathered over "
+            f"tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and etp=tp first."
+        )
+    if ranks.dp:
+        return
+    refuse_existing(folder)  # On every rank, or the others would wait in a collective.
+    model = unwrapped(model)
+    record = record or SourceRecord.from_folder(like)
+    source = SafetensorsFolder(like)
+    plan = record.plan(_architecture(model), model.config.layernorm_zero_centered_gamma)
+    _check_tie(model, record.config)
+    params = _global_parameters(model, ranks)
+
+    def read_shards(entry: TensorMap) -> list[Tensor]:
+        name = next(name for name in entry.names if name in params)
+        return _gather(params[name].detach(), ranks.tp_size)
+
+    view = HFView(plan, record, read_shards)
+
+    def read(key: str) -> Tensor:
+        return view.read(key) if key in view else source.read(key)
+
+    if ranks.tp:
+        # The same order of collectives as on rank 0, which writes.
+        for key in source:
+            read(key)
+        return
+    files = [
+        FileSpec(file.name, {key: record.spec(key) for key in file.tensors}, file.metadata)
+        for file in source.files
+    ]
+    with new_folder(folder) as scratch:
+        for path in source.other_files():
+            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / path, scratch / path)
+        write_hf_files(scratch, files, read, progress)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and Float16Module."""
+    while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
+
+
+def megatron_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters with global layer and expert numbers, as `state_dict_to_hf` wants."""
+    model = unwrapped(model)
+    return {n: p.detach() for n, p in _global_parameters(model, _Ranks.current()).items()}
+
+
+def _architecture(model: nn.Module) -> Architecture:
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    return "hybrid" if isinstance(getattr(model, "decoder", None), HybridStack) else "gpt"
+
+
+def _check_tie(model: nn.Module, config: HFModelConfig) -> None:
+    shared = model.share_embeddings_and_output_weights
+    if shared != config.tied:
+        raise ValueError(
+            f"tie_word_embeddings={config.tied} in config.json, but the model was built with "
+            f"share_embeddings_and_output_weights={shared}; build it with {config.tied}."
+        )
+
+
+def _global_parameters(model: nn.Module, ranks: _Ranks) -> dict[str, nn.Parameter]:
+    """Parameters by name, layers and experts numbered as in the whole model."""
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    first_expert = ranks.ep * ((model.config.num_moe_experts or 0) // ranks.ep_size)
+
+    def renamed() -> Iterator[tuple[str, nn.Parameter]]:
+        for name, param in model.named_parameters():
+            name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
+            yield _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name), param
+
+    return dict(renamed())
+
+
+def _match(
+    plan: Plan,
+    params: dict[str, nn.Parameter],
+    ranks: _Ranks,
+    record: SourceRecord,
+    kind: Architecture,
+) -> list[tuple[TensorMap, list[str]]]:
+    """Which parameters each map fills, with every shape checked on meta tensors."""
+    unfilled, targets, homeless = set(params), [], []
+    for entry in plan.maps:
+        names = entry.names
+        if record.config.tied and entry.pad_rows:
+            # The last pipeline stage of a tied model has a copy of the embedding.
+            names = (*names, _OUTPUT)
+        here = [name for name in names if name in params]
+        pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
+        for name in here:
+            shape = tuple(_local_piece(entry, pieces, params[name], ranks).shape)
+            if shape != tuple(params[name].shape):
+                raise ValueError(
+                    f"{name} has shape {tuple(params[name].shape)} in the model, but the files "
+                    f"give this rank {shape}; build the model with config.json's sizes."
+                )
+        unfilled.difference_update(here)
+        if here:
+            targets.append((entry, here))
+        else:
+            homeless.append(entry.name)
+    if homeless and ranks.pp_size == ranks.ep_size == 1:
+        raise ValueError(
+            f"the model has no {homeless[0]}{_count(homeless)}. Build a {kind} model of "
+            f"config.json's sizes, with the layer pattern "
+            f"{record.config.hybrid_layer_pattern!r}."
+        )
+    if unfilled:
+        names = [name for name in params if name in unfilled]
+        raise ValueError(f"the files have nothing for {names[0]}{_count(names)} of the model.")
+    return targets
+
+
+def _local_piece(
+    entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter, ranks: _Ranks
+) -> Tensor:
+    """This rank's shard of a map's full tensor, the vocabulary padded as the model has it."""
+    rank, size = ranks.of(entry)
+    full = entry.to_megatron(pieces)
+    if entry.pad_rows:
+        rows = param.shape[0] * size
+        if rows < full.shape[0]:
+            raise ValueError(
+                f"the vocabulary has {full.shape[0]} rows, the model's embedding only {rows}; set "
+                f"its vocab_size to at least {full.shape[0]}, padded to a multiple of {size}."
+            )
+        full = pad_rows(full, rows)
+    return entry.shards(full, size)[rank]
+
+
+@torch.no_grad()
+def _copy(param: nn.Parameter, piece: Tensor) -> bool:
+    """Copy; whether the parameter's dtype kept every value."""
+    cast = piece.to(param.dtype)
+    param.copy_(cast)
+    return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
+
+
+def _gather(shard: Tensor, ranks: int) -> list[Tensor]:
+    if ranks == 1:
+        return [shard]
+    from megatron.core import parallel_state
+
+    shards = [torch.empty_like(shard) for _ in range(ranks)]
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    torch.distributed.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+def _report(passthrough: list[str], rounded: list[str], config: HFModelConfig) -> None:
+    if passthrough:
+        logger.warning(
+            "%d tensors of the %s are not part of a Megatron text model and were not loaded, "
+            "the first %s; save_hf_weights copies them from the source folder.",
+            len(passthrough),
+            config.architecture,
+            passthrough[0],
+        )
+    if rounded:
+        logger.warning(
+            "%d parameters have a narrower dtype than their file and were rounded, the first %s.",
+            len(rounded),
+            rounded[0],
+        )
+
+
+def _count(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

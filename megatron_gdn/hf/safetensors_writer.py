@@ -1,0 +1,105 @@
+"""Write safetensors files a tensor at a time, and folders that exist whole or not at all.
+
+The safetensors package wants every tensor of a file in memory at once. With shapes and dtypes
+known in advance the header can go first and each tensor to its place when it is ready, so the
+peak is one tensor, not one file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from .safetensors_reader import FileSpec
+
+# The format wants tensor data to start on this boundary.
+_ALIGNMENT = 8
+
+
+class StreamingWriter:
+    """A safetensors file whose header is written at once and whose tensors follow in any order.
+
+    Args:
+        folder: where the file goes.
+        spec: its name, tensors in storage order, and metadata.
+    """
+
+    def __init__(self, folder: Path, spec: FileSpec) -> None:
+        self.spec = spec
+        self._missing = set(spec.tensors)
+        header: dict[str, object] = {"__metadata__": spec.metadata} if spec.metadata else {}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for key, tensor in spec.tensors.items():
+            start, end = end, end + prod(tensor.shape) * tensor.torch_dtype.itemsize
+            self._starts[key] = start
+            header[key] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._data_start = 8 + len(text)
+        path = folder / spec.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._data_start + end)
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Put ``tensor`` in its place; shape and dtype must be those announced."""
+        spec = self.spec.tensors[key]
+        assert (tensor.dtype, tuple(tensor.shape)) == (spec.torch_dtype, spec.shape), (
+            f"{key}: announced {spec}, got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._file.seek(self._data_start + self._starts[key])
+        self._file.write(memoryview(raw.numpy()))
+        self._missing.discard(key)
+
+    def __enter__(self) -> StreamingWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._file.close()
+        assert kind or not self._missing, f"{self.spec.name}: never written: {self._missing}"
+
+
+def refuse_existing(target: str | Path) -> None:
+    """Raise FileExistsError if ``target`` exists and is not an empty folder."""
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists; remove it or choose another name.")
+
+
+@contextmanager
+def new_folder(target: str | Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``target`` on success and vanishes on any error.
+
+    Raises:
+        FileExistsError: ``target`` exists and is not an empty folder.
+    """
+    refuse_existing(target)
+    target = Path(target).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A sibling, so that the rename stays on one file system and is atomic.
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        scratch.rename(target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise

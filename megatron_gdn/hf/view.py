@@ -1,0 +1,145 @@
+"""See Megatron shards as the Hugging Face tensors they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .fp32_contract import is_gated_delta_net_fp32_param_key
+from .model_config import HFModelConfig, read_hf_config
+from .model_map import Architecture
+from .plan import Plan, make_plan
+from .safetensors_reader import SafetensorsFolder, TensorSpec
+from .tensor_map import HFRef, TensorMap
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """What an export must know of the files a model came from.
+
+    Attributes:
+        config: the Hugging Face model.
+        specs: dtype and shape of every tensor of the files, in storage order.
+        originals: the norm gains that Megatron stores around another centre, as the file had
+            them: the only tensors whose bits a rounded copy cannot give back.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 whatever the file had.
+    """
+
+    config: HFModelConfig
+    specs: dict[str, TensorSpec]
+    originals: dict[str, Tensor] = field(default_factory=dict)
+    fp32_gates: bool = False
+
+    @classmethod
+    def from_folder(cls, folder: str, fp32_gates: bool = False) -> SourceRecord:
+        """Read it from a Hugging Face folder: headers, and a few small gains."""
+        weights = SafetensorsFolder(folder)
+        record = cls(read_hf_config(folder), dict(weights.specs), fp32_gates=fp32_gates)
+        for key in weights:
+            if key.endswith(("norm.weight", "layernorm.weight")):
+                record.originals[key] = weights.read(key)
+        return record
+
+    def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
+        return make_plan(self.config, self.specs, model, zero_centered_gamma)
+
+    def spec(self, key: str) -> TensorSpec:
+        """Dtype and shape that an export gives ``key``."""
+        spec = self.specs[key]
+        if self.fp32_gates and is_gated_delta_net_fp32_param_key(key):
+            return TensorSpec("F32", spec.shape)
+        return spec
+
+
+class HFView:
+    """Hugging Face tensors computed from Megatron shards, each when it is asked for.
+
+    Args:
+        plan: the maps of the model, and the keys that repeat another.
+        record: dtypes and originals of the source.
+        read_shards: a Megatron name (any of a map's ``names``, canonical first) to the shards of
+            all tensor-parallel ranks, in rank order.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        record: SourceRecord,
+        read_shards: Callable[[TensorMap], Sequence[Tensor]],
+    ) -> None:
+        self.record = record
+        self._read_shards = read_shards
+        self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
+        self._aliases = plan.aliases
+        for entry in plan.maps:
+            for source in entry.sources:
+                self._maps_of.setdefault(source.key, []).append((entry, source))
+        # Tensors of one fused projection lie close together in the files: keep the last few.
+        self._pieces = lru_cache(maxsize=4)(self._compute_pieces)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._maps_of or key in self._aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._maps_of, *self._aliases))
+
+    def read(self, key: str) -> Tensor:
+        """The tensor ``key`` in its export dtype; packed experts are put together again."""
+        parts = self._maps_of[self._aliases.get(key, key)]
+        if parts[0][1].expert is None:
+            ((entry, source),) = parts
+            return self._pieces(entry)[source]
+        spec = self.record.spec(key)
+        packed = torch.empty(spec.shape, dtype=spec.torch_dtype)
+        for entry, source in parts:
+            packed[source.expert] = self._compute_pieces(entry)[source]
+        return packed
+
+    def _compute_pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
+        full = entry.unshard(self._read_shards(entry))
+        if entry.pad_rows:
+            full = full[: entry.sources[0].shape[0]]
+        dtypes = [self.record.spec(source.key).torch_dtype for source in entry.sources]
+        original = None
+        if entry.shift and all(s.key in self.record.originals for s in entry.sources):
+            original = [self.record.originals[source.key] for source in entry.sources]
+        pieces = entry.to_hf(full, dtypes, original)
+        return dict(zip(entry.sources, pieces, strict=True))
+
+
+def state_dict_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    record: SourceRecord,
+    model: Architecture = "hybrid",
+    zero_centered_gamma: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole Megatron state dicts to Hugging Face tensors, one at a time.
+
+    Args:
+        ranks: one state dict for each tensor-parallel rank, with global layer and expert numbers.
+        record: of the folder the weights came from, or of one with the same architecture.
+        model: "hybrid" or "gpt".
+        zero_centered_gamma: the model's ``config.layernorm_zero_centered_gamma``.
+
+    Yields:
+        ``(key, tensor)`` in the dtype of the source file. Multi-token prediction and vision keys
+        are not in a Megatron text model and so not here; `record.plan(...).passthrough` lists them.
+
+    Raises:
+        ValueError: a parameter is missing.
+    """
+    plan = record.plan(model, zero_centered_gamma)
+
+    def read_shards(entry: TensorMap) -> list[Tensor]:
+        name = next((name for name in entry.names if name in ranks[0]), None)
+        if name is None:
+            raise ValueError(f"missing parameter {' or '.join(entry.names)} in the state dict.")
+        return [rank[name].detach() for rank in ranks]
+
+    view = HFView(plan, record, read_shards)
+    for key in view:
+        yield key, view.read(key)

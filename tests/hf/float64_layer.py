@@ -1,0 +1,49 @@
+"""A transformers GDN layer's own equation in float64, token by token, from its own parameters.
+
+It settles who is right where two fp32 implementations differ: transformers' chunk rule loses
+digits in the gradients of A_log and dt_bias.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output of the layer for float64 input, and the float64 parameters to take gradients of."""
+    params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    B, S, _ = x_BSD.shape
+    G, H, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+
+    def project(name: str) -> Tensor:
+        return x_BSD @ params[f"in_proj_{name}.weight"].T
+
+    if hasattr(layer, "in_proj_qkvz"):
+        # Their own untangling of the interleaved rows, not ours.
+        *qkv, z, b, a = layer.fix_query_key_value_ordering(project("qkvz"), project("ba"))
+        qkv = torch.cat([part.flatten(2) for part in qkv], -1)
+    else:
+        qkv, z, b, a = (project(name) for name in ("qkv", "z", "b", "a"))
+    kernel = params["conv1d.weight"]
+    padded = F.pad(qkv.transpose(1, 2), (kernel.shape[-1] - 1, 0))
+    qkv = F.silu(F.conv1d(padded, kernel, groups=kernel.shape[0])).transpose(1, 2)
+    q, k, v = qkv.split([G * K, G * K, H * V], -1)
+    q, k = (_unit(t.reshape(B, S, G, K)).repeat_interleave(H // G, 2) for t in (q, k))
+    v, z = v.reshape(B, S, H, V), z.reshape(B, S, H, V)
+    decay = (-params["A_log"].exp() * F.softplus(a + params["dt_bias"])).exp()
+    beta = b.sigmoid()
+    state = x_BSD.new_zeros(B, H, K, V)
+    outputs = []
+    for t in range(S):
+        state = state * decay[:, t, :, None, None]
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / K**0.5)
+    o = torch.stack(outputs, 1)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.layer_norm_epsilon)
+    mixed = params["norm.weight"] * o * F.silu(z)
+    return mixed.flatten(2) @ params["out_proj.weight"].T, params
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,236 @@
+"""What runs on the ranks: a transformers model and the Megatron model filled from its folder."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from megatron_gdn.hf import (
+    ImportedFolder,
+    compare_folders,
+    gdn_layer_from_hf,
+    load_hf_weights,
+    megatron_state,
+    read_hf_config,
+    save_hf_weights,
+)
+from tests.hf.float64_layer import float64_layer
+from tests.hf.megatron_models import build_megatron, logits_of
+from tests.hf.tiny_models import model_class
+from tests.parallel import parallel
+
+# Lengths around the convolution, and past the 64 tokens of a chunk of the delta rule.
+TOKENS = 65
+
+
+def hf_model(folder: Path):
+    """The folder's model by transformers itself, in fp32, with its own plain-torch mathematics."""
+    load = model_class(read_hf_config(folder).architecture).from_pretrained
+    return load(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, float]:
+    """How far apart the two models' logits are: see `_compare_logits`."""
+    config = read_hf_config(folder)
+    theirs_model = hf_model(folder)
+    torch.manual_seed(5)
+    # A multiple of tp, so that sequence parallelism can share it.
+    tokens = torch.randint(config.vocab_size, (2, TOKENS + tp - 1))
+    with parallel(tp), torch.no_grad():
+        model = build_megatron(config, kind, **changes).eval()
+        load_hf_weights(model, folder)
+        ours = logits_of(model, tokens, config.vocab_size)
+        theirs = theirs_model(tokens, use_cache=False).logits
+        noise = _rounding_noise(theirs_model, tokens, theirs)
+    return _compare_logits(ours, theirs, noise)
+
+
+def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits.
+
+    The norm after the delta rule divides by the output's length, so a head whose query happens to
+    meet its key at a right angle magnifies rounding a thousandfold. Such tokens are in every
+    random model, and no two implementations agree on them.
+    """
+    embeddings = model.get_input_embeddings()(tokens)
+    # About ten roundings in each of two blocks of four layers; errors add in squares.
+    roundings = 80**0.5
+    moved = torch.zeros(tokens.shape)
+    for _ in range(8):
+        sign = torch.randint_like(embeddings, 2) * 2 - 1
+        rounded = model(inputs_embeds=embeddings * (1 + sign * 2.0**-23), use_cache=False).logits
+        moved = torch.maximum(moved, (rounded - logits).abs().amax(-1))
+    return roundings * moved
+
+
+def _compare_logits(
+    ours: torch.Tensor, theirs: torch.Tensor, noise: torch.Tensor
+) -> dict[str, float]:
+    """Largest difference beyond the noise and most common difference, over the largest logit."""
+    scale = theirs.abs().max()
+    difference = (ours - theirs).abs().amax(-1)
+    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=-1)
+    return {
+        "beyond noise": ((difference - noise).max() / scale).item(),
+        "median": (difference.median() / scale).item(),
+        "largest": (difference.max() / scale).item(),
+        "cosine": cosine.min().item(),
+    }
+
+
+def layer_agrees(folder: Path, tp: int = 1) -> dict[str, tuple[float, float, float]]:
+    """One GDN layer: output, input gradient and every parameter's gradient (this rank's share).
+
+    Returns, for each, the largest difference over the largest entry: ours from float64, ours from
+    transformers, transformers from float64.
+    """
+    config = read_hf_config(folder)
+    their_model = hf_model(folder).model
+    theirs = getattr(their_model, "language_model", their_model).layers[0].linear_attn
+    with parallel(tp):
+        model = build_megatron(config, "hybrid")
+        load_hf_weights(model, folder)
+        ours = model.decoder.layers[0].self_attention
+        torch.manual_seed(7)
+        x, weights = torch.randn(2, 2, TOKENS, config.hidden_size)
+        x_ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        x_true = x.double().requires_grad_()
+        y_ours = ours(x_ours.transpose(0, 1), None)[0].transpose(0, 1)
+        y_theirs = theirs(x_theirs)
+        y_true, true_params = float64_layer(theirs, x_true)
+        for y in (y_ours, y_theirs, y_true):
+            (y * weights).sum().backward()
+    triples = {
+        "output": (y_ours, y_theirs, y_true),
+        "input": (x_ours.grad, x_theirs.grad, x_true.grad),
+    }
+
+    # Gradients cross the same map as weights, without the shift: it adds a constant.
+    def as_ours(params) -> dict[str, torch.Tensor]:
+        grads = {name: param.grad for name, param in params}
+        return gdn_layer_from_hf(grads, config.gdn, config.storage, tp, False)[ours.tp_group.rank()]
+
+    their_grads = as_ours(theirs.named_parameters())
+    true_grads = as_ours(true_params.items())
+    for name, param in ours.named_parameters():
+        if getattr(param, "average_gradients_across_tp_domain", False):
+            # What Megatron's finalize_model_grads does with it.
+            torch.distributed.all_reduce(param.grad)
+            param.grad /= tp
+        triples[name] = (param.grad, their_grads.pop(name), true_grads[name])
+    assert not their_grads, their_grads.keys()
+    return {
+        name: (_error(mine, true), _error(mine, other), _error(other, true))
+        for name, (mine, other, true) in triples.items()
+    }
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def packed_documents_agree(folder: Path, lengths: tuple[int, ...], tp: int = 1) -> dict[str, float]:
+    """Logits of documents packed into one row against transformers on each by itself."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    config = read_hf_config(folder)
+    theirs_model = hf_model(folder)
+    torch.manual_seed(5)
+    documents = [torch.randint(config.vocab_size, (1, length)) for length in lengths]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    packing = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    with parallel(tp), torch.no_grad():
+        model = build_megatron(config, "hybrid").eval()
+        load_hf_weights(model, folder)
+        tokens = torch.cat(documents, 1)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        ours = model(tokens, positions, None, packed_seq_params=packing)[..., : config.vocab_size]
+        theirs = [theirs_model(document, use_cache=False).logits for document in documents]
+        noise = [
+            _rounding_noise(theirs_model, document, logits)
+            for document, logits in zip(documents, theirs, strict=True)
+        ]
+    return _compare_logits(ours, torch.cat(theirs, 1), torch.cat(noise, 1))
+
+
+def loaded_shards(folder: Path, imported: Path, kind: str, tp: int = 1, pp: int = 1, ep: int = 1):
+    """Load on this rank and compare with the imported folder's shards; the names it holds."""
+    from megatron.core import parallel_state
+
+    config = read_hf_config(folder)
+    with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
+        sizes = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "expert_model_parallel_size": ep,
+            "sequence_parallel": tp > 1,
+            "pipeline_dtype": torch.float32,
+        }
+        stage = {}
+        if pp > 1:
+            stage["pre_process"] = parallel_state.is_pipeline_first_stage()
+            stage["post_process"] = parallel_state.is_pipeline_last_stage()
+        model = build_megatron(config, kind, stage=stage, **sizes)
+        load_hf_weights(model, folder)
+        expected = ImportedFolder(imported).rank_state(
+            parallel_state.get_tensor_model_parallel_rank()
+        )
+        held = {_canonical(name): tensor for name, tensor in megatron_state(model).items()}
+    for name, tensor in held.items():
+        if name == "output_layer.weight" and config.tied:
+            name = "embedding.word_embeddings.weight"
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    return sorted(held)
+
+
+def _canonical(name: str) -> str:
+    """The Transformer Engine name of a local GPT model's parameter."""
+    name = re.sub(r"experts\.local_experts\.(\d+)\.(\w+)\.weight", r"experts.\2.weight\1", name)
+    layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
+    fused = "linear_qkv" if layer % 4 == 3 else "in_proj"
+    return name.replace("input_layernorm.", f"self_attention.{fused}.layer_norm_")
+
+
+def save_gives_the_source_back(
+    folder: Path, target: Path, kind: str, dtype: torch.dtype, tp: int = 1, wrap: bool = False
+) -> list[str]:
+    """Load into a model of ``dtype``, save, compare: the differences, as text."""
+    from megatron.core.transformer.module import Float16Module
+
+    config = read_hf_config(folder)
+    with parallel(tp):
+        bf16 = dtype == torch.bfloat16
+        model = build_megatron(config, kind, bf16=bf16, params_dtype=dtype)
+        if wrap:
+            model = Float16Module(model.config, model)
+        record = load_hf_weights(model, folder)
+        state = megatron_state(model)
+        gates = [t for n, t in state.items() if n.endswith(("A_log", "dt_bias"))]
+        assert gates
+        assert {tensor.dtype for tensor in gates} == {torch.float32}
+        save_hf_weights(model, target, like=folder, record=record)
+        torch.distributed.barrier()
+    return [str(difference) for difference in compare_folders(folder, target)]
+
+
+def loading_fails(folder: Path, kind: str = "hybrid", tp: int = 1, config=None, **changes) -> str:
+    """The message of the error that loading into a model of another ``config`` raises."""
+    import dataclasses
+
+    built_for = dataclasses.replace(read_hf_config(folder), **(config or {}))
+    with parallel(tp):
+        model = build_megatron(built_for, kind, **changes)
+        before = {name: tensor.clone() for name, tensor in megatron_state(model).items()}
+        try:
+            load_hf_weights(model, folder)
+        except ValueError as error:
+            after = megatron_state(model)
+            assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+            return str(error)
+    return "no error"

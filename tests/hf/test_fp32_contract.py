@@ -1,0 +1,142 @@
+"""The fp32 checkpoint contract: the published behaviour, and the stricter name test."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_gdn.hf import fp32_contract as contract
+from megatron_gdn.hf import state_dict_adapter as adapter
+
+A_LOG = "model.layers.0.linear_attn.A_log"
+HELD = "model.layers.0.linear_attn._fp32_params.A_log"
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("name", sorted(contract.GDN_FP32_CHECKPOINT_ARCHITECTURES))
+def test_the_five_architectures_have_the_contract(name):
+    config = SimpleNamespace(architectures=["Other", name])
+    assert contract.has_gated_delta_net_fp32_checkpoint_contract(config)
+
+
+def test_the_architectures_are_exactly_the_five_of_the_family():
+    assert sorted(contract.GDN_FP32_CHECKPOINT_ARCHITECTURES) == [
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    ]
+    assert contract.FP32_GDN_PARAM_NAMES == ("A_log", "dt_bias")
+    assert contract.HOLDER_NAME == "_fp32_params"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [object(), SimpleNamespace(architectures=None), SimpleNamespace(architectures=["LlamaModel"])],
+)
+def test_other_configs_have_no_contract(config):
+    assert not contract.has_gated_delta_net_fp32_checkpoint_contract(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (A_LOG, True),
+        (HELD, True),
+        ("model.layers.0.linear_attn.dt_bias", True),
+        ("model.layers.0.linear_attn._checkpoint_wrapped_module.dt_bias", True),
+        ("model.layers.0.linear_attn.my_A_log", False),
+        ("model.layers.0.linear_attn.A_log_extra", False),
+        ("model.layers.0.linear_attn.norm.weight", False),
+        ("model.layers.0.self_attn.A_log", False),
+        ("A_log", False),
+    ],
+)
+def test_key_recognition(key, expected):
+    assert contract.is_gated_delta_net_fp32_param_key(key) is expected
+
+
+def test_param_names_can_be_chosen():
+    key = "model.layers.0.linear_attn.D"
+    assert contract.is_gated_delta_net_fp32_param_key(key, ("D",))
+    assert contract.route_fp32_holder_key(key, ("D",)).endswith("linear_attn._fp32_params.D")
+    assert (
+        contract.upcast_gated_delta_net_fp32_state_tensor(
+            key, torch.ones(2, dtype=BF16), ("D",)
+        ).dtype
+        == F32
+    )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        HELD,
+        "model.layers.0.linear_attn.conv1d.weight",
+        "model.layers.0.linear_attn.my_A_log",
+        "model.layers.0.self_attn.A_log",
+        "A_log",
+    ],
+)
+def test_routing_leaves_other_keys_alone(key):
+    assert contract.route_fp32_holder_key(key) == key
+
+
+def test_routing_uses_the_last_layer_in_the_key_and_strip_undoes_it():
+    key = "outer.linear_attn.inner.linear_attn.dt_bias"
+    routed = contract.route_fp32_holder_key(key)
+    assert routed == "outer.linear_attn.inner.linear_attn._fp32_params.dt_bias"
+    assert contract.strip_fp32_holder_key(routed) == key
+    assert contract.route_fp32_holder_key(A_LOG) == HELD
+
+
+@pytest.mark.parametrize("key", [A_LOG, "model.layers.0.self_attn._fp32_params.A_log", "x"])
+def test_strip_leaves_other_keys_alone(key):
+    assert contract.strip_fp32_holder_key(key) == key
+
+
+def test_upcast_casts_only_what_the_contract_names():
+    upcast = contract.upcast_gated_delta_net_fp32_state_tensor
+    half, full, ints = torch.ones(2, dtype=BF16), torch.ones(2), torch.ones(2, dtype=torch.int32)
+    assert upcast(A_LOG, half).dtype == upcast(HELD, half).dtype == F32
+    for key, tensor in [(A_LOG, full), (A_LOG, ints), (A_LOG, "text"), ("x.weight", half)]:
+        assert upcast(key, tensor) is tensor
+
+
+def test_forced_mapping_names_floating_gate_parameters_only():
+    state = {A_LOG: torch.ones(2, dtype=BF16), HELD: torch.ones(2, dtype=torch.int32), "x": 1}
+    assert contract.forced_gated_delta_net_fp32_dtype_mapping(state) == {A_LOG: "F32"}
+
+
+def test_a_live_state_reaches_the_file_and_comes_back():
+    live = {HELD: torch.ones(2, dtype=BF16), "model.embed_tokens.weight": torch.ones(2, dtype=BF16)}
+    file = adapter.to_file_state(live)
+    assert list(file) == [A_LOG, "model.embed_tokens.weight"]
+    assert file[A_LOG].dtype == F32
+    assert file["model.embed_tokens.weight"] is live["model.embed_tokens.weight"]
+    assert adapter.from_file_state(file).keys() == live.keys()
+    assert list(adapter.from_file_state(file, route_linear_attn_fp32_params=False)) == list(file)
+    assert list(adapter.to_file_state(live, exclude_key_regex=r"model\.embed")) == [A_LOG]
+
+
+def test_loaded_dtypes_under_the_contract():
+    bound = SimpleNamespace(architectures=["Qwen3_5MoeForCausalLM"])
+    free = SimpleNamespace(architectures=["Other"])
+    assert adapter.loaded_dtype(bound, A_LOG, BF16, BF16) == (F32, F32)
+    assert adapter.loaded_dtype(free, A_LOG, BF16, BF16) == (BF16, BF16)
+    assert adapter.loaded_dtype(bound, "x.weight", BF16, F32) == (F32, BF16)
+    assert adapter.loaded_dtype(bound, A_LOG, torch.int32, BF16) == (torch.int32, torch.int32)
+    state = adapter.restore_loaded_dtypes(bound, {A_LOG: torch.ones(2, dtype=BF16)}, {A_LOG: BF16})
+    assert state[A_LOG].dtype == state[A_LOG]._hf_compute_dtype == F32
+
+
+def test_the_contract_imports_with_torch_alone():
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['megatron', 'safetensors', 'transformers', 'tqdm']))\n"
+        "import megatron_gdn.hf.fp32_contract, megatron_gdn.hf.gdn_layer\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

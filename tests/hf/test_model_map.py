@@ -1,0 +1,130 @@
+"""The whole model's map: which rows go where, and what a config says."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gdn.hf import parse_hf_config
+from megatron_gdn.hf.model_map import fuse_gated_qkv, model_maps, unfuse_gated_qkv
+
+CONFIG = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 16,
+    "num_hidden_layers": 8,
+    "vocab_size": 32,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 12,
+}
+
+
+def test_attention_rows_are_grouped_as_megatron_splits_them():
+    """Each row carries its (kind, head, row): a group is its queries, their gates, k, v."""
+    heads, groups, head_dim = 6, 2, 4
+    q_gate = [
+        (kind, head, row) for head in range(heads) for kind in (0, 1) for row in range(head_dim)
+    ]
+    k, v = ([(kind, g, row) for g in range(groups) for row in range(head_dim)] for kind in (2, 3))
+    fused = fuse_gated_qkv([torch.tensor(part) for part in (q_gate, k, v)], groups, head_dim)
+    expected = [
+        (kind, head, row)
+        for group in range(groups)
+        for kind, members in [
+            (0, range(3 * group, 3 * group + 3)),
+            (1, range(3 * group, 3 * group + 3)),
+            (2, [group]),
+            (3, [group]),
+        ]
+        for head in members
+        for row in range(head_dim)
+    ]
+    assert fused.tolist() == [list(label) for label in expected]
+
+
+sizes = st.integers(1, 4)
+
+
+@given(groups=sizes, per_group=sizes, head_dim=sizes)
+@settings(deadline=None)
+def test_gated_attention_is_a_bijection_of_rows(groups, per_group, head_dim):
+    rows = groups * (2 * per_group + 2) * head_dim
+    qkv = torch.arange(rows)[:, None]
+    pieces = unfuse_gated_qkv(qkv, groups, head_dim)
+    assert sorted(torch.cat(pieces).flatten().tolist()) == list(range(rows))
+    assert torch.equal(fuse_gated_qkv(pieces, groups, head_dim), qkv)
+
+
+def test_gate_and_up_are_shared_out_separately():
+    """A rank's SwiGLU halves must be the gate and the up rows of the same neurons."""
+    maps = {m.name: m for m in model_maps(parse_hf_config(CONFIG), ["model.embed_tokens.weight"])}
+    entry = maps["decoder.layers.1.mlp.linear_fc1.weight"]
+    gate, up = torch.arange(12)[:, None].expand(12, 16), 100 + torch.arange(12)[:, None]
+    full = entry.to_megatron([gate, up.expand(12, 16)])
+    for rank, piece in enumerate(entry.shards(full, 3)):
+        own = list(range(4 * rank, 4 * rank + 4))
+        assert piece[:, 0].tolist() == own + [100 + row for row in own]
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({}, "G-G-G-*-G-G-G-*-"),
+        ({"full_attention_interval": 2}, "G-*-G-*-G-*-G-*-"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 4}, "*-G-*-G-*-G-*-G-"),
+    ],
+)
+def test_which_layers_are_gdn(changes, pattern):
+    assert parse_hf_config(CONFIG | changes).hybrid_layer_pattern == pattern
+
+
+def test_experts_follow_the_step_and_the_exceptions():
+    moe = CONFIG | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    config = parse_hf_config(moe)
+    assert config.hybrid_layer_pattern == "G-GEG-*-G-GEG-*E"
+    assert config.storage == "interleaved"
+    with pytest.raises(ValueError, match="norm_topk_prob=false"):
+        parse_hf_config(moe | {"norm_topk_prob": False})
+
+
+def test_sizes_come_from_the_nested_config_and_the_tie_from_the_top():
+    text = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    nested = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text | {"tie_word_embeddings": True},
+    }
+    flat = parse_hf_config(CONFIG)
+    assert parse_hf_config(nested) == dataclasses.replace(
+        flat, architecture="Qwen3_5ForConditionalGeneration"
+    )
+    assert parse_hf_config(nested | {"tie_word_embeddings": True}).tied
+
+
+def test_rotary_settings_old_and_new():
+    new = {"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}
+    old = {"rope_theta": 5.0, "partial_rotary_factor": 0.5}
+    for config in (parse_hf_config(CONFIG | new), parse_hf_config(CONFIG | old)):
+        assert (config.rope_theta, config.rotary_fraction) == (5.0, 0.5)
+
+
+def test_a_folder_without_one_text_model_is_refused():
+    config = parse_hf_config(CONFIG)
+    for keys in ([], ["model.embed_tokens.weight", "model.language_model.embed_tokens.weight"]):
+        with pytest.raises(ValueError, match="missing key.*embed_tokens.weight"):
+            list(model_maps(config, keys))

@@ -1,0 +1,154 @@
+"""Tiny models of every family, built by transformers and saved as published folders look."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+# K != V, three heads of attention for each group, 67 vocabulary rows: nothing divides by chance.
+COMMON = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "max_position_embeddings": 64,
+}
+MOE = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 24,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def model_class(family: str):
+    """A transformers class that computes in plain torch.
+
+    transformers picks Triton kernels at import where fla is installed, which no CPU runs.
+    """
+    import transformers
+
+    hidden = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}
+    sys.modules.update(dict.fromkeys(hidden))
+    found = getattr(transformers, family)
+    for name, module in hidden.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
+    return found
+
+
+def build(family: str, **changes):
+    """A transformers model of ``family`` with random weights, norms included, in fp32."""
+    import transformers as hf
+
+    dense = COMMON | {"intermediate_size": 20} | changes
+    moe = COMMON | MOE | changes
+    torch.manual_seed(sum(map(ord, family)))
+    if family == "Qwen3NextForCausalLM":
+        config = hf.Qwen3NextConfig(**dense | moe)
+    elif family == "Qwen3_5ForCausalLM":
+        config = hf.Qwen3_5TextConfig(**dense)
+    elif family == "Qwen3_5MoeForCausalLM":
+        config = hf.Qwen3_5MoeTextConfig(**moe)
+    elif family == "Qwen3_5ForConditionalGeneration":
+        config = hf.Qwen3_5Config(text_config=dense, vision_config=VISION)
+    elif family == "Qwen3_5MoeForConditionalGeneration":
+        config = hf.Qwen3_5MoeConfig(text_config=moe, vision_config=VISION)
+    model = model_class(family)(config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            # Gains on both sides of 1/2, gates unlike each other, weights as large as trained ones.
+            if param.dim() == 1:
+                param.add_(torch.empty_like(param).uniform_(-0.9, 0.9))
+            elif "conv1d" not in name:
+                param.normal_(std=0.2)
+    return model.eval()
+
+
+def as_published(model, folder: Path, packed: bool = False, extra: bool = True) -> None:
+    """Save as the hub does: bf16 with fp32 gates in Qwen3.5, several files, MTP weights."""
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(folder, max_shard_size="20KB")
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    fp32_gates = "Qwen3_5" in type(model).__name__
+    for key, tensor in tensors.items():
+        is_fp32 = fp32_gates and key.endswith(("A_log", "linear_attn.norm.weight"))
+        tensors[key] = tensor.to(F32 if is_fp32 else BF16)
+    if packed:
+        _pack_experts(tensors)
+    if extra:
+        tensors["mtp.fc.weight"] = torch.randn(24, 48, dtype=BF16)
+        tensors["mtp.norm.weight"] = torch.randn(24, dtype=BF16)
+    write_folder(tensors, folder, save_file)
+
+
+def write_folder(tensors, folder: Path, save_file, files: int = 3) -> None:
+    """Deal the tensors out, sorted by name, so that fused ones straddle files."""
+    weight_map = {}
+    for number in range(files):
+        name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        part = {key: tensors[key].contiguous() for key in sorted(tensors)[number::files]}
+        save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _pack_experts(tensors) -> None:
+    layers = {key.split("experts.0.")[0] for key in tensors if ".experts.0." in key}
+    for layer in layers:
+        per_expert = [
+            [tensors.pop(f"{layer}experts.{e}.{n}_proj.weight") for n in ("gate", "up", "down")]
+            for e in range(MOE["num_experts"])
+        ]
+        tensors[f"{layer}experts.gate_up_proj"] = torch.stack(
+            [torch.cat([gate, up]) for gate, up, _ in per_expert]
+        )
+        tensors[f"{layer}experts.down_proj"] = torch.stack([down for *_, down in per_expert])
+
+
+FOLDERS = {
+    "next": ("Qwen3NextForCausalLM", {}, {}),
+    "next dense layer": ("Qwen3NextForCausalLM", {"mlp_only_layers": [1]}, {}),
+    "dense": ("Qwen3_5ForCausalLM", {}, {}),
+    "dense tied": ("Qwen3_5ForCausalLM", {"tie_word_embeddings": True}, {}),
+    "dense ratio 1": ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 4}, {}),
+    "dense ratio 3": ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 12}, {}),
+    "next ratio 4": ("Qwen3NextForCausalLM", {"linear_num_value_heads": 16}, {}),
+    "moe": ("Qwen3_5MoeForCausalLM", {}, {}),
+    "moe packed": ("Qwen3_5MoeForCausalLM", {}, {"packed": True}),
+    "only gdn": ("Qwen3_5ForCausalLM", {"layer_types": ["linear_attention"] * 4}, {}),
+    "vision": ("Qwen3_5ForConditionalGeneration", {}, {}),
+    "vision moe packed": ("Qwen3_5MoeForConditionalGeneration", {}, {"packed": True}),
+}
+
+
+def make_folder(name: str, folder: Path) -> None:
+    """Build and save one of `FOLDERS`."""
+    family, changes, saving = FOLDERS[name]
+    folder.mkdir()
+    as_published(build(family, **changes), folder, **saving)
