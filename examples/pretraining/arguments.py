@@ -213,11 +213,6 @@ def _complete_precision(args: argparse.Namespace) -> None:
         args.bf16 = torch.cuda.is_available()
     if args.use_distributed_optimizer is None:
         args.use_distributed_optimizer = args.bf16
-    if args.bf16 and not args.use_distributed_optimizer:
-        raise ValueError(
-            "--bf16 --no-use-distributed-optimizer cannot save checkpoints: Megatron-Core 0.19's "
-            "plain bf16 optimizer does not know fp32 parameters (A_log, dt_bias). Leave out one."
-        )
 
 
 def _complete_data(args: argparse.Namespace) -> None:

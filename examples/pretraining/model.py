@@ -104,12 +104,7 @@ def ddp_config(args: argparse.Namespace):
 
 
 def build_optimizer(args: argparse.Namespace, model: Any):
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        ParamKey,
-        get_megatron_optimizer,
-        get_standard_config_overrides,
-    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     config = OptimizerConfig(
@@ -123,13 +118,7 @@ def build_optimizer(args: argparse.Namespace, model: Any):
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    overrides = get_standard_config_overrides(config)
-    if args.bf16:
-        # fp32 parameters of a bf16 model (A_log, dt_bias) get a group of their own: Megatron
-        # 0.19's DistributedOptimizer mixes up the saved states of a group that holds both dtypes.
-        # "max_lr" only makes it differ from the other undecayed group, or they would be merged.
-        overrides[ParamKey(attr="keep_in_fp32")] = {"wd_mult": 0.0, "max_lr": args.lr}
-    optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
+    optimizer = get_megatron_optimizer(config, [model])
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -113,7 +113,6 @@ def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
         (["--resume", "--load=x"], "give one of the two"),
         (["--ckpt-step=5"], "needs --load"),
         (["--hidden-size=130"], "not a multiple of --num-attention-heads 4"),
-        (["--bf16", "--no-use-distributed-optimizer"], "cannot save checkpoints"),
         (["--packng"], "unrecognized arguments: --packng"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

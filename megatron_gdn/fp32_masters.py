@@ -1,0 +1,113 @@
+"""Reads the fp32 values that a checkpoint's optimizer holds for parameters its model held in bf16.
+
+A layer that keeps ``A_log`` and ``dt_bias`` in bf16, such as Megatron's own, saves them rounded;
+the optimizer's masters in the same checkpoint are not. What becomes of them here:
+
+| the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
+|------------------------------------------|-----------------------|--------------------------|
+| Float16Optimizer (no sharding)           | master                | `load_fp32_masters`      |
+| DistributedOptimizer, fully_reshardable  | master                | `load_fp32_masters`      |
+| DistributedOptimizer, dp_reshardable     | Megatron refuses it   | the rounded value        |
+| none                                     |                       | the rounded value        |
+
+dp_reshardable files hold buffers, not tensors with names, and buffers of a model with fp32
+parameters have other sizes. Save once more with the old layer and fully_reshardable to bring a run
+over with its masters.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+# Float16Optimizer says fp32_param, DistributedOptimizer param; chained optimizers add numbers.
+_MASTER = re.compile(r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)")
+
+
+def load_fp32_masters(
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | Path,
+    metadata: dict[str, Any] | None = None,
+) -> list[str]:
+    """Set parameters marked ``keep_in_fp32`` to the checkpoint's fp32 masters.
+
+    Those, that is, which the checkpoint's model has in 16 bits and its optimizer in fp32. Every
+    rank calls it, after the model is loaded; all data-parallel replicas read the same values, at
+    any tensor-parallel size. The other parameters and the optimizer are left alone.
+
+    Args:
+        model: a Megatron model or its pipeline chunks, bare or wrapped.
+        folder: a distributed checkpoint (``torch_dist``).
+        metadata: for ``sharded_state_dict``; as when the model was loaded.
+
+    Returns:
+        Checkpoint keys of the parameters that were set; those of this rank's pipeline stage.
+
+    Raises:
+        ValueError: two masters for one parameter.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import log_single_rank, unwrap_model
+
+    chunks = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
+    saved = dist_checkpointing.load_tensors_metadata(str(folder))
+    masters = _masters_by_key(saved)
+    # A parameter that was fp32 in the file is exact already, and its master may be out of date: a
+    # fused Adam with masters of its own keeps none up to date for fp32 parameters.
+    wanted = {
+        masters[tensor.key]: tensor
+        for tensor in _fp32_tensors(chunks, metadata)
+        if tensor.key in masters and saved[tensor.key].dtype != torch.float32
+    }
+    # Loaded into tensors of their own, so that a failure leaves the model as it was.
+    loaded = dist_checkpointing.load(
+        {
+            name: replace(tensor, key=name, data=torch.empty_like(tensor.data))
+            for name, tensor in wanted.items()
+        },
+        str(folder),
+    )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.data.copy_(loaded[name])
+    log_single_rank(logger, logging.INFO, f"{folder}: {len(wanted)} fp32 masters loaded")
+    return sorted(tensor.key for tensor in wanted.values())
+
+
+def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
+    """Model key -> key of its master."""
+    found: dict[str, str] = {}
+    for name in saved:
+        match = _MASTER.fullmatch(name)
+        if match is None:
+            continue
+        if (other := found.setdefault(match["key"], name)) != name:
+            raise ValueError(
+                f"the checkpoint holds two fp32 masters of {match['key']}: {other} and {name}. "
+                f"It was written by two optimizers over the same parameters; load the one you want "
+                f"with the optimizer that wrote it."
+            )
+    return found
+
+
+def _fp32_tensors(chunks: Sequence[nn.Module], metadata: dict[str, Any] | None) -> list[Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    return [
+        tensor
+        for chunk in chunks
+        for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata))
+        if isinstance(tensor, ShardedTensor)
+        and isinstance(tensor.data, Tensor)
+        and getattr(tensor.data, "keep_in_fp32", False)
+    ]

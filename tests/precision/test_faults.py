@@ -1,0 +1,60 @@
+"""Each fault of megatron-core 0.19, without our remedy and with it.
+
+A test that fails with the remedy *off* says that Megatron has repaired the fault: the part of
+``megatron_gdn.mixed_dtype_optimizers`` that it names can go.
+"""
+
+import pytest
+
+from tests.precision import fault_laws as laws
+from tests.precision.training import DISTRIBUTED, FLOAT16, KINDS
+
+remedies = pytest.mark.parametrize("remedied", [False, True], ids=["megatron alone", "remedied"])
+
+WITHOUT = {
+    FLOAT16: "AssertionError: Optimizer shape",
+    "fully_reshardable": "RuntimeError: The size of tensor a",
+    "dp_reshardable": "AssertionError: (torch.Size",
+}
+
+
+@remedies
+@pytest.mark.parametrize("kind", KINDS)
+def test_saving_a_bf16_model_with_fp32_parameters(pools, kind, remedied):
+    for outcome in pools(2).run(laws.outcome_of_saving, kind, remedied):
+        if remedied:
+            assert outcome is None, outcome
+        else:
+            assert str(outcome).startswith(WITHOUT[kind]), outcome
+
+
+@remedies
+def test_equal_shapes_would_be_exchanged_in_silence(pools, tmp_path, remedied):
+    kind = "fully_reshardable"
+    found = pools(2).run(laws.state_stands_under_its_own_name, kind, remedied, str(tmp_path))
+    assert found == [remedied, remedied]
+
+
+@remedies
+@pytest.mark.parametrize("kind", DISTRIBUTED)
+def test_loading_writes_into_fp32_parameters(pools, tmp_path, kind, remedied):
+    for outcome in pools(2).run(laws.outcome_of_loading, kind, remedied, str(tmp_path)):
+        if kind == "dp_reshardable" and not remedied:
+            assert outcome.startswith("RuntimeError: a view of a leaf Variable"), outcome
+        else:
+            assert outcome is None, outcome
+
+
+@remedies
+def test_replicas_of_a_parameter_loaded_from_bf16_are_equal(pools, tmp_path, remedied):
+    kind = "fully_reshardable"
+    ranks = pools(2).run(laws.replicas_after_loading_upstream, kind, remedied, str(tmp_path))
+    assert all((one == other) is remedied for one, other in ranks)
+
+
+def test_wrapping_is_reversible(pools):
+    pools(2).run(laws.wrapping_is_reversible)
+
+
+def test_a_repaired_optimizer_is_left_alone(pools):
+    pools(2).run(laws.a_repaired_optimizer_is_left_alone)

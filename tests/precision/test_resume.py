@@ -1,0 +1,59 @@
+"""A run that was saved at tp2 x dp2 and loaded elsewhere is the run that was never interrupted."""
+
+import pytest
+
+from tests.precision import resume_laws as laws
+from tests.precision.training import FLOAT16
+
+# (optimizer, tp, ranks). dp_reshardable holds the buffers of one tensor-parallel size.
+LAYOUTS = [
+    (FLOAT16, 1, 2),
+    (FLOAT16, 2, 2),
+    (FLOAT16, 2, 4),
+    ("fully_reshardable", 1, 2),
+    ("fully_reshardable", 1, 4),
+    ("fully_reshardable", 2, 2),
+    ("fully_reshardable", 2, 4),
+    ("dp_reshardable", 2, 2),
+    ("dp_reshardable", 2, 4),
+]
+
+# The layout changes in which order bf16 sums are taken, so that a logit moves by its last bit; a
+# loss of about the logits' size is then known to one bf16 spacing.
+BF16 = 2.0**-8
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """``saved(kind)``: a checkpoint, and the losses of the run that went on."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = str(tmp_path_factory.mktemp(kind))
+            made[kind] = folder, pools(4).run(laws.train_and_save, kind, folder)[0]
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "ranks"), LAYOUTS, ids=[f"{k}-tp{t}-dp{r // t}" for k, t, r in LAYOUTS]
+)
+def test_the_loss_goes_on_as_if_never_interrupted(pools, saved, tmp_path, kind, tp, ranks):
+    folder, losses = saved(kind)
+    resumed = pools(ranks).run(laws.resume, kind, folder, str(tmp_path), tp)
+    if (tp, ranks) == (2, 4):
+        assert resumed[0] == losses[2:]
+    else:
+        assert resumed[0] == pytest.approx(losses[2:], rel=BF16)
+    assert all(rank == resumed[0] for rank in resumed)
+    # Nothing of model or optimizer was lost, rounded or given to another parameter.
+    assert pools(2).run(laws.files_are_equal, f"{folder}/by-name", str(tmp_path))[0] > 50
+
+
+@pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
+def test_a_lost_optimizer_state_would_be_noticed(pools, saved, kind):
+    folder, losses = saved(kind)
+    forgetful = pools(4).run(laws.resume_without_optimizer, kind, folder)[0]
+    assert forgetful[1] != pytest.approx(losses[3], rel=BF16)

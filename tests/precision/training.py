@@ -1,0 +1,259 @@
+"""A tiny bf16 hybrid model in Megatron's wrappers and optimizers, on the ranks of a test."""
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_gdn.specs import hybrid_stack_spec
+from tests import upstream
+from tests.parallel import make_config
+
+# Megatron collects garbage in every save; what was imported until here is not worth searching.
+gc.freeze()
+
+PATTERN = "G-G-"
+VOCABULARY = 32
+ADAM = {"lr": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+BATCH, TOKENS = 4, 17
+
+DISTRIBUTED = ("fully_reshardable", "dp_reshardable")
+FLOAT16 = "float16"
+KINDS = (FLOAT16, *DISTRIBUTED)
+
+
+@dataclass
+class Training:
+    """``kind``: the non-sharded optimizer, or the format of DistributedOptimizer's checkpoint."""
+
+    kind: str
+    ddp: DistributedDataParallel
+    optimizer: Any
+
+    @property
+    def model(self):
+        return self.ddp.module.module
+
+    @property
+    def megatron_optimizer(self):
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])[0]
+
+    @property
+    def A_log(self) -> torch.nn.Parameter:
+        """Of the first layer."""
+        return self.model.decoder.layers[0].self_attention.A_log
+
+
+def build(kind: str, **options) -> Training:
+    return wrap(kind, build_model(**options))
+
+
+def build_model(tp: int = 1, upstream_layer: bool = False, seed: int = 5, **sizes) -> HybridModel:
+    """The same model on every rank and at every tp; ``upstream_layer`` takes Megatron's own GDN."""
+    config = make_config(
+        num_layers=len(PATTERN),
+        tensor_model_parallel_size=tp,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        ffn_hidden_size=32,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        **sizes,
+    )
+    torch.manual_seed(seed)
+    return HybridModel(
+        config,
+        _stack(upstream_layer),
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        hybrid_layer_pattern=PATTERN,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="none",
+    )
+
+
+_earlier: list[DistributedDataParallel] = []
+
+
+def _end_earlier_trainings() -> None:
+    """Let go of models that are done with, and of the process groups that they hold.
+
+    DistributedDataParallel is held by gradient hooks of its own parameters, out of sight of the
+    garbage collector; and under gloo each of its twenty groups runs three threads.
+    """
+    for ddp in _earlier:
+        vars(ddp).clear()
+    _earlier.clear()
+    gc.collect()
+
+
+def wrap(kind: str, model: HybridModel) -> Training:
+    """Float16Module, DistributedDataParallel and optimizer, as a training script would."""
+    _end_earlier_trainings()
+    config = model.config
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=kind != FLOAT16
+        ),
+        Float16Module(config, model),
+    )
+    _earlier.append(ddp)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        **ADAM,
+        weight_decay=0.1,
+        clip_grad=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=kind != FLOAT16,
+    )
+    optimizer = get_megatron_optimizer(
+        optimizer_config, [ddp], config_overrides=get_standard_config_overrides(optimizer_config)
+    )
+    for group in optimizer.param_groups:  # as Megatron's scheduler does before the first step
+        group["weight_decay"] *= group["wd_mult"]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return Training(kind, ddp, optimizer)
+
+
+def _stack(upstream_layer: bool):
+    stack = hybrid_stack_spec("local")
+    if not upstream_layer:
+        return stack
+    before, upstream.TESTING_UPSTREAM = upstream.TESTING_UPSTREAM, True
+    try:
+        mixer = upstream.layer_spec()
+    finally:
+        upstream.TESTING_UPSTREAM = before
+    layer = stack.submodules.gdn_layer
+    layer = replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
+    return replace(stack, submodules=replace(stack.submodules, gdn_layer=layer))
+
+
+def train_step(training: Training, step: int) -> float:
+    """One step on batch number ``step``, shared by the data-parallel ranks; its mean loss."""
+    loss = accumulate_gradients(training, step)
+    training.optimizer.step()
+    return loss
+
+
+def accumulate_gradients(training: Training, step: int) -> float:
+    """Forward and backward of `train_step`."""
+    group = parallel_state.get_data_parallel_group()
+    torch.manual_seed(100 + step)
+    batch = torch.randint(0, VOCABULARY, (BATCH, TOKENS)).chunk(group.size())[group.rank()]
+
+    def forward_step(batches, model):
+        rows = next(batches)
+        positions = torch.arange(TOKENS - 1).expand(len(rows), -1)
+        losses = model(rows[:, :-1], positions, None, labels=rows[:, 1:])
+
+        def loss_function(losses):
+            total = losses.float().sum()
+            return total, torch.tensor(losses.numel(), dtype=torch.int), total.detach()
+
+        return losses, loss_function
+
+    training.ddp.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    (total,) = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch]),
+        model=[training.ddp],
+        num_microbatches=1,
+        seq_length=TOKENS - 1,
+        micro_batch_size=len(batch),
+        forward_only=False,
+    )
+    dist.all_reduce(total, group=group)
+    return (total / (BATCH * (TOKENS - 1))).item()
+
+
+def made_up_step(training: Training, step: int) -> None:
+    """An optimizer step without a forward pass: gradients drawn from each parameter's name."""
+    training.ddp.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    for name, parameter in training.model.named_parameters():
+        parameter.main_grad.copy_(made_up_gradient(name, parameter, step))
+    training.optimizer.step()
+
+
+def made_up_gradient(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
+    torch.manual_seed(step + sum(map(ord, name)))
+    return torch.randn(parameter.shape)
+
+
+def metadata(kind: str) -> dict[str, Any]:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    common = {"dp_cp_group": group, "singleton_local_shards": False}
+    return common if kind == FLOAT16 else common | {"distrib_optim_sharding_type": kind}
+
+
+def sharded_state(training: Training, is_loading: bool = False) -> dict[str, Any]:
+    model = training.model.sharded_state_dict(metadata=metadata(training.kind))
+    optimizer = training.optimizer.sharded_state_dict(
+        model, is_loading, metadata=metadata(training.kind)
+    )
+    return {"model": model, "optimizer": optimizer}
+
+
+def save(training: Training, folder: str) -> None:
+    Path(folder).mkdir(exist_ok=True)
+    dist_checkpointing.save(sharded_state(training), folder)
+
+
+def save_by_name(training: Training, folder: str) -> None:
+    """Save under the parameters' names, whatever the format of the run is: files that compare."""
+    kind = FLOAT16 if training.kind == FLOAT16 else "fully_reshardable"
+    save(replace(training, kind=kind), folder)
+
+
+def load(training: Training, folder: str) -> None:
+    state = dist_checkpointing.load(sharded_state(training, is_loading=True), folder)
+    training.model.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(state["optimizer"])
+
+
+def load_model_only(training: Training, folder: str) -> None:
+    model = training.model.sharded_state_dict(metadata=metadata(training.kind))
+    training.model.load_state_dict(dist_checkpointing.load({"model": model}, folder)["model"])
+    training.optimizer.reload_model_params()
+
+
+def tensors_in(folder: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    everything = dist_checkpointing.load_plain_tensors(folder)
+    return {key: value for key, value in everything.items() if isinstance(value, torch.Tensor)}
+
+
+def over_tp(local: torch.Tensor) -> torch.Tensor:
+    """A parameter that is split along its first dimension, whole."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.detach().contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def replicas_of(local: torch.Tensor) -> list[torch.Tensor]:
+    """What each data-parallel rank holds of a parameter."""
+    group = parallel_state.get_data_parallel_group()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.detach().contiguous(), group=group)
+    return parts
