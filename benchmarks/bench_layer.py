@@ -16,7 +16,7 @@ import sys
 import time
 
 import torch
-from layers import CASES, Case, MixerLayer, package_layer, packed_params, start_megatron
+from layers import CASES, Case, our_layer, packed_params, start_megatron
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 
@@ -24,14 +24,14 @@ from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused import HeadSizes
 from megatron_gdn.ops.fused.cores import RuleInputs
 
-IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute", "package")
+IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument(
-        "--layers", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS[:3])
+        "--layers", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS)
     )
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -73,16 +73,11 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
     packed = packed_params(case)
     runs, modules = {}, {}
     for name in layers:
-        if name == "package":
-            module = package_layer(args.hidden, sizes)
-            runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
-        else:
+        if name == "upstream":
             module = build_upstream(args.hidden, sizes)
-            if name == "upstream":
-                runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
-            else:
-                module = MixerLayer(module, sizes, args.core, recompute=name == "ours-recompute")
-                runs[name] = lambda m=module: m(x, documents)
+        else:
+            module = our_layer(args.hidden, sizes, args.core, recompute=name == "ours-recompute")
+        runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
         modules[name] = module
     return runs, modules, x, documents
 
@@ -99,9 +94,8 @@ def with_backward(run, module, x):
     return both
 
 
-def floor_ms(case: Case, module: MixerLayer, x, documents, bandwidth: float, args) -> dict:
+def floor_ms(case: Case, module, sizes: HeadSizes, x, documents, bandwidth: float, args) -> dict:
     """Projections alone, rule alone, and minimum bytes of the rest, in milliseconds."""
-    sizes: HeadSizes = module.sizes
     G, H, K, V = sizes
     mixed = torch.randn(
         case.tokens, case.batch, H * V, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -192,9 +186,9 @@ def main() -> None:
             rows.append([name, layer, f"{here[0]:.3f}", f"{here[1]:.3f}", *ratios[:2],
                          f"{here[2]:.0f}", ratios[2], f"{memory['peak']:.0f}"])  # fmt: skip
             print("  ".join(rows[-1]), flush=True)
-        ours = next((m for m in modules.values() if isinstance(m, MixerLayer)), None)
+        ours = next((m for layer, m in modules.items() if layer != "upstream"), None)
         if ours is not None:
-            floor = floor_ms(case, ours, x, documents, bandwidth, args)
+            floor = floor_ms(case, ours, sizes, x, documents, bandwidth, args)
             write_lines(args.out, [{"case": name, "floor": floor, **setting}])
             total = floor["total"]
             rows.append([name, "floor", f"{total[0]:.3f}", f"{total[1]:.3f}",

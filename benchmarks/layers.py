@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.recompute import RefilledOutput
+from megatron_gdn.ops.fused import HeadSizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -104,46 +102,22 @@ def upstream_layer(hidden: int, sizes: HeadSizes) -> nn.Module:
     )
 
 
-def package_layer(hidden: int, sizes: HeadSizes) -> nn.Module:
-    """``megatron_gdn.layer.GatedDeltaNet`` as a launch builds it."""
-    from megatron_gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+def our_layer(hidden: int, sizes: HeadSizes, backend: str, recompute: bool = False) -> nn.Module:
+    """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same local linears."""
+    from megatron_gdn import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron_gdn.local_norm import TorchRMSNorm
 
-    return (
-        GatedDeltaNet(
-            transformer_config(hidden, sizes), _submodules(GatedDeltaNetSubmodules), layer_number=1
-        )
-        .to(DEVICE)
-        .bfloat16()
+    submodules = _submodules(GatedDeltaNetSubmodules)
+    submodules.out_norm = TorchRMSNorm
+    layer = GatedDeltaNet(
+        transformer_config(hidden, sizes),
+        submodules,
+        layer_number=1,
+        backend=backend,
+        recompute_qkv=recompute,
+        recompute_norm_out=recompute,
     )
-
-
-class MixerLayer(nn.Module):
-    """in_proj, the fused mixer and out_proj, with the parameters of an upstream layer."""
-
-    def __init__(self, upstream: nn.Module, sizes: HeadSizes, core: str, recompute: bool) -> None:
-        super().__init__()
-        self.in_proj, self.out_proj = upstream.in_proj, upstream.out_proj
-        self.conv_weight = upstream.conv1d.weight
-        self.gamma, self.eps = upstream.out_norm.weight, upstream.config.layernorm_epsilon
-        self.A_log = nn.Parameter(upstream.A_log.detach().float())
-        self.dt_bias = nn.Parameter(upstream.dt_bias.detach().float())
-        self.sizes, self.recompute = sizes, recompute
-        self.core, self.reason = resolve_core(
-            core, device=DEVICE, dtype=torch.bfloat16, sizes=sizes
-        )
-
-    def forward(self, x: Tensor, documents: Documents | None) -> Tensor:
-        proj, _ = self.in_proj(x)
-        refilled = RefilledOutput() if self.recompute else None
-        mixed = gated_delta_mixer(
-            proj, self.conv_weight, None, self.A_log, self.dt_bias, self.sizes,
-            core=self.core, norm=GatedNorm(self.gamma, self.eps), documents=documents,
-            recompute_qkv=self.recompute, refilled=refilled,
-        )  # fmt: skip
-        out, _ = self.out_proj(mixed)
-        if refilled is not None:
-            refilled.drop_until_backward_of(out)
-        return out
+    return layer.to(DEVICE).bfloat16()
 
 
 def packed_params(case: Case):

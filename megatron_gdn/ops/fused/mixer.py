@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..documents import Documents
 from .cores.base import Core, RuleInputs
+from .once import say_once
 from .recompute import RefilledOutput
 from .sizes import HeadSizes
 
@@ -51,13 +52,28 @@ class _Plan:
     refilled: RefilledOutput | None
 
 
+def _why_not_triton(proj: Tensor, conv_weight: Tensor) -> str | None:
+    if not proj.is_cuda:
+        return f"the Triton kernels run on a GPU, not on {proj.device.type}"
+    if proj.dtype == torch.float64:
+        return "the Triton kernels compute in fp32, not in fp64"
+    if not 2 <= conv_weight.shape[-1] <= 8:
+        return f"the Triton kernels take 2 to 8 conv taps, not {conv_weight.shape[-1]}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
 def kernels_for(proj: Tensor, conv_weight: Tensor, kernels: str) -> tuple[ModuleType, ModuleType]:
     """The preparation and the norm: our Triton kernels or their plain-torch twins."""
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
     if kernels == "auto":
-        fits = proj.is_cuda and proj.dtype != torch.float64 and 2 <= conv_weight.shape[-1] <= 8
-        kernels = "triton" if fits and find_spec("triton") is not None else "torch"
+        why = _why_not_triton(proj, conv_weight)
+        kernels = "triton" if why is None else "torch"
+        if why is not None:
+            say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
+                     proj.device.type)  # fmt: skip
     if kernels == "triton":
         from . import norm, prepare
 

@@ -76,12 +76,14 @@ def prepare_forward(
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
     if S * B:
+        # A pointer that is never followed stands for each part left out: kernels take no None.
+        outputs = [proj if x is None else x for x in (q, k, v, g, beta)]
         grid = (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B)
         prepare_forward_kernel[grid](
             proj, conv_weight, conv_bias, A_log, dt_bias, _position(documents, B),
-            q, k, v, g, beta,
+            *outputs,
             S, proj.stride(0), proj.stride(1), eps,
-            G=G, H=H, K=K, V=V, W=conv_weight.shape[-1], ROWS=tile.rows, STEPS=tile.steps,
+            G=G, H=H, K=K, V=V, W=conv_weight.shape[-1], ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             FIRST=first, HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
             NORMALISE=normalise_qk, num_warps=tile.warps, maxnreg=tile.registers,
@@ -138,7 +140,7 @@ def prepare_backward(
             proj, conv_weight, conv_bias, A_log, dt_bias, _position(documents, B),
             dq, dk, dv, dg, dbeta, d_proj, partial,
             S, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
-            G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G, ROWS=tile.rows, STEPS=tile.steps,
+            G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G, ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
             NORMALISE=normalise_qk, num_warps=tile.warps, maxnreg=tile.registers,

@@ -12,15 +12,17 @@ import triton
 import triton.language as tl
 
 from .elementwise import sigmoid, softplus
-from .walk import convolve, forget, load_history, load_row, load_taps, push, starts_a_document
+from .walk import at_an_edge, convolve, forget, load_history, load_row, load_taps, push
 
 
 @triton.jit
-def _load_grads(ptr, stride, t_R, d_D, real_D, S, D: tl.constexpr, GROUP: tl.constexpr):
+def _load_grads(
+    ptr, stride, t_R, d_D, real_D, S, D: tl.constexpr, GROUP: tl.constexpr, EDGE: tl.constexpr
+):
     """The gradients of the GROUP value heads that share this head, as a tuple of rows."""
     rows = ()
     for member in tl.static_range(GROUP):
-        rows = rows + (load_row(ptr + member * D, stride, t_R, d_D, real_D, S),)
+        rows = rows + (load_row(ptr + member * D, stride, t_R, d_D, real_D, S, EDGE),)
     return rows
 
 
@@ -69,14 +71,15 @@ def _walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
     column, start, S, stride_s, d_stride_s, grad_stride, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of STEPS tokens, walked one token of every segment at a time.
 
     A token's dx needs the d(pre) of the W - 1 tokens after it. Walking keeps those in registers,
     so every input is read once; only W - 1 tokens past each segment are computed twice.
     """
+    LOOK_OUT: tl.constexpr = PACKED and EDGE
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
     first_R = tl.arange(0, ROWS) * STEPS  # relative to start; the pointers carry start itself
@@ -92,11 +95,11 @@ def _walk_head_backward(
     else:
         bias_D = tl.zeros((BLOCK_D,), tl.float32)
 
-    if PACKED:
+    if LOOK_OUT:
         seen_R = tl.load(position_ptr + start + first_R, mask=first_R < left, other=0)
     else:
         seen_R = start + first_R
-    history = load_history(x_ptr, stride_s, first_R, seen_R, left, d_D, real_D, W)
+    history = load_history(x_ptr, stride_s, first_R, seen_R, left, d_D, real_D, W, EDGE)
     pending = ()
     for _delay in tl.static_range(1, W):
         pending = pending + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
@@ -105,22 +108,17 @@ def _walk_head_backward(
         d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
-    # Loads run two tokens ahead of their use: with few warps per multiprocessor, that is what
-    # keeps enough bytes in flight.
-    x_now = load_row(x_ptr, stride_s, first_R, d_D, real_D, left)
-    x_next = load_row(x_ptr, stride_s, first_R + 1, d_D, real_D, left)
-    grads_now = _load_grads(grad_ptr, grad_stride, first_R, d_D, real_D, left, D, GROUP)
-    grads_next = _load_grads(grad_ptr, grad_stride, first_R + 1, d_D, real_D, left, D, GROUP)
-    # Unrolled, the rows that move one step along are renamed instead of copied.
-    for step in tl.range(0, STEPS, loop_unroll_factor=4):
+    # Unrolled, the rows that move one step along are renamed instead of copied. The stages copy the
+    # loads of later steps to shared memory meanwhile: registers are too few for that.
+    for step in tl.range(0, STEPS, loop_unroll_factor=4, num_stages=STAGES):
         t_R = first_R + step
-        x_far = load_row(x_ptr, stride_s, t_R + 2, d_D, real_D, left)
-        grads_far = _load_grads(grad_ptr, grad_stride, t_R + 2, d_D, real_D, left, D, GROUP)
-        if PACKED:
+        x_now = load_row(x_ptr, stride_s, t_R, d_D, real_D, left, EDGE)
+        grads_now = _load_grads(grad_ptr, grad_stride, t_R, d_D, real_D, left, D, GROUP, EDGE)
+        if LOOK_OUT:
             seen_R = tl.load(position_ptr + start + t_R, mask=t_R < left, other=0)
         x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
             x_now, grads_now, seen_R, bias_D, taps, history, pending, eps,
-            W, GROUP, HAS_BIAS, PACKED, NORMALISE, D, BLOCK_D, real_D,
+            W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, D, BLOCK_D, real_D,
         )  # fmt: skip
         summed = ()
         for tap in tl.static_range(W - 1):
@@ -128,37 +126,35 @@ def _walk_head_backward(
         d_taps = summed + (d_taps[W - 1] + dpre_RD * x_RD,)
         if HAS_BIAS:
             d_bias_RD += dpre_RD
-        ready_R = (t_R - (W - 1) < left) & (step >= W - 1)
+        ready_RD = (step >= W - 1) & real_D[None, :]
+        if EDGE:
+            ready_RD = ready_RD & (t_R - (W - 1) < left)[:, None]
         tl.store(
             dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_D[None, :],
             dx_RD.to(d_proj_ptr.dtype.element_ty),
-            mask=ready_R[:, None] & real_D[None, :],
+            mask=ready_RD,
         )
         history = push(x_RD, history, W - 1)
-        x_now = x_next
-        x_next = x_far
-        grads_now = grads_next
-        grads_next = grads_far
 
     for past in tl.static_range(W - 1):
         t_R = first_R + STEPS + past
-        if past >= 2:
-            x_now = load_row(x_ptr, stride_s, t_R, d_D, real_D, left)
-            grads_now = _load_grads(grad_ptr, grad_stride, t_R, d_D, real_D, left, D, GROUP)
-        if PACKED:
+        x_now = load_row(x_ptr, stride_s, t_R, d_D, real_D, left, EDGE)
+        grads_now = _load_grads(grad_ptr, grad_stride, t_R, d_D, real_D, left, D, GROUP, EDGE)
+        if LOOK_OUT:
             seen_R = tl.load(position_ptr + start + t_R, mask=t_R < left, other=0)
         x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
             x_now, grads_now, seen_R, bias_D, taps, history, pending, eps,
-            W, GROUP, HAS_BIAS, PACKED, NORMALISE, D, BLOCK_D, real_D,
+            W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, D, BLOCK_D, real_D,
         )  # fmt: skip
+        ready_RD = real_D[None, :]
+        if EDGE:
+            ready_RD = ready_RD & (t_R - (W - 1) < left)[:, None]
         tl.store(
             dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_D[None, :],
             dx_RD.to(d_proj_ptr.dtype.element_ty),
-            mask=(t_R - (W - 1) < left)[:, None] & real_D[None, :],
+            mask=ready_RD,
         )
         history = push(x_RD, history, W - 1)
-        x_now = x_next
-        grads_now = grads_next
 
     for tap in tl.static_range(W):
         tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)
@@ -171,28 +167,21 @@ def _conv_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
     column, start, S, stride_s, d_stride_s, grad_stride, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head_backward`, which looks out for boundaries only where there are any."""
-    if PACKED:
-        if starts_a_document(position_ptr, start, S, ROWS * STEPS, W):
-            _walk_head_backward(
-                proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-                column, start, S, stride_s, d_stride_s, grad_stride, eps,
-                D, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_D, HAS_BIAS, True, NORMALISE,
-            )  # fmt: skip
-        else:
-            _walk_head_backward(
-                proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-                column, start, S, stride_s, d_stride_s, grad_stride, eps,
-                D, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_D, HAS_BIAS, False, NORMALISE,
-            )  # fmt: skip
+    """:func:`_walk_head_backward`, with masks only where they are needed."""
+    if at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
+        _walk_head_backward(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+            column, start, S, stride_s, d_stride_s, grad_stride, eps,
+            D, CHANNELS, GROUP, W, ROWS, STEPS, STAGES, BLOCK_D, HAS_BIAS, PACKED, True, NORMALISE,
+        )  # fmt: skip
     else:
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
             column, start, S, stride_s, d_stride_s, grad_stride, eps,
-            D, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_D, HAS_BIAS, False, NORMALISE,
+            D, CHANNELS, GROUP, W, ROWS, STEPS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, NORMALISE,
         )  # fmt: skip
 
 
@@ -244,7 +233,7 @@ def prepare_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, d_proj_ptr, partial_ptr,
     S, stride_s, stride_b, d_stride_s, d_stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
@@ -270,15 +259,12 @@ def prepare_backward_kernel(
             start, S, stride_s, d_stride_s, H, ROWS * STEPS, BLOCK_H,
         )  # fmt: skip
     elif slot < 2 * G:
-        if slot < G:
-            grad_ptr = dq_ptr + slot * (GROUP * K)
-        else:
-            grad_ptr = dk_ptr + (slot - G) * (GROUP * K)
+        grad_ptr = dq_ptr + slot * (GROUP * K) if slot < G else dk_ptr + (slot - G) * (GROUP * K)
         _conv_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr,
             slot * K, start, S, stride_s, d_stride_s, G * GROUP * K, eps,
-            K, CHANNELS, GROUP, W, ROWS, STEPS, BLOCK_K, HAS_BIAS, PACKED, NORMALISE,
+            K, CHANNELS, GROUP, W, ROWS, STEPS, STAGES, BLOCK_K, HAS_BIAS, PACKED, NORMALISE,
         )  # fmt: skip
     else:
         h = slot - 2 * G
@@ -286,5 +272,5 @@ def prepare_backward_kernel(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr,
             2 * G * K + h * V, start, S, stride_s, d_stride_s, H * V, eps,
-            V, CHANNELS, 1, W, ROWS, STEPS, BLOCK_V, HAS_BIAS, PACKED, False,
+            V, CHANNELS, 1, W, ROWS, STEPS, STAGES, BLOCK_V, HAS_BIAS, PACKED, False,
         )  # fmt: skip

@@ -13,21 +13,23 @@ import triton
 import triton.language as tl
 
 from .elementwise import sigmoid, softplus
-from .walk import convolve, forget, load_history, load_row, load_taps, push, starts_a_document
+from .walk import at_an_edge, convolve, forget, load_history, load_row, load_taps, push
 
 
 @triton.jit
 def _walk_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
     column, start, S, stride_s, out_stride, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of STEPS tokens: y = l2norm(silu(conv(x))).
 
     ``proj_ptr`` is at (0, b, 0). Walking loads and widens every input once; a tile would do so
     once per tap, and that is what it would be bound by.
     """
+    LOOK_OUT: tl.constexpr = PACKED and EDGE
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
     first_R = tl.arange(0, ROWS) * STEPS  # relative to start; the pointers carry start itself
@@ -40,65 +42,55 @@ def _walk_head(
         bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
     else:
         bias_D = tl.zeros((BLOCK_D,), tl.float32)
-    if PACKED:
+    if LOOK_OUT:
         seen_R = tl.load(position_ptr + start + first_R, mask=first_R < left, other=0)
     else:
         seen_R = start + first_R
-    history = load_history(x_ptr, stride_s, first_R, seen_R, left, d_D, real_D, W)
+    history = load_history(x_ptr, stride_s, first_R, seen_R, left, d_D, real_D, W, EDGE)
 
-    # Loads run two tokens ahead of their use, to keep enough bytes in flight.
-    x_now = load_row(x_ptr, stride_s, first_R, d_D, real_D, left)
-    x_next = load_row(x_ptr, stride_s, first_R + 1, d_D, real_D, left)
-    # Unrolled, the rows that move one step along are renamed instead of copied.
-    for step in tl.range(0, STEPS, loop_unroll_factor=4):
+    # Unrolled, the rows that move one step along are renamed instead of copied. The stages copy the
+    # loads of later steps to shared memory meanwhile.
+    for step in tl.range(0, STEPS, loop_unroll_factor=4, num_stages=STAGES):
         t_R = first_R + step
-        x_far = load_row(x_ptr, stride_s, t_R + 2, d_D, real_D, left)
-        if PACKED:
+        x_RD = load_row(x_ptr, stride_s, t_R, d_D, real_D, left, EDGE)
+        if LOOK_OUT:
             seen_R = tl.load(position_ptr + start + t_R, mask=t_R < left, other=0)
             history = forget(history, seen_R, W)
-        x_RD = x_now.to(tl.float32)
+        x_RD = x_RD.to(tl.float32)
         pre_RD = convolve(x_RD, history, taps, bias_D, W, HAS_BIAS)
         act_RD = pre_RD * sigmoid(pre_RD)
         if NORMALISE:
             if D != BLOCK_D:
                 act_RD = tl.where(real_D[None, :], act_RD, 0.0)
             act_RD = act_RD * tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)[:, None]
-        tl.store(
-            out_ptr + t_R[:, None] * out_stride + d_D[None, :],
-            act_RD.to(out_ptr.dtype.element_ty),
-            mask=(t_R < left)[:, None] & real_D[None, :],
-        )
+        y_RD = act_RD.to(out_ptr.dtype.element_ty)
+        at_RD = out_ptr + t_R[:, None] * out_stride + d_D[None, :]
+        if EDGE:
+            tl.store(at_RD, y_RD, mask=(t_R < left)[:, None] & real_D[None, :])
+        else:
+            tl.store(at_RD, y_RD, mask=real_D[None, :])
         history = push(x_RD, history, W - 1)
-        x_now = x_next
-        x_next = x_far
 
 
 @triton.jit
 def _conv_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
     column, start, S, stride_s, out_stride, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head`, which looks out for boundaries only where there are any."""
-    if PACKED:
-        if starts_a_document(position_ptr, start, S, ROWS * STEPS, W):
-            _walk_head(
-                proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
-                column, start, S, stride_s, out_stride, eps,
-                D, ROWS, STEPS, BLOCK_D, W, HAS_BIAS, True, NORMALISE,
-            )  # fmt: skip
-        else:
-            _walk_head(
-                proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
-                column, start, S, stride_s, out_stride, eps,
-                D, ROWS, STEPS, BLOCK_D, W, HAS_BIAS, False, NORMALISE,
-            )  # fmt: skip
+    """:func:`_walk_head`, with masks only where they are needed."""
+    if at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
+        _walk_head(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
+            column, start, S, stride_s, out_stride, eps,
+            D, ROWS, STEPS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, True, NORMALISE,
+        )  # fmt: skip
     else:
         _walk_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
             column, start, S, stride_s, out_stride, eps,
-            D, ROWS, STEPS, BLOCK_D, W, HAS_BIAS, False, NORMALISE,
+            D, ROWS, STEPS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, False, NORMALISE,
         )  # fmt: skip
 
 
@@ -136,7 +128,7 @@ def prepare_forward_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
     S, stride_s, stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
@@ -149,21 +141,18 @@ def prepare_forward_kernel(
     b = tl.cast(tl.program_id(2), tl.int64)
     proj_ptr += b * stride_b
     if slot < 2 * G:
-        if slot < G:
-            out_ptr = q_ptr + slot * K
-        else:
-            out_ptr = k_ptr + (slot - G) * K
+        out_ptr = q_ptr + slot * K if slot < G else k_ptr + (slot - G) * K
         _conv_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
             slot * K, start, S, stride_s, G * K, eps,
-            K, ROWS, STEPS, BLOCK_K, W, HAS_BIAS, PACKED, NORMALISE,
+            K, ROWS, STEPS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, NORMALISE,
         )  # fmt: skip
     elif slot < 2 * G + H:
         h = slot - 2 * G
         _conv_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, v_ptr + b * S * (H * V) + h * V,
             2 * G * K + h * V, start, S, stride_s, H * V, eps,
-            V, ROWS, STEPS, BLOCK_V, W, HAS_BIAS, PACKED, False,
+            V, ROWS, STEPS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, False,
         )  # fmt: skip
     else:
         _gates(

@@ -16,6 +16,7 @@ class Walk(NamedTuple):
     steps: int
     warps: int
     registers: int | None = None  # per thread; None leaves the number to the compiler
+    stages: int = 2  # of the pipeline of loads; each holds the loads of four steps
 
     @property
     def tokens(self) -> int:
@@ -62,7 +63,3 @@ def norm_backward_tile(rows: int, value_dim: int) -> Block:
     """Each program leaves one partial row of d_gamma, so it repeats to keep those few."""
     size = max(1, 1024 // block_dim(value_dim))
     return Block(rows=size, repeats=16 if rows >= 1 << 17 else 4, warps=4)
-
-
-def reduce_tile(partials: int) -> Block:
-    return Block(rows=8, repeats=-(-partials // 8), warps=4)

@@ -10,10 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
-def load_row(ptr, stride, t_R, d_D, real_D, S):
-    """Row t_r of every segment; zeros past the end of the sequence."""
-    inside_RD = (t_R < S)[:, None] & real_D[None, :]
-    return tl.load(ptr + t_R[:, None] * stride + d_D[None, :], mask=inside_RD, other=0.0)
+def load_row(ptr, stride, t_R, d_D, real_D, S, EDGE: tl.constexpr):
+    """Row t_r of every segment; at an edge of the sequence, zeros past its end."""
+    at_RD = ptr + t_R[:, None] * stride + d_D[None, :]
+    if EDGE:
+        return tl.load(at_RD, mask=(t_R < S)[:, None] & real_D[None, :], other=0.0)
+    else:
+        return tl.load(at_RD, mask=real_D[None, :], other=0.0)
 
 
 @triton.jit
@@ -37,15 +40,17 @@ def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
 
 @triton.jit
 def load_history(
-    x_ptr, stride, first_R, seen_R, left, d_D, real_D, W: tl.constexpr
-):  # fmt: skip
+    x_ptr, stride, first_R, seen_R, left, d_D, real_D, W: tl.constexpr, EDGE: tl.constexpr
+):
     """The W - 1 inputs before each segment that its first token may see, newest first."""
     history = ()
     for delay in tl.static_range(1, W):
-        seen_RD = ((seen_R >= delay) & (first_R < left))[:, None] & real_D[None, :]
-        past_RD = tl.load(
-            x_ptr + (first_R - delay)[:, None] * stride + d_D[None, :], mask=seen_RD, other=0.0
-        )
+        at_RD = x_ptr + (first_R - delay)[:, None] * stride + d_D[None, :]
+        if EDGE:
+            seen_RD = ((seen_R >= delay) & (first_R < left))[:, None] & real_D[None, :]
+            past_RD = tl.load(at_RD, mask=seen_RD, other=0.0)
+        else:
+            past_RD = tl.load(at_RD, mask=real_D[None, :], other=0.0)
         history = history + (past_RD.to(tl.float32),)
     return history
 
@@ -71,8 +76,16 @@ def convolve(x_RD, history, taps, bias_D, W: tl.constexpr, HAS_BIAS: tl.constexp
 
 
 @triton.jit
-def starts_a_document(position_ptr, start, S, TOKENS: tl.constexpr, W: tl.constexpr):
-    """Whether a boundary lies within reach of the taps of TOKENS tokens, in either direction."""
-    t_T = tl.arange(0, 2 * TOKENS)
-    near_T = (t_T < TOKENS + W - 1) & (start + t_T < S)
-    return tl.min(tl.load(position_ptr + start + t_T, mask=near_T, other=W)) < W - 1
+def at_an_edge(position_ptr, start, S, TOKENS: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr):
+    """Whether the walk over TOKENS tokens meets an end of the sequence or of a document.
+
+    Within reach of the taps in either direction. All other walks, nearly all of a long sequence,
+    need no masks.
+    """
+    edge = (start < W - 1) | (start + TOKENS + W - 1 > S)
+    if PACKED:
+        t_T = tl.arange(0, 2 * TOKENS)
+        near_T = (t_T < TOKENS + W - 1) & (start + t_T < S)
+        position_T = tl.load(position_ptr + start + t_T, mask=near_T, other=W)
+        edge = edge | (tl.min(position_T) < W - 1)
+    return edge

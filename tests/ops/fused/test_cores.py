@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
+from megatron_gdn.ops.fused import HeadSizes, gated_delta_mixer, resolve_core
 from megatron_gdn.ops.fused.cores import why_not_flash_qla
+from megatron_gdn.ops.fused.once import say_once
 
 SIZES = HeadSizes(16, 32, 128, 128)
 
@@ -48,6 +49,20 @@ def test_deterministic_refuses_fla_and_auto_takes_the_reference():
 )
 def test_flash_qla_names_the_size_or_dtype_it_cannot_take(dtype, sizes, why):
     assert why in why_not_flash_qla(torch.device("cuda"), dtype, sizes)
+
+
+def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
+    say_once.cache_clear()
+    sizes = HeadSizes(1, 1, 4, 4)
+    proj, weight = torch.zeros(3, 1, sizes.width), torch.zeros(12, 1, 9)
+    with caplog.at_level("INFO", logger="megatron_gdn.ops.fused"):
+        for _layer in range(3):
+            core = resolve_core(device="cpu", dtype=torch.float32, sizes=sizes).core
+            zeros = torch.zeros(1)
+            gated_delta_mixer(proj, weight, None, zeros, zeros, sizes, core=core, norm=None)
+    rule, kernels = (record.getMessage() for record in caplog.records)
+    assert "'reference'" in rule and "not flash_qla" in rule
+    assert "plain torch" in kernels and "not on cpu" in kernels
 
 
 def test_importing_the_mixer_loads_no_kernel_package():

@@ -108,7 +108,7 @@ def test_an_unused_z_gets_a_zero_gradient():
     assert d_proj.isfinite().all()
 
 
-def test_recomputing_keeps_every_bit_and_saves_q_k_v():
+def test_recomputing_keeps_every_bit_and_saves_k_and_v_too():
     sizes = HeadSizes(1, 2, 16, 16)
 
     def run(recompute):
@@ -131,7 +131,8 @@ def test_recomputing_keeps_every_bit_and_saves_q_k_v():
     again, grads_again, saved_less = run(True)
     assert torch.equal(mixed, again)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
-    assert saved - saved_less == 64 * sizes.conv_width * 8  # q, k and v of 64 tokens in fp64
+    key, value = sizes.sections[1:3]
+    assert saved - saved_less == 64 * (key + value) * 8  # of 64 tokens in fp64; q never is saved
 
 
 def test_a_dropped_output_is_filled_again_for_the_reader_of_it():

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ...fla import why_not_fla
+from ..once import say_once
 from ..sizes import HeadSizes
 from .base import Core, RuleGrads, RuleInputs
 from .torch_rule import TorchCore
@@ -90,7 +91,8 @@ def resolve_core(
 
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``: the
-            first of these that fits. A name that is not ``"auto"`` is never replaced by another.
+            first of these that fits; the log says once why not an earlier one. A name that is not
+            ``"auto"`` is never replaced by another.
         deterministic: ``"auto"`` then takes the reference. fla is refused, since it picks its
             kernels by timing; flash_qla has a fixed choice and may be asked for by name.
 
@@ -110,8 +112,10 @@ def resolve_core(
         if deterministic:
             return Choice(_make("reference"), "deterministic mode")
         name = next(name for name in CORES if obstacles[name] is None)
-        passed = [f"not {n}: {why}" for n, why in obstacles.items() if why is not None]
-        return Choice(_make(name), "; ".join(passed) or f"{dtype} heads of 128 on this GPU")
+        passed = "; ".join(f"not {n}: {why}" for n, why in obstacles.items() if why is not None)
+        if passed:
+            say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({passed}).", device.type)
+        return Choice(_make(name), passed or f"{dtype} heads of 128 on this GPU")
     if backend not in CORES:
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto' or one of "

@@ -1,0 +1,17 @@
+"""Say once that a slower path is taken."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+
+@cache
+def say_once(message: str, device_type: str) -> None:
+    """Log ``message`` on the first rank, the first time: a warning on a GPU, a note elsewhere."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    level = logging.WARNING if device_type == "cuda" else logging.INFO
+    logging.getLogger(__package__).log(level, message)
