@@ -51,7 +51,7 @@ class UnavailableLayer:
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-            "'-' (MLP), '*' (attention, context_parallel_size=1) and, when num_moe_experts is given, "
+            "'-' (MLP), '*' (attention, context_parallel_size=1) and, with num_moe_experts given, "
             "'E' (experts). Use "
             'hybrid_stack_spec(backend="te"), which needs Transformer Engine, or change '
             "--hybrid-layer-pattern."
