@@ -21,8 +21,8 @@ def _walk_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
     column, start, S, stride_s, out_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    EDGE: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of STEPS tokens: y = l2norm(silu(conv(x))).
 
@@ -77,7 +77,8 @@ def _conv_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
     column, start, S, stride_s, out_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """:func:`_walk_head`, with masks only where they are needed."""
     if at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
