@@ -26,7 +26,7 @@ from .context_parallel import ContextParallel, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal
 from .init import device_for, init_share_
-from .mixer import Mixer, apply_gated_norm, heads_of
+from .mixer import Mixer, apply_gated_norm, heads_of, is_plain_rms_norm
 from .observe import log_once, span
 from .ops import BACKENDS, decay_and_write_gates, l2norm
 from .ops.fused import resolve_core
@@ -79,9 +79,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        cp_comm_type: how *attention* communicates; accepted, and of no meaning here.
-        pp_layer_offset: layers on earlier pipeline stages; accepted, and of no meaning here.
-        is_mtp_layer: part of a multi-token-prediction block; accepted, and of no meaning here.
+        cp_comm_type, pp_layer_offset, is_mtp_layer: what Megatron passes to every mixer; accepted,
+            and of no meaning here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits; see
             :func:`megatron_gdn.ops.fused.resolve_core`.
@@ -89,7 +88,6 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself: Megatron's and TE's default), ``"zigzag_buffer"`` (the whole packed buffer,
             ``--dataloader-inter-document-masking``) or ``"contiguous"``.
-
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
         recompute_norm_out: likewise the normed output, out_proj's input; also switched on by
             Megatron's ``--recompute-modules gdn_norm_out``.
@@ -133,8 +131,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        self.config = config
-        self.layer_number = layer_number
+        self.config, self.layer_number = config, layer_number
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
@@ -154,7 +151,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             and "gdn_norm_out" in config.recompute_modules
         )
         self.norm_out_checkpoint = None
-        self.mixer = Mixer(self.core, self.out_norm, self.recompute_norm_out, recompute_qkv)
+        fuse_norm = is_plain_rms_norm(self.out_norm)
+        self.mixer = Mixer(self.core, fuse_norm, self.recompute_norm_out, recompute_qkv)
         self.reset_parameters()
 
     def _name_sizes(self, dims: GDNDims) -> None:
@@ -273,10 +271,9 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         sizes, rank = self.global_dims, self.tp_group.rank()
 
         def init(parameter: Tensor | None, method, dim: int, sections: Sequence[int]) -> None:
+            split = {"dim": dim, "sections": sections, "rank": rank, "size": self.tp_size}
             if parameter is not None:
-                init_share_(
-                    parameter, method, dim=dim, sections=sections, rank=rank, size=self.tp_size
-                )
+                init_share_(parameter, method, **split)
 
         if self.config.perform_initialization:
             in_weight = getattr(self.in_proj, "weight", None)

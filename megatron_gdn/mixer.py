@@ -41,24 +41,26 @@ def announce_use(module: nn.Module) -> None:
         hook(module, ())
 
 
-def fused_norm(module: nn.Module) -> Callable[[], GatedNorm] | None:
-    """How to read ``out_norm`` as a plain RMSNorm; None when it is something else.
+def is_plain_rms_norm(module: nn.Module) -> bool:
+    """Whether ``out_norm`` is an RMSNorm that the kernels can compute themselves.
 
-    Known are ours, torch's and Transformer Engine's RMSNorm without hooks of their own on the
-    output; any other module is called as it is.
+    Known are ours, torch's and Transformer Engine's, without hooks on the output; any other module
+    is called as it is.
     """
     names = {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(module).__mro__}
     known = isinstance(module, TorchRMSNorm | nn.RMSNorm) or "transformer_engine.RMSNorm" in names
-    eps = getattr(module, "eps", None)
-    if not known or eps is None or module._forward_hooks or module.weight is None:
-        return None
-    centered = bool(getattr(module, "zero_centered_gamma", False))
+    return (
+        known
+        and getattr(module, "eps", None) is not None
+        and module.weight is not None
+        and not module._forward_hooks
+    )
 
-    def read() -> GatedNorm:
-        announce_use(module)
-        return GatedNorm(module.weight, eps, centered)
 
-    return read
+def read_norm(module: nn.Module) -> GatedNorm:
+    """The parameters of such a norm."""
+    announce_use(module)
+    return GatedNorm(module.weight, module.eps, bool(getattr(module, "zero_centered_gamma", False)))
 
 
 class Mixer:
@@ -66,17 +68,16 @@ class Mixer:
 
     Args:
         core: implementation of the delta rule.
-        out_norm: the layer's output norm; fused where it is a plain RMSNorm.
+        fuse_norm: compute the layer's ``out_norm``, a plain RMSNorm, in here.
         recompute_norm: drop the normed output after the forward and compute it again for out_proj's
             backward.
         recompute_qkv: drop q, k and v and compute them again in the backward.
     """
 
     def __init__(
-        self, core: Core, out_norm: nn.Module, recompute_norm: bool, recompute_qkv: bool
+        self, core: Core, fuse_norm: bool, recompute_norm: bool, recompute_qkv: bool
     ) -> None:
-        self.core, self.out_norm = core, out_norm
-        self.fused_norm = fused_norm(out_norm)
+        self.core, self.fuse_norm = core, fuse_norm
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
 
     def __call__(
@@ -94,7 +95,7 @@ class Mixer:
         """
         recompute_norm = self.recompute_norm and layer.training
         # Across ranks out_proj reads what came through the exchange, so that is dropped too.
-        norm_here = self.fused_norm is not None and not (recompute_norm and scheme.size > 1)
+        norm_here = self.fuse_norm and not (recompute_norm and scheme.size > 1)
         refilled = RefilledOutput() if recompute_norm and norm_here else None
         announce_use(layer.conv1d)
         sections, bias = layer.dims.layout.conv_sections, layer.conv1d.bias
@@ -106,7 +107,7 @@ class Mixer:
             scheme.local(layer.dt_bias),
             heads_of(scheme.dims),
             core=self.core,
-            norm=self.fused_norm() if norm_here else None,
+            norm=read_norm(layer.out_norm) if norm_here else None,
             documents=documents,
             normalise_qk=layer.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
@@ -117,7 +118,7 @@ class Mixer:
             return scheme.close(mixed, documents), release
 
         def norm_and_close(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
-            y_BSHV = apply_gated_norm(self.out_norm, o_BSHV, z_BSHV)
+            y_BSHV = apply_gated_norm(layer.out_norm, o_BSHV, z_BSHV)
             return scheme.close(y_BSHV.flatten(2).transpose(0, 1).contiguous(), documents)
 
         if not recompute_norm:

@@ -1,5 +1,6 @@
 """The layer on one rank: its equation, its surface, and what it refuses."""
 
+import copy
 import logging
 
 import pytest
@@ -81,6 +82,62 @@ def test_packed_documents_are_independent_bit_for_bit():
     assert not torch.equal(before[2:67], after[2:67])
     alone, _ = layer(x[67:], None)
     assert_close("a document alone", before[67:], alone, 1e-5)
+
+
+def test_a_copy_of_the_layer_uses_its_own_parameters():
+    layer = build()
+    # Process groups cannot be copied; everything else must be.
+    kept = [layer.pg_collection, layer.tp_group, layer.context_parallel]
+    kept += [m.tp_group for m in layer.modules() if hasattr(m, "tp_group")]
+    copied = copy.deepcopy(layer, {id(thing): thing for thing in kept})
+    x = torch.randn(5, 1, 24)
+    before, _ = layer(x, None)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert torch.equal(layer(x, None)[0], before)
+
+
+@pytest.mark.parametrize("options", [{"recompute_qkv": True}, {"recompute_norm_out": True}])
+def test_recomputing_changes_no_bit(options):
+    saved, again = build(), build(**options)
+    again.load_state_dict(saved.state_dict())
+    x = torch.randn(65, 2, 24)
+    results = []
+    for layer in (saved, again):
+        x_in = x.clone().requires_grad_()
+        out, _ = layer(x_in, None)
+        out.square().sum().backward()
+        results.append([out, x_in.grad, *(p.grad for p in layer.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_output_norm_of_another_kind_is_called_as_a_module():
+    class Halved(torch.nn.Module):
+        def __init__(self, config, hidden_size, eps):
+            super().__init__()
+            self.norm = torch.nn.RMSNorm(hidden_size, eps)
+
+        def forward(self, x):
+            return self.norm(x) / 2
+
+    plain, spec = build(), gated_delta_net_spec("local")
+    spec.submodules.out_norm = Halved
+    halved = build_module(spec, make_config(), layer_number=1)
+    state = plain.state_dict()
+    state["out_norm.norm.weight"] = state.pop("out_norm.weight")
+    halved.load_state_dict(state)
+    x = torch.randn(7, 2, 24)
+    assert_close("output", halved(x, None)[0] * 2, plain(x, None)[0], 1e-6)
+
+
+def test_hooks_that_wait_for_parameters_run_for_modules_that_are_never_called():
+    layer, seen = build(), []
+    for name in ("conv1d", "out_norm"):
+        hook = lambda module, *_, name=name: seen.append(name)  # noqa: E731
+        layer.get_submodule(name).register_forward_pre_hook(hook)
+    layer(torch.randn(4, 1, 24), None)
+    assert seen == ["conv1d", "out_norm"]
 
 
 def test_names_that_other_tools_look_up():
