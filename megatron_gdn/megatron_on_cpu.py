@@ -193,7 +193,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     """DistributedOptimizer checkpoints load when Adam is torch's own (no Apex, no TE).
 
     Three lines of distrib_optimizer.py expect a fused Adam: :839 reads one common step from a
-    fresh, stateless optimizer; :1223 looks up "step" among the loaded tensors, which never hold it;
+    fresh, stateless optimizer; :1223 copies "step" from the loaded tensors, which never hold it;
     :1032 then hands every parameter the same step tensor, so that one update counts once per
     parameter. Can go when load_state_dict builds a step per parameter. Useful on a GPU without
     fused Adam too.
@@ -214,8 +214,9 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        tensors.setdefault("step", None)
-        set_states(self, model_param, tensors)
+        # None leaves the step that came with the parameter groups; dp_reshardable brings along
+        # the 0 of the fresh optimizer it was loaded into.
+        set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
