@@ -61,7 +61,7 @@ def prepare_forward(
         return Prepared(**made, g=None, beta=None)
     b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
     g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
-    return Prepared(**made, g=g, beta=beta)
+    return Prepared(**made, g=g.contiguous(), beta=beta.contiguous())
 
 
 def prepare_backward(

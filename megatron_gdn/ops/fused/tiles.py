@@ -16,7 +16,7 @@ class Walk(NamedTuple):
     steps: int
     warps: int
     registers: int | None = None  # per thread; None leaves the number to the compiler
-    stages: int = 2  # of the pipeline of loads; each holds the loads of four steps
+    stages: int = 3  # of the pipeline of loads; each holds the loads of four steps
 
     @property
     def tokens(self) -> int:
@@ -61,5 +61,5 @@ def norm_forward_tile(value_dim: int) -> Block:
 
 def norm_backward_tile(rows: int, value_dim: int) -> Block:
     """Each program leaves one partial row of d_gamma, so it repeats to keep those few."""
-    size = max(1, 1024 // block_dim(value_dim))
-    return Block(rows=size, repeats=16 if rows >= 1 << 17 else 4, warps=4)
+    size = max(1, 2048 // block_dim(value_dim))
+    return Block(rows=size, repeats=8 if rows >= 1 << 17 else 4, warps=4)

@@ -113,6 +113,7 @@ def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(parts, modul
     for name in full._fields:
         if (name in parts) or (name == "beta" and "g" in parts):
             assert torch.equal(getattr(part, name), getattr(full, name)), name
+            assert getattr(part, name).is_contiguous(), name
         else:
             assert getattr(part, name) is None, name
 

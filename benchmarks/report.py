@@ -1,0 +1,104 @@
+"""Writes the tables of README.md from the JSON lines under results/, and the plot beside them.
+
+python3 benchmarks/report.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from plot import draw
+
+HERE = Path(__file__).parent
+LAYERS = {"upstream": "megatron-core", "ours": "ours", "ours-recompute": "ours, recomputing"}
+
+
+def read(name: str) -> list[dict]:
+    """The lines of one file; of two lines that measure the same thing, the later."""
+    found = {}
+    for line in (HERE / "results" / name).read_text().splitlines():
+        record = json.loads(line)
+        what = ("case", "layer", "core", "tokens", "documents", "kernel")
+        found[tuple(record.get(key) for key in what)] = record
+    return list(found.values())
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def layer_table(records: list[dict]) -> str:
+    rows = [["case", "delta rule", "layer", "forward ms", "", "forward + backward ms", "",
+             "saved MiB", "", "peak MiB"]]  # fmt: skip
+    for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
+        here = [r for r in records if (r["case"], r["core"]) == (case, core)]
+        timed = [r for r in here if "layer" in r]
+        base = next(r for r in timed if r["layer"] == "upstream")
+        for r in timed:
+            cells = [case, core, LAYERS[r["layer"]]]
+            for value in (
+                lambda x: x["forward"]["median"],
+                lambda x: x["forward_backward"]["median"],
+                lambda x: x["saved"],
+            ):
+                digits = 0 if value(r) > 100 else 2
+                cells += [f"{value(r):.{digits}f}", f"{value(r) / value(base):.2f}"]
+            rows.append([*cells, f"{r['peak']:.0f}"])
+        for r in here:
+            if "floor" in r:
+                cells = [case, core, "floor"]
+                for time, key in zip(
+                    r["floor"]["total"], ("forward", "forward_backward"), strict=True
+                ):
+                    cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
+                rows.append([*cells, "", "", ""])
+    return markdown(rows)
+
+
+def floor_table(records: list[dict]) -> str:
+    rows = [["case", "projections ms", "delta rule ms", "bytes around them ms"]]
+    for r in records:
+        if "floor" in r:
+            parts = (r["floor"][part] for part in ("projections", "rule", "bytes"))
+            rows.append([r["case"], *(f"{forward:.2f} / {both:.2f}" for forward, both in parts)])
+    return markdown(rows)
+
+
+def kernel_table(records: list[dict]) -> str:
+    rows = [["kernel", "tokens", "documents", "us", "us at copy bandwidth", "reached"]]
+    for r in records:
+        rows.append([r["kernel"], str(r["tokens"]), str(r["documents"] or 1), f"{r['us']:.0f}",
+                     f"{r['floor_us']:.0f}", f"{r['floor_us'] / r['us']:.0%}"])  # fmt: skip
+    return markdown(rows)
+
+
+def setting(record: dict) -> str:
+    versions = record["environment"]
+    names = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "gpu")
+    return f"{versions['gpu']}, copy {record['copy_TB_s']:.2f} TB/s, {names}."
+
+
+def main() -> None:
+    layer, kernels = read("layer.jsonl"), read("kernels.jsonl")
+    made = {
+        "setting": setting(layer[0]),
+        "layer": layer_table(layer),
+        "floor": floor_table(layer),
+        "kernels": kernel_table(kernels),
+    }
+    page = HERE / "README.md"
+    text = page.read_text()
+    for name, table in made.items():
+        mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
+        assert count == 1, f"README.md has {count} places for {name}"
+    page.write_text(text)
+    draw(layer, HERE / "results" / "layer.png")
+
+
+if __name__ == "__main__":
+    main()
