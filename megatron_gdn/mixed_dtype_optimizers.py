@@ -32,6 +32,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
@@ -153,7 +154,10 @@ def _with_all_parameters(sharded: Callable) -> Callable:
         is_native = [id(p) in native for g in self.optimizer.param_groups for p in g["params"]]
         masters = list(_flat(state["fp32_from_fp16_params"]))
         state[_MASTERS] = {
-            index: master for index, master in enumerate(masters) if is_native[index]
+            # The model's entry is read into the parameter; a master of another value needs room.
+            index: replace(master, data=master.data.clone()) if is_loading else master
+            for index, master in enumerate(masters)
+            if is_native[index]
         }
         others = (master for index, master in enumerate(masters) if not is_native[index])
         state["fp32_from_fp16_params"] = [
