@@ -348,7 +348,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Cut the convolved rows into heads and normalise query and key.
+        """Cut convolved rows into heads and normalise query and key; for tools, not the forward.
 
         Returns:
             query and key ``[B, S, G, K]`` (not repeated for the value heads that share them),
@@ -365,7 +365,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
     def _compute_g_and_beta(
         self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-decay and write strength, see :func:`megatron_gdn.ops.decay_and_write_gates`."""
+        """Likewise log-decay and write strength: ``megatron_gdn.ops.decay_and_write_gates``."""
         return decay_and_write_gates(alpha, beta, A_log_local_cp, dt_bias_local_cp)
 
     def sharded_state_dict(

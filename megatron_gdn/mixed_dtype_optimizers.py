@@ -29,7 +29,6 @@ a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,8 +38,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 # Where the masters of fp32 parameters stand in a Float16Optimizer's state dict, beside Megatron's
 # own list of masters: a Megatron without this wrapper does not look here.
@@ -74,12 +71,12 @@ def restore_mixed_dtype_optimizers() -> None:
         setattr(owner, name, original)
 
 
-@cache
 def _log_once(message: str) -> None:
     from megatron.core import __version__
-    from megatron.core.utils import log_single_rank
 
-    log_single_rank(logger, logging.INFO, f"megatron-core {__version__}: {message}")
+    from .observe import log_once
+
+    log_once(f"megatron-core {__version__}: {message}")
 
 
 def _with_true_order(init: Callable) -> Callable:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_gdn import observe, torch_chunk_gated_delta_rule
+from megatron_gdn import causal_conv1d, observe, torch_chunk_gated_delta_rule
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.specs import gated_delta_net_spec
@@ -68,6 +68,20 @@ def test_the_layer_computes_its_equation(length, bias):
     exact = torch.autograd.grad((expected * weight).sum(), [x, *parameters])
     for name, a, e in zip(["input", *names], actual, exact, strict=True):
         assert_close(f"gradient of {name}", a, e, 1e-5)
+
+
+def test_the_steps_under_upstreams_names_add_up_to_the_forward():
+    layer = build()
+    randomise_(layer)
+    x = torch.randn(65, 2, 24)
+    proj = layer.in_proj(x)[0].transpose(0, 1)
+    qkv, z, b, a = proj.split((160, 96, 8, 8), dim=-1)
+    qkv, _ = causal_conv1d(qkv, layer.conv1d.weight.squeeze(1))
+    q, k, v, z, b, a = layer._prepare_qkv_for_gated_delta_rule(qkv, z, b, a, 2, 65)
+    g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, a, b)
+    o, _ = layer.gated_delta_rule(q, k, v, g=g, beta=beta)
+    mixed = layer._apply_gated_norm(o, z).flatten(2).transpose(0, 1)
+    assert_close("output", layer(x, None)[0], layer.out_proj(mixed)[0], 1e-5)
 
 
 def test_packed_documents_are_independent_bit_for_bit():
