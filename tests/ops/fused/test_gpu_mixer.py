@@ -79,35 +79,42 @@ def errors(got, exact):
     return found
 
 
-def check_against_fp64(arguments, core_name, yardstick, **options):
+def check_against_fp64(heads, core_name, yardstick, seeds=4, **shape):
     """At most 1.2 times the error of plain torch in bf16, over fp64 from the same bf16 inputs.
 
     Plain torch is the same mixer with the twins instead of our kernels, around the delta rule
-    ``yardstick``.
+    ``yardstick``. Errors are pooled over several draws: the gradients of A_log and dt_bias are as
+    few numbers as there are heads, and one draw's error of so few numbers says little.
     """
-    sizes, leaves, d_out, documents = arguments
-    wide = [x.detach().double() for x in leaves]
-    exact = run(sizes, wide, d_out, documents, core_named("reference", sizes), kernels="torch")
-    plain = run(sizes, leaves, d_out, documents, core_named(yardstick, sizes), kernels="torch")
-    got = run(sizes, leaves, d_out, documents, core_named(core_name, sizes), **options)
-    found = list(zip(NAMES, errors(got, exact), errors(plain, exact), strict=True))
-    lines = [f"{n}: {a:.2e}, plain torch {b:.2e}" for n, a, b in found]
+    squares = {"got": torch.zeros(len(NAMES)), "plain": torch.zeros(len(NAMES))}
+    for seed in range(seeds):
+        sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
+        wide = [x.detach().double() for x in leaves]
+        batch = (d_out, documents)
+        exact = run(sizes, wide, *batch, core_named("reference", sizes), kernels="torch")
+        plain = run(sizes, leaves, *batch, core_named(yardstick, sizes), kernels="torch")
+        got = run(sizes, leaves, *batch, core_named(core_name, sizes))
+        squares["got"] += torch.tensor(errors(got, exact)).square()
+        squares["plain"] += torch.tensor(errors(plain, exact)).square()
+    found = [(squares[key] / seeds).sqrt().tolist() for key in ("got", "plain")]
+    lines = [f"{n}: {a:.2e}, plain torch {b:.2e}" for n, a, b in zip(NAMES, *found, strict=True)]
     print("\n" + "\n".join(lines))
-    bad = [x for x, (_, a, b) in zip(lines, found, strict=True) if not a <= 1.2 * b]
+    bad = [x for x, a, b in zip(lines, *found, strict=True) if not a <= 1.2 * b]
     assert not bad, "; ".join(bad)
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_our_kernels_cost_no_accuracy_at_any_shape(shape, core):
-    check_against_fp64(make_inputs((2, 4), **SHAPES[shape]), core, yardstick=core)
+    seeds = 1 if shape == "long" else 4
+    check_against_fp64((2, 4), core, yardstick=core, seeds=seeds, **SHAPES[shape])
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core):
-    check_against_fp64(make_inputs(RATIOS[ratio], S=321, decay=decay), core, yardstick=core)
+    check_against_fp64(RATIOS[ratio], core, yardstick=core, S=321, decay=decay)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +134,14 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core)
     ],
 )
 def test_the_whole_mixer_is_as_exact_as_plain_torch(core):
-    check_against_fp64(make_inputs((2, 4), S=777), core, yardstick="reference")
+    check_against_fp64((2, 4), core, yardstick="reference", S=777)
 
 
 def test_other_head_dims_take_a_path_that_is_right():
-    arguments = make_inputs((2, 4), S=130, dim=64)
-    assert resolve_core(device="cuda", dtype=torch.bfloat16, sizes=arguments[0]).core.name in (
-        "fla",
-        "reference",
-    )
-    check_against_fp64(arguments, "auto", yardstick="auto")
+    sizes = HeadSizes(2, 4, 64, 64)
+    chosen = resolve_core(device="cuda", dtype=torch.bfloat16, sizes=sizes).core.name
+    assert chosen in ("fla", "reference")
+    check_against_fp64((2, 4), "auto", yardstick="auto", S=130, dim=64)
 
 
 @pytest.mark.parametrize("core", ["flash_qla", "fla"])
