@@ -32,6 +32,17 @@ class RuleGrads(NamedTuple):
     beta: Tensor
 
 
+class Transition(NamedTuple):
+    """What a sequence does to the state that enters it: ``S_out = through @ S_in + local``.
+
+    Per sequence (batch row, or non-empty document) and value head.
+    """
+
+    local: Tensor  # [N, H, K, V] fp32: the final state from a zero initial state
+    through: Tensor  # [N, H, K, K] fp32: what becomes of an initial state
+    work: object  # what the core can reuse in forward; None allowed
+
+
 class Core(Protocol):
     """The delta rule as two plain calls, so that what is saved between them is the mixer's.
 
