@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_gdn.ops.chunk import ChunkedRule
+from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused.cores import RuleInputs
 
@@ -21,43 +21,45 @@ def documents_of(lengths, device="cpu") -> Documents:
 
 
 class PlainRule:
-    """The chunk rule of plain torch over sequences of these lengths: the oracle."""
+    """The chunk rule of plain torch over sequences of these lengths: the oracle.
+
+    Batch rows when there are several; else documents in the one row.
+    """
 
     def __init__(self, inputs: RuleInputs, lengths) -> None:
-        self.inputs, self.lengths = inputs, tuple(lengths)
-        K = inputs.k.shape[-1]
-        self.rule = ChunkedRule.over(self.lengths, 64, K**-0.5, inputs.k.device)
-        self.place = torch.argsort(self.rule.table.order)
-
-    def _in(self, state_NHKV: Tensor) -> Tensor:
-        groups = self.inputs.k.shape[2]
-        wide = torch.promote_types(self.inputs.v.dtype, torch.float32)
-        ordered = state_NHKV.to(wide)[self.rule.table.order]
-        return ordered.unflatten(1, (groups, -1))
-
-    def _out(self, state) -> Tensor:
-        return state[self.place].flatten(1, 2)
+        self.inputs, self.offsets = inputs, torch.tensor([0, *lengths]).cumsum(0).tolist()
+        if inputs.k.shape[0] > 1:
+            self.offsets = None
 
     def zeros(self) -> Tensor:
-        return self._out(self.rule.zero_state(self.inputs.k, self.inputs.v))
+        k, v = self.inputs.k, self.inputs.v
+        count = k.shape[0] if self.offsets is None else len(self.offsets) - 1
+        wide = torch.promote_types(v.dtype, torch.float32)
+        return v.new_zeros(count, v.shape[2], k.shape[-1], v.shape[-1], dtype=wide)
+
+    def _run(self, inputs, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch_chunk_gated_delta_rule(
+            *inputs, initial_state=initial, output_final_state=True, cu_seqlens=self.offsets
+        )
 
     def forward(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        initial = self.zeros() if initial is None else initial
-        o, final = self.rule.forward(*self.inputs, self._in(initial))
-        return o, self._out(final)
+        return self._run(self.inputs, initial)
 
     def backward(self, d_o, initial=None, d_final=None) -> tuple[list[Tensor], Tensor]:
-        initial = self.zeros() if initial is None else initial
-        d_final = self.zeros() if d_final is None else d_final
-        *grads, d_initial = self.rule.backward(
-            d_o, self._in(d_final), *self.inputs, self._in(initial)
-        )
-        return grads, self._out(d_initial)
+        zeros = self.zeros()
+        initial = zeros if initial is None else initial.to(zeros.dtype)
+        d_final = zeros if d_final is None else d_final.to(zeros.dtype)
+        leaves = [x.detach().requires_grad_() for x in (*self.inputs, initial)]
+        with torch.enable_grad():
+            outputs = self._run(leaves[:-1], leaves[-1])
+        *grads, d_initial = torch.autograd.grad(outputs, leaves, (d_o, d_final))
+        return grads, d_initial
 
     def through(self) -> Tensor:
         """``[N, H, K, K]``: with v = 0 the final state is linear in the initial one."""
         v, K = self.inputs.v, self.inputs.k.shape[-1]
-        silent = PlainRule(self.inputs._replace(v=v.new_zeros(*v.shape[:3], K)), self.lengths)
+        silent = PlainRule(self.inputs._replace(v=v.new_zeros(*v.shape[:3], K)), ())
+        silent.offsets = self.offsets
         zeros = silent.zeros()
         return silent.forward(zeros + torch.eye(K, dtype=zeros.dtype, device=zeros.device))[1]
 

@@ -33,14 +33,11 @@ class RuleGrads(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """What a sequence does to the state that enters it: ``S_out = through @ S_in + local``.
+    """What a sequence does to the state: ``S_out = through @ S_in + local``, per value head."""
 
-    Per sequence (batch row, or non-empty document) and value head.
-    """
-
-    local: Tensor  # [N, H, K, V] fp32: the final state from a zero initial state
+    local: Tensor  # [N, H, K, V] fp32: final state from a zero initial state
     through: Tensor  # [N, H, K, K] fp32: what becomes of an initial state
-    work: object  # what the core can reuse in forward; None allowed
+    work: object  # whatever the core can reuse in forward; None allowed
 
 
 class Core(Protocol):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...fp32_matmul import full_fp32_matmul
 from .parts import Parts
 
 
 def _product(through: Tensor, state: Tensor, add: Tensor | None = None) -> Tensor:
     """``through @ state + add``, batched over all but the last two dims."""
     a, b = through.flatten(0, 1), state.flatten(0, 1)
-    out = torch.bmm(a, b) if add is None else torch.baddbmm(add.flatten(0, 1), a, b)
+    with full_fp32_matmul(a.device.type):
+        out = torch.bmm(a, b) if add is None else torch.baddbmm(add.flatten(0, 1), a, b)
     return out.view(*state.shape[:2], *out.shape[1:])
 
 
@@ -58,7 +60,7 @@ def entering_states(
         initial: ``[N, H, K, V]`` fp32, what enters the sequences; None is zero.
     """
     if parts.are_sequences:
-        return initial
+        return None if initial is None else initial.contiguous()
     state = _start(local, parts, initial)
     entering = torch.empty_like(local)
     for part, sequence in parts.steps:
@@ -93,7 +95,9 @@ def leaving_gradients(
         through: ``[P, H, K, K]`` fp32.
         d_final: ``[N, H, K, V]`` fp32, the gradient of the final states; None is zero.
     """
-    return d_final if parts.are_sequences else _back(d_local, through, parts, d_final)[0]
+    if parts.are_sequences:
+        return None if d_final is None else d_final.contiguous()
+    return _back(d_local, through, parts, d_final)[0]
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
