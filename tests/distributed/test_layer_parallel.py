@@ -79,3 +79,32 @@ def test_three_value_heads_per_key_head_equal_one_rank(pools):
         lengths=UNEQUAL,
         sizes={"linear_num_key_heads": 4, "linear_num_value_heads": 12},
     )
+
+
+MANY = (8,) * 100  # more runs than may travel as messages of their own
+FEW_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 4)])
+def test_many_documents_equal_one_rank(pools, tp, cp):
+    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, lengths=MANY)
+
+
+@pytest.mark.parametrize("packed", [None, UNEQUAL, MANY], ids=["batch", "packed", "many"])
+@pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 4, False), (2, 2, True)])
+def test_more_ranks_than_key_heads_equal_one_rank(pools, tp, cp, sp, packed):
+    pools(tp * cp).run(
+        parallel_equals_one_rank, tp, cp, sp, lengths=packed, conv_bias=True, sizes=FEW_KEY_HEADS
+    )
+
+
+def test_as_many_ranks_as_value_heads_equal_one_rank(pools):
+    pools(4).run(
+        parallel_equals_one_rank, 1, 4, lengths=UNEQUAL,
+        sizes={"linear_num_key_heads": 1, "linear_num_value_heads": 4},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [None, (16, 0, 48, 32)], ids=["batch", "packed"])
+def test_eight_ranks_with_two_key_heads_equal_one_rank(pools, packed):
+    pools(8).run(parallel_equals_one_rank, 1, 8, lengths=packed, sizes=FEW_KEY_HEADS)
