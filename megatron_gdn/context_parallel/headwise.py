@@ -211,6 +211,7 @@ class SingleRank:
     """The scheme for sequences that one rank holds whole: nothing to exchange."""
 
     size = 1
+    moves_rows = False
 
     def __init__(self, dims: GDNDims) -> None:
         self.dims = dims
@@ -227,6 +228,9 @@ class SingleRank:
     def local_positions(self, tokens: int, documents: Documents | None) -> range | Tensor:
         return range(tokens)
 
+    def split(self, proj_SBP: Tensor, documents: Documents | None) -> None:
+        """No sequence goes on elsewhere."""
+
 
 class Headwise:
     """Hidden-parallel context parallelism over ``group`` for one tensor-parallel rank's heads.
@@ -241,6 +245,9 @@ class Headwise:
     Raises:
         ValueError: the heads cannot be split over the group.
     """
+
+    name = "headwise"
+    moves_rows = True
 
     def __init__(self, dims: GDNDims, group: dist.ProcessGroup, layout: SequenceLayout) -> None:
         self.size = group.size()
@@ -276,3 +283,6 @@ class Headwise:
         lengths = self._lengths(tokens, documents)
         redo = _orders(lengths, self.size, self._layout, torch.device("cpu"))[1]
         return redo.chunk(self.size)[self._group.rank()]
+
+    def split(self, proj_SBP: Tensor, documents: Documents | None) -> None:
+        """No sequence goes on elsewhere."""
