@@ -169,6 +169,7 @@ class SingleRank:
     """The scheme for sequences that one rank holds whole: nothing to exchange."""
 
     size = 1
+    moves_rows = False
 
     def __init__(self, dims: GDNDims) -> None:
         self.dims = dims
@@ -184,6 +185,9 @@ class SingleRank:
 
     def local_positions(self, tokens: int, documents: Documents | None) -> range | Tensor:
         return range(tokens)
+
+    def split(self, proj_SBP: Tensor, documents: Documents | None) -> None:
+        """No sequence goes on elsewhere."""
 
 
 class Headwise:
@@ -203,6 +207,9 @@ class Headwise:
     Raises:
         ValueError: the heads cannot be shared by the group.
     """
+
+    name = "headwise"
+    moves_rows = True
 
     def __init__(self, dims: GDNDims, group: dist.ProcessGroup, layout: SequenceLayout) -> None:
         self.size = group.size()
@@ -253,3 +260,6 @@ class Headwise:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""
         lengths = self._lengths(tokens, documents)
         return positions(lengths, self.size, self._layout)[self._group.rank()]
+
+    def split(self, proj_SBP: Tensor, documents: Documents | None) -> None:
+        """No sequence goes on elsewhere."""

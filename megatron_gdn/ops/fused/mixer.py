@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..documents import Documents
 from .cores.base import Core, RuleInputs
 from .once import say_once
+from .prepared import Preparation, SplitSequences
 from .recompute import RefilledOutput
 from .sizes import HeadSizes
 
@@ -47,7 +48,7 @@ class _Plan:
     zero_centered: bool
     again: str  # which of q, k and v the backward computes again
     keep: bool
-    prepare: ModuleType
+    prepare: Preparation
     norm: ModuleType
     refilled: RefilledOutput | None
 
@@ -169,6 +170,7 @@ def gated_delta_mixer(
     core: Core,
     norm: GatedNorm | None,
     documents: Documents | None = None,
+    split: SplitSequences | None = None,
     normalise_qk: bool = True,
     recompute_qkv: bool = False,
     refilled: RefilledOutput | None = None,
@@ -183,6 +185,8 @@ def gated_delta_mixer(
         core: the delta rule, from :func:`resolve_core`.
         norm: the gated output norm. None stops before it, for a norm that is a module of its own.
         documents: boundaries of documents packed into the one batch row, resolved beforehand.
+        split: the rows are pieces of sequences that go on elsewhere; says how the preparation and
+            the core get what comes from there. Takes the place of ``documents``.
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v again in the backward instead of saving them: less by
             ``2 (G K + H V)`` bytes per token in bf16, for one more pass over the projection. q is
@@ -212,9 +216,14 @@ def gated_delta_mixer(
                 f"{tuple(proj.shape)}. Lay the rows end to end and extend cu_seqlens."
             )
         Documents.from_cu_seqlens(documents, S)
+    if split is not None:
+        assert documents is None and split.pieces.total_tokens == S
     if refilled is not None and norm is None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     prepare_module, norm_module = kernels_for(proj, conv_weight, kernels)
+    if split is not None:
+        documents, core = split.pieces, split.core(core)
+        prepare_module = split.preparation(prepare_module)
     gamma, eps, zero_centered = (None, None, False) if norm is None else norm
     tensors = (proj, conv_weight, conv_bias, A_log, dt_bias, gamma)
     plan = _Plan(
