@@ -19,7 +19,7 @@ class TorchCore:
     def _rule(k: Tensor, documents: Documents | None) -> ChunkedRule:
         rows, tokens = k.shape[:2]
         lengths = (tokens,) * rows if documents is None else documents.lengths
-        return ChunkedRule.over(lengths, CHUNK, k.shape[-1] ** -0.5, k.device)
+        return ChunkedRule(lengths, CHUNK, k.shape[-1] ** -0.5)
 
     def forward(
         self, inputs: RuleInputs, documents: Documents | None, keep: bool
