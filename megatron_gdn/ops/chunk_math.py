@@ -7,12 +7,11 @@ the chunk:
     o            = exp(G) q S + P v'              P_ij = (q_i . k_j) Gamma_ij,         j <= i
     S_next       = exp(G_C) S + (exp(G_C - G) k)^T v'
 
-(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) v' is what each token really writes. It is
-affine in S, and so is the state after the chunk:
+(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) v' is what each token really writes. It
+is affine in S, and so is the state after the chunk:
 
-    v'           = U - W S                        U = (I + L)^-1 beta v,  W = (I + L)^-1 beta exp(G) k
-    S_next       = M S + Z                        M = exp(G_C) I - (exp(G_C - G) k)^T W
-                                                  Z = (exp(G_C - G) k)^T U
+    v'           = U - W S      U = (I + L)^-1 beta v,    W = (I + L)^-1 beta exp(G) k
+    S_next       = M S + Z      Z = (exp(G_C - G) k)^T U, M = exp(G_C) I - (exp(G_C - G) k)^T W
 
 All but S is computed for many chunks at once; the walk from state to state is one product per
 chunk. Its gradient walks back with M^T.

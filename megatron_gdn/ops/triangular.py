@@ -59,15 +59,13 @@ def _by_growing_blocks(L: Tensor) -> Tensor:
     """
     C = L.shape[-1]
     place = torch.arange(C, device=L.device)
-    inverse = torch.eye(C, dtype=L.dtype, device=L.device).expand(L.shape)
-    rows = 1
+    below = place[:, None] == place[None, :] + 1
+    inverse = torch.eye(C, dtype=L.dtype, device=L.device)
+    inverse = inverse - torch.where(below & (place[:, None] % 2 == 1), L, 0)
+    rows = 2
     while rows < C:
         block = place // rows
         joined = (block[:, None] % 2 == 1) & (block[:, None] == block[None, :] + 1)
-        corners = torch.where(joined, L, 0)
-        if rows == 1:
-            inverse = inverse - corners
-        else:
-            inverse = inverse - inverse @ corners @ inverse
+        inverse = inverse - inverse @ torch.where(joined, L, 0) @ inverse
         rows *= 2
-    return inverse.contiguous()
+    return inverse
