@@ -27,6 +27,7 @@ from .cores.base import Core, RuleInputs
 from .once import say_once
 from .recompute import RefilledOutput
 from .sizes import HeadSizes
+from .unfilled import unfilled_memory
 
 
 class GatedNorm(NamedTuple):
@@ -85,6 +86,7 @@ def kernels_for(proj: Tensor, conv_weight: Tensor, kernels: str) -> tuple[Module
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
+    @unfilled_memory()
     def forward(ctx, proj, conv_weight, conv_bias, A_log, dt_bias, gamma, plan: _Plan):
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
         prepared = plan.prepare.prepare_forward(
@@ -119,6 +121,7 @@ class _Mixer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @unfilled_memory()
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
         plan: _Plan = ctx.plan
         proj, conv_weight, conv_bias, A_log, dt_bias, gamma, o, beta, q, k, v, *saved = (
