@@ -47,6 +47,10 @@ CASES = {
 def start_megatron() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
+    if DEVICE == "cpu":
+        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+        run_megatron_on_cpu()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "nccl" if DEVICE == "cuda" else "gloo",
@@ -58,7 +62,7 @@ def start_megatron() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def transformer_config(hidden: int, sizes: HeadSizes):
+def transformer_config(hidden: int, sizes: HeadSizes, deterministic: bool = False):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -76,6 +80,7 @@ def transformer_config(hidden: int, sizes: HeadSizes):
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
         add_bias_linear=False,
+        deterministic_mode=deterministic,
     )
 
 
@@ -86,13 +91,13 @@ def _submodules(kind):
     return kind(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
 
 
-def upstream_layer(hidden: int, sizes: HeadSizes) -> nn.Module:
+def upstream_layer(hidden: int, sizes: HeadSizes, deterministic: bool = False) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
     return (
         GatedDeltaNet(
-            transformer_config(hidden, sizes),
+            transformer_config(hidden, sizes, deterministic),
             _submodules(GatedDeltaNetSubmodules),
             layer_number=1,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
@@ -102,7 +107,13 @@ def upstream_layer(hidden: int, sizes: HeadSizes) -> nn.Module:
     )
 
 
-def our_layer(hidden: int, sizes: HeadSizes, backend: str, recompute: bool = False) -> nn.Module:
+def our_layer(
+    hidden: int,
+    sizes: HeadSizes,
+    backend: str,
+    recompute: bool = False,
+    deterministic: bool = False,
+) -> nn.Module:
     """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same local linears."""
     from megatron_gdn import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron_gdn.local_norm import TorchRMSNorm
@@ -110,7 +121,7 @@ def our_layer(hidden: int, sizes: HeadSizes, backend: str, recompute: bool = Fal
     submodules = _submodules(GatedDeltaNetSubmodules)
     submodules.out_norm = TorchRMSNorm
     layer = GatedDeltaNet(
-        transformer_config(hidden, sizes),
+        transformer_config(hidden, sizes, deterministic),
         submodules,
         layer_number=1,
         backend=backend,

@@ -1,4 +1,4 @@
-"""The mixer under ``torch.use_deterministic_algorithms``, which raises at an op without an order."""
+"""The mixer under torch.use_deterministic_algorithms, which raises at an op without an order."""
 
 import pytest
 import torch
