@@ -29,7 +29,7 @@ def inputs(tokens: int, G: int, H: int, D: int, decay: float, dtype, same_key: b
     if same_key:
         k = k[:, :1].expand_as(k).contiguous()
     g = -decay * torch.nn.functional.softplus(normal(1, tokens, H))
-    beta = torch.ones_like(g) if same_key else normal(1, tokens, H).sigmoid()
+    beta = torch.full_like(g, 0.9) if same_key else normal(1, tokens, H).sigmoid()
     return [x.to(dtype) for x in (q, k, v)] + [x.to(torch.float32) for x in (g, beta)]
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     for case, decay, same_key in (
         ("random keys, little decay", 0.01, False),
         ("random keys, decay 8", 8.0, False),
-        ("one key, beta 1, no decay", 0.0, True),
+        ("one key, beta 0.9, no decay", 0.0, True),
     ):
         tensors = inputs(777, 2, 4, 128, decay, torch.float32, same_key)
         wide = [x.double() for x in tensors]
