@@ -47,6 +47,10 @@ CASES = {
 def start_megatron() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
+    if DEVICE == "cpu":
+        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+        run_megatron_on_cpu()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "nccl" if DEVICE == "cuda" else "gloo",
@@ -58,7 +62,7 @@ def start_megatron() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def transformer_config(hidden: int, sizes: HeadSizes, cp: int = 1):
+def transformer_config(hidden: int, sizes: HeadSizes, cp: int = 1, deterministic: bool = False):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -77,6 +81,7 @@ def transformer_config(hidden: int, sizes: HeadSizes, cp: int = 1):
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
         add_bias_linear=False,
+        deterministic_mode=deterministic,
     )
 
 
@@ -87,13 +92,15 @@ def _submodules(kind):
     return kind(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
 
 
-def upstream_layer(hidden: int, sizes: HeadSizes, cp: int = 1) -> nn.Module:
+def upstream_layer(
+    hidden: int, sizes: HeadSizes, cp: int = 1, deterministic: bool = False
+) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
     return (
         GatedDeltaNet(
-            transformer_config(hidden, sizes, cp),
+            transformer_config(hidden, sizes, cp, deterministic),
             _submodules(GatedDeltaNetSubmodules),
             layer_number=1,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
@@ -109,6 +116,7 @@ def our_layer(
     backend: str,
     recompute: bool = False,
     cp: int = 1,
+    deterministic: bool = False,
     **options,
 ) -> nn.Module:
     """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same local linears."""
@@ -118,7 +126,7 @@ def our_layer(
     submodules = _submodules(GatedDeltaNetSubmodules)
     submodules.out_norm = TorchRMSNorm
     layer = GatedDeltaNet(
-        transformer_config(hidden, sizes, cp),
+        transformer_config(hidden, sizes, cp, deterministic),
         submodules,
         layer_number=1,
         backend=backend,
