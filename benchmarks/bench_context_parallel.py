@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from layers import our_layer, transformer_config, upstream_layer
+from layers import DEVICE, our_layer, transformer_config, upstream_layer
 from measure import environment, memory_mib, table, time_ms, write_lines
 
 from megatron_gdn import GDNDims
@@ -35,6 +35,9 @@ class Case:
     name: str
     tokens: int
     document: int = 0
+
+    def shrunk(self, by: int) -> Case:
+        return replace(self, tokens=self.tokens // by, document=self.document // by)
 
 
 CASES = {
@@ -56,8 +59,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
     parser.add_argument("--out", help="append JSON lines to this file")
-    parser.add_argument("--compile-only", action="store_true", help="one forward+backward each")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
+    )
     return parser.parse_args()
 
 
@@ -66,7 +72,7 @@ def packed(case: Case):
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cu_seqlens = torch.arange(0, case.tokens + 1, case.document, dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.arange(0, case.tokens + 1, case.document, dtype=torch.int32, device=DEVICE)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=case.document, max_seqlen_kv=case.document,
@@ -75,7 +81,7 @@ def packed(case: Case):
 
 def slowest(times: dict[str, float]) -> dict[str, float]:
     """The medians of the slowest rank."""
-    values = torch.tensor(list(times.values()), device="cuda", dtype=torch.float64)
+    values = torch.tensor(list(times.values()), device=DEVICE, dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return dict(zip(times, values.tolist(), strict=True))
 
@@ -85,7 +91,7 @@ def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:
     cp = dist.get_world_size()
     s = case.tokens // cp
     blocks = [
-        torch.randn(cp, s, width // cp, device="cuda").bfloat16()
+        torch.randn(cp, s, width // cp, device=DEVICE).bfloat16()
         for width in (dims.layout.width, dims.v_dim)
     ]
     received = [torch.empty_like(x) for x in blocks]
@@ -108,25 +114,34 @@ def main() -> None:
     args = arguments()
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
     rank, cp = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     from megatron.core import parallel_state, tensor_parallel
 
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+        run_megatron_on_cpu()
+        dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     sizes = HeadSizes(*args.heads, 128, 128)
     dims = GDNDims.from_config(transformer_config(args.hidden, sizes))
-    setting = {"environment": environment(), "core": args.core, "hidden": args.hidden,
-               "heads": list(args.heads), "cp": cp}  # fmt: skip
+    setting = {
+        "environment": {} if args.compile_only else environment(),
+        "core": args.core, "hidden": args.hidden, "heads": list(args.heads), "cp": cp,
+    }  # fmt: skip
     rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]]
     began = time.monotonic()
-    for case in (CASES[name] for name in args.cases):
+    for name in args.cases:
+        case = CASES[name].shrunk(args.shrink)
         torch.manual_seed(1)
         whole = torch.randn(case.tokens, 1, args.hidden, dtype=torch.bfloat16)
         lengths = (
             [case.document] * (case.tokens // case.document) if case.document else [case.tokens]
         )
-        x = whole[local_indices(lengths, cp, rank)].cuda().requires_grad_()
+        x = whole[local_indices(lengths, cp, rank)].to(DEVICE).requires_grad_()
         grad = torch.randn_like(x)
         base, truth, state = None, None, None
         for name in args.layers:
@@ -147,7 +162,8 @@ def main() -> None:
 
             if args.compile_only:
                 both()
-                torch.cuda.synchronize()
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()
                 continue
             out = run().detach().float()
             truth = out if truth is None else truth

@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from layers import DEVICE, our_layer, start_megatron, upstream_layer  # noqa: E402
 from measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
 
+from megatron_gdn.context_parallel import SingleRank  # noqa: E402
 from megatron_gdn.ops import Documents  # noqa: E402
 from megatron_gdn.ops.fused import HeadSizes  # noqa: E402
 from megatron_gdn.testing import (  # noqa: E402
@@ -165,7 +166,7 @@ def neighbours(args) -> None:
     for backend in [b for b in args.backends if b != "fla"]:
         for ratio in args.ratios:
             layer, _ = build(backend, ratio, args)
-            scheme = layer.context_parallel.scheme_for(None)
+            scheme = SingleRank(layer.dims)
 
             def through_layer(x, offsets, d_out, layer=layer):
                 return forward_backward(
