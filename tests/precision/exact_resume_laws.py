@@ -9,20 +9,20 @@ from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.testing import digest
 from tests.distributed.layer_laws import thd
 from tests.parallel import parallel
-from tests.precision.training import VOCABULARY, Training, build, load, save
+from tests.precision.training import VOCABULARY, Training, build_model, load, save, wrap
 
 LENGTHS = (8, 24, 16)
 STEPS, MIDDLE = 10, 5
 
 
-def train_step(training: Training, step: int, packed: bool) -> float:
+def train_step(training: Training, step: int, lengths: tuple[int, ...], packed: bool) -> float:
     """One optimizer step over two micro-batches, each shared by the context-parallel ranks."""
     groups = parallel_state
     cp, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
     device = training.A_log.device
-    held = local_indices(LENGTHS if packed else [sum(LENGTHS)], cp, rank).to(device)
+    held = local_indices(lengths if packed else [sum(lengths)], cp, rank).to(device)
     rows = torch.randint(
-        0, VOCABULARY, (2, 1 if packed else 2, sum(LENGTHS) + 1),
+        0, VOCABULARY, (2, 1 if packed else 2, sum(lengths) + 1),
         generator=torch.Generator().manual_seed(step),
     ).to(device)  # fmt: skip
 
@@ -33,7 +33,7 @@ def train_step(training: Training, step: int, packed: bool) -> float:
             held.expand(len(batch), -1),
             None,
             labels=batch[:, 1:][:, held],
-            packed_seq_params=thd(LENGTHS, device) if packed else None,
+            packed_seq_params=thd(lengths, device) if packed else None,
         )
 
         def loss_function(losses):
@@ -50,7 +50,7 @@ def train_step(training: Training, step: int, packed: bool) -> float:
         data_iterator=iter(rows),
         model=[training.ddp],
         num_microbatches=2,
-        seq_length=sum(LENGTHS),
+        seq_length=sum(lengths),
         micro_batch_size=rows.shape[1],
         forward_only=False,
     )
@@ -73,7 +73,12 @@ def bits(training: Training) -> dict[str, str]:
     return found
 
 
-def train(kind: str, tp: int, cp: int, packed: bool, folder: str | None, sizes: dict):
+def start(kind: str, options: dict) -> Training:
+    model = build_model(**options)
+    return wrap(kind, model.cuda() if torch.cuda.is_available() else model)
+
+
+def train(kind: str, tp: int, cp: int, packed: bool, folder: str | None, lengths=LENGTHS, **sizes):
     """Losses of ten steps and the bits at their end; through a checkpoint if given a folder.
 
     Everything runs under torch's switch, which raises at an op without a fixed order.
@@ -82,14 +87,23 @@ def train(kind: str, tp: int, cp: int, packed: bool, folder: str | None, sizes: 
     torch.use_deterministic_algorithms(True)
     try:
         with parallel(tp=tp, cp=cp):
-            training = build(kind, **options)
+            training = start(kind, options)
             first = MIDDLE if folder else STEPS
-            losses = [train_step(training, step, packed) for step in range(first)]
+            losses = [train_step(training, step, lengths, packed) for step in range(first)]
             if folder:
                 save(training, folder)
-                training = build(kind, **options, seed=99)
+                training = start(kind, {**options, "seed": 99})
                 load(training, folder)
-                losses += [train_step(training, step, packed) for step in range(MIDDLE, STEPS)]
-            return losses, bits(training)
+                rest = range(MIDDLE, STEPS)
+                losses += [train_step(training, step, lengths, packed) for step in rest]
+            layer = training.model.decoder.layers[0].self_attention
+            return {"losses": losses, "bits": bits(training), "backend": layer.backend}
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def assert_same_run(whole: list[dict], resumed: list[dict]) -> None:
+    for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        assert one["losses"] == other["losses"] and len(set(one["losses"])) == STEPS
+        assert one["bits"] == other["bits"], rank
+        assert sum("exp_avg_sq" in name for name in one["bits"]) > 10
