@@ -6,6 +6,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.megatron_on_cpu import (
+    resume_distributed_optimizer_with_torch_adam,
+    use_torch_norm_after_the_last_hybrid_layer,
+)
 from megatron_gdn.testing import digest
 from tests.distributed.layer_laws import thd
 from tests.parallel import parallel
@@ -74,6 +78,8 @@ def bits(training: Training) -> dict[str, str]:
 
 
 def start(kind: str, options: dict) -> Training:
+    use_torch_norm_after_the_last_hybrid_layer()  # on GPUs without Transformer Engine too
+    resume_distributed_optimizer_with_torch_adam()
     model = build_model(**options)
     return wrap(kind, model.cuda() if torch.cuda.is_available() else model)
 
