@@ -251,12 +251,9 @@ def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Ten
         written: ``[..., C]``, the state after the chunk receiving what token j wrote.
         through: ``[...]``, the state before the chunk against the state after it.
     """
-    at_or_later = crossing.new_ones(crossing.shape[-2:]).triu()
-    readers = at_or_later @ crossing.tril(-1)  # sum over i >= t, for every writer j
+    earlier = crossing.new_ones(crossing.shape[-2:]).triu(1)
+    # Column t of the product: what reader i gets from the writers j < t. Then the readers i >= t.
+    crossed = (crossing @ earlier).tril_().sum(-2)
     earlier_writers = F.pad(running_sum(written)[..., :-1], (1, 0))
-    return (
-        readers.tril_(-1).sum(-1)
-        + running_sum(read.flip(-1)).flip(-1)
-        + earlier_writers
-        + through[..., None]
-    )
+    later_readers = running_sum(read.flip(-1)).flip(-1)
+    return crossed + later_readers + earlier_writers + through[..., None]

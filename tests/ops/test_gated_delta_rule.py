@@ -36,8 +36,8 @@ def outputs_and_gradients(rule, inputs, cu_seqlens=None, l2norm=True, **options)
         **options,
     )
     torch.manual_seed(1)
-    do = torch.randn(o.shape, dtype=torch.float64).to(o.dtype)
-    dstate = torch.randn(state.shape, dtype=torch.float64).to(state.dtype)
+    do = torch.randn(o.shape, dtype=torch.float64).to(o)
+    dstate = torch.randn(state.shape, dtype=torch.float64).to(state)
     gradients = torch.autograd.grad((o * do).sum() + (state * dstate).sum(), inputs)
     return dict(zip(NAMES, (o.detach(), state.detach(), *gradients), strict=True))
 
