@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from .checkpoint import gdn_sharded_state_dict
-from .context_parallel import ContextParallel, SequenceLayout
+from .context_parallel import ContextParallel, LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal
 from .init import device_for, init_share_
@@ -30,7 +30,6 @@ from .mixer import Mixer, apply_gated_norm, heads_of, is_plain_rms_norm
 from .observe import log_once, span
 from .ops import BACKENDS, decay_and_write_gates, l2norm
 from .ops.fused import resolve_core
-from .packing import resolve_packed_seq_params
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded, sum_gradient_over_tp
 
@@ -88,15 +87,19 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself: Megatron's and TE's default), ``"zigzag_buffer"`` (the whole packed buffer,
             ``--dataloader-inter-document-masking``) or ``"contiguous"``.
+        linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
+            ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
+            micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
         recompute_norm_out: likewise the normed output, out_proj's input; also switched on by
             Megatron's ``--recompute-modules gdn_norm_out``.
 
-    The last four are given through ``ModuleSpec(params={...})``.
+    The last five are given through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend or
-            layout, a bad ``A_init_range``.
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
+            layout or mode, a bad ``A_init_range``.
+        NotImplementedError: chunkwise with a backend that cannot pass states.
         ImportError: the requested backend is not available.
     """
 
@@ -120,6 +123,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         is_mtp_layer: bool = False,
         backend: str = "auto",
         cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,
         recompute_norm_out: bool = False,
     ) -> None:
@@ -141,10 +145,13 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
         self._name_sizes(GDNDims.from_config(config))
-        self.context_parallel = ContextParallel(self.dims, pg_collection.cp, self.cp_layout)
-
         device = device_for(config)
         self._choose_backend(backend, device)
+        self.linear_cp_mode = LinearCpMode.of(linear_cp_mode, config)
+        self.context_parallel = ContextParallel(
+            self.dims, pg_collection.cp, self.cp_layout,
+            mode=self.linear_cp_mode, core=self.core, element_size=config.params_dtype.itemsize,
+        )  # fmt: skip
         self._build(submodules, name, device)
         self.recompute_norm_out = recompute_norm_out or (
             config.recompute_granularity == "selective"
@@ -302,8 +309,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         """Run the layer over a batch of sequences, or over packed documents.
 
         Args:
-            hidden_states: ``[s, B, D]``, s this rank's share under sequence and context
-                parallelism; B must be 1 when documents are packed.
+            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
+                documents are packed.
             attention_mask: None or causal; the layer is causal by itself.
             inference_context, inference_params, sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
@@ -320,14 +327,9 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             TypeError: a keyword this layer does not know.
         """
         refuse_unsupported(inference_context, inference_params, sequence_len_offset, kwargs)
-        scheme = self.context_parallel.scheme_for(packed_seq_params)
-        tokens = hidden_states.shape[0] * self.sp_size * scheme.size
-        documents = resolve_packed_seq_params(packed_seq_params, tokens, hidden_states.device)
-        if documents is not None and hidden_states.shape[1] != 1:
-            raise ValueError(
-                f"packed documents need a batch of 1, got hidden_states of shape "
-                f"{tuple(hidden_states.shape)}. Lay the rows end to end and extend cu_seqlens."
-            )
+        scheme, documents, tokens = self.context_parallel.resolve(
+            packed_seq_params, hidden_states, self.sp_size
+        )
         require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
 
         with span("in_proj"):

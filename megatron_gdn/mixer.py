@@ -1,7 +1,7 @@
-"""The middle of the layer, between in_proj and out_proj, on whole sequences of one rank's heads.
+"""The middle of the layer, between in_proj and out_proj, on the rows that a scheme hands it.
 
-Legend: S tokens of whole sequences, s this rank's tokens, B batch, P projection width, H value
-heads, V value dim.
+Legend: S tokens of those rows (of whole sequences, or of this rank's pieces), s this rank's tokens,
+B batch, P projection width, H value heads, V value dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
-from .context_parallel import Headwise, SingleRank
+from .context_parallel import Scheme
 from .local_norm import TorchRMSNorm
 from .ops import Documents
 from .ops.fused import Core, GatedNorm, HeadSizes, gated_delta_mixer
@@ -84,20 +84,21 @@ class Mixer:
         self,
         layer: GatedDeltaNet,
         proj_SBP: Tensor,
-        scheme: SingleRank | Headwise,
+        scheme: Scheme,
         documents: Documents | None,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Projection rows of whole sequences to rows for out_proj.
+        """Projection rows, as ``scheme`` opened them, to rows for out_proj.
 
         Returns:
             ``[s, B, H * V]`` over this rank's tokens, and a function to be called with out_proj's
             output, which frees what the backward will compute again.
         """
         recompute_norm = self.recompute_norm and layer.training
-        # Across ranks out_proj reads what came through the exchange, so that is dropped too.
-        norm_here = self.fuse_norm and not (recompute_norm and scheme.size > 1)
+        # Where out_proj reads what came through an exchange, that is what is dropped.
+        norm_here = self.fuse_norm and not (recompute_norm and scheme.moves_rows)
         refilled = RefilledOutput() if recompute_norm and norm_here else None
         announce_use(layer.conv1d)
+        split = scheme.split(proj_SBP, documents)
         sections, bias = layer.dims.layout.conv_sections, layer.conv1d.bias
         mixed = gated_delta_mixer(
             proj_SBP,
@@ -108,7 +109,8 @@ class Mixer:
             heads_of(scheme.dims),
             core=self.core,
             norm=read_norm(layer.out_norm) if norm_here else None,
-            documents=documents,
+            documents=documents if split is None else None,
+            split=split,
             normalise_qk=layer.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
             refilled=refilled,

@@ -4,48 +4,92 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..dims import GDNDims
+from ..observe import log_once
+from ..ops import Documents
+from ..ops.fused.cores.base import Core, can_pass_states
+from ..packing import resolve_packed_seq_params
+from .choice import LinearCpMode, price
+from .chunkwise import GATHER_UP_TO, Chunkwise
 from .headwise import Headwise, SingleRank
 from .zigzag import SequenceLayout
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
+Scheme = SingleRank | Headwise | Chunkwise
+
 
 class ContextParallel:
-    """The schemes of one layer: one per context-parallel group it meets.
+    """The schemes of one layer, for every context-parallel group it meets.
 
     Args:
         dims: sizes on one tensor-parallel rank.
         group: the group of micro-batches that do not bring their own.
         layout: how the ranks' tokens were cut from the sequence.
+        mode: the scheme, or ``"auto"``: the cheaper of those that can run, see :mod:`.choice`.
+        core: the layer's delta rule.
+        element_size: bytes of an activation.
 
     Raises:
-        ValueError: the heads cannot be split over ``group``.
+        ValueError: headwise is asked for and the heads cannot be split over ``group``.
+        NotImplementedError: chunkwise is asked for, or all that the heads leave, and ``core``
+            cannot pass states.
     """
 
-    def __init__(self, dims: GDNDims, group: Any, layout: SequenceLayout) -> None:
+    def __init__(
+        self,
+        dims: GDNDims,
+        group: Any,
+        layout: SequenceLayout,
+        *,
+        mode: LinearCpMode,
+        core: Core,
+        element_size: int,
+    ) -> None:
         self._dims, self._group, self._layout = dims, group, layout
-        self._schemes: dict[Any, SingleRank | Headwise] = {}
-        self._scheme_over(group)
+        self._mode, self._core, self._element_size = mode, core, element_size
+        self._gather_up_to = GATHER_UP_TO
+        self._schemes: dict[Any, dict[LinearCpMode, Scheme]] = {}
+        self._announced: set[Scheme] = set()
+        self._over(group)
 
-    def _scheme_over(self, group: Any) -> SingleRank | Headwise:
+    def _over(self, group: Any) -> dict[LinearCpMode, Scheme]:
+        """The schemes that can run over a group."""
         if group not in self._schemes:
-            alone = group is None or group.size() == 1
-            self._schemes[group] = (
-                SingleRank(self._dims) if alone else Headwise(self._dims, group, self._layout)
-            )
+            self._schemes[group] = self._make(group)
         return self._schemes[group]
 
-    def scheme_for(self, packed: PackedSeqParams | None) -> SingleRank | Headwise:
-        """The scheme of this micro-batch; ``packed.cp_group`` goes before the layer's group.
+    def _make(self, group: Any) -> dict[LinearCpMode, Scheme]:
+        if group is None or group.size() == 1:
+            return {self._mode: SingleRank(self._dims)}
+        made: dict[LinearCpMode, Scheme] = {}
+        refusal = None
+        if self._mode is not LinearCpMode.CHUNKWISE:
+            try:
+                made[LinearCpMode.HEADWISE] = Headwise(self._dims, group, self._layout)
+            except ValueError as error:
+                if self._mode is LinearCpMode.HEADWISE:
+                    raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
+                refusal = error
+        if self._mode is not LinearCpMode.HEADWISE and can_pass_states(self._core):
+            made[LinearCpMode.CHUNKWISE] = Chunkwise(
+                self._dims, group, self._layout, gather_up_to=self._gather_up_to
+            )
+        if not made:
+            why = "" if refusal is None else f" Headwise cannot run either: {refusal}"
+            raise NotImplementedError(
+                f"linear_cp_mode={self._mode.value!r} needs a delta rule that takes and gives "
+                f"states, which backend={self._core.name!r} does not; backend='reference' "
+                f"does.{why}"
+            )
+        return made
 
-        Raises:
-            ValueError: ``local_cp_size`` is not the size of ``cp_group``, or the heads cannot be
-                split over that group.
-        """
+    def _group_of(self, packed: PackedSeqParams | None) -> Any:
         if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
-            return self._scheme_over(self._group)
+            return self._group
         group, size = packed.cp_group, packed.local_cp_size
         if size is not None and size != (1 if group is None else group.size()):
             given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
@@ -53,4 +97,56 @@ class ContextParallel:
                 f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
                 f"of 1 needs no group)."
             )
-        return self._scheme_over(group)
+        return group
+
+    def resolve(
+        self, packed: PackedSeqParams | None, hidden_states: Tensor, sp_size: int
+    ) -> tuple[Scheme, Documents | None, int]:
+        """What one micro-batch is: how it runs, its documents, its tokens over all ranks.
+
+        Args:
+            packed: the documents' boundaries, and maybe a group that goes before the layer's.
+            hidden_states: ``[s, B, D]``.
+            sp_size: ranks that share a context-parallel rank's tokens by sequence parallelism.
+
+        Raises:
+            ValueError: boundaries that do not fit, a batch of packed rows, ``local_cp_size`` that
+                is not the size of ``cp_group``; or as the constructor, for a group seen first here.
+            NotImplementedError: as the constructor.
+        """
+        group = self._group_of(packed)
+        rows = hidden_states.shape[1]
+        tokens = hidden_states.shape[0] * sp_size * (1 if group is None else group.size())
+        documents = resolve_packed_seq_params(packed, tokens, hidden_states.device)
+        if documents is not None and rows != 1:
+            raise ValueError(
+                f"packed documents need a batch of 1, got hidden_states of shape "
+                f"{tuple(hidden_states.shape)}. Lay the rows end to end and extend cu_seqlens."
+            )
+        return self._choose(group, tokens, rows, documents), documents, tokens
+
+    def _choose(self, group: Any, tokens: int, rows: int, documents: Documents | None) -> Scheme:
+        schemes = self._over(group)
+        if len(schemes) == 1:
+            (scheme,) = schemes.values()
+            self._announce(scheme, "the only one that these heads and this backend leave")
+            return scheme
+        lengths = None if documents is None else documents.lengths
+        cost = price(
+            self._dims, group.size(), self._layout, tokens, rows, lengths,
+            self._element_size, self._gather_up_to,
+        )  # fmt: skip
+        scheme = schemes[cost.cheaper]
+        self._announce(
+            scheme,
+            f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
+            f"sequences: bytes received per rank and forward, {cost.headwise / 2**20:.1f} MiB "
+            f"headwise, {cost.chunkwise / 2**20:.1f} MiB chunkwise with its extra work",
+        )
+        return scheme
+
+    def _announce(self, scheme: Scheme, why: str) -> None:
+        """Log what ``auto`` took, the first time that it takes it."""
+        if self._mode is LinearCpMode.AUTO and scheme.size > 1 and scheme not in self._announced:
+            self._announced.add(scheme)
+            log_once(f"GatedDeltaNet: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")

@@ -1,5 +1,7 @@
 """Run on every rank by the tests beside this file: one layer, whole and in parallel."""
 
+from unittest.mock import patch
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -11,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel import local_indices, schemes
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
 
@@ -58,12 +60,15 @@ def parallel_equals_one_rank(
     sizes: dict | None = None,
     tolerance: float = 1e-5,
     own_cp_group: bool = False,
+    config_mode: str | None = None,
+    scan: bool = False,
     **options,
 ) -> dict[str, float]:
     """Output, input gradient and every parameter's gradient equal one rank's.
 
     ``lengths`` packs documents; ``own_cp_group`` hands the context-parallel group over through
-    ``PackedSeqParams`` to a layer that was built without one.
+    ``PackedSeqParams`` to a layer that was built without one; ``config_mode`` is the config's
+    ``linear_cp_mode``; ``scan`` lets chunkwise scan where it would gather.
     """
     packed = None if lengths is None else thd(lengths, real_lengths=real_lengths)
     if lengths is not None:
@@ -99,7 +104,9 @@ def parallel_equals_one_rank(
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=group_of_one() if own_cp_group else cp_group,
         )
-        layer = build_layer(config, groups, {**options, "cp_layout": layout})
+        config.linear_cp_mode = config_mode
+        with patch.object(schemes, "GATHER_UP_TO", 1 if scan else schemes.GATHER_UP_TO):
+            layer = build_layer(config, groups, {**options, "cp_layout": layout})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(share_of(name, one.get_parameter(name), layer))

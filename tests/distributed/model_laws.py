@@ -110,11 +110,11 @@ def join(model, name: str, parts: list[torch.Tensor], parameter) -> torch.Tensor
 
 
 def one_step(
-    folder: str, tp=1, cp=1, pp=1, sequence_parallel=False, packed=False
+    folder: str, tp=1, cp=1, pp=1, sequence_parallel=False, packed=False, **options
 ) -> dict[str, float]:
     """Loss and squared norm of every gradient of one step through Megatron's schedule."""
     with parallel(tp=tp, cp=cp, pp=pp):
-        model = build_model(tp, cp, pp, sequence_parallel)
+        model = build_model(tp, cp, pp, sequence_parallel, **options)
         state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
         model.load_state_dict(state)
         config = model.config

@@ -24,3 +24,51 @@ def test_parameter_shares_rebuild_the_parameter_and_its_gradient(pools, size):
 
 def test_bad_exchanges_are_refused(pools):
     pools(2).run(laws.bad_exchanges_are_refused)
+
+
+@sizes
+@pytest.mark.parametrize("waves", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_open_gives_every_rank_its_heads(pools, size, layout, batch, waves):
+    pools(size).run(laws.open_gives_every_rank_its_heads, layout, "dense", batch, waves)
+
+
+@sizes
+@pytest.mark.parametrize("waves", [1, 3])
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+def test_open_gives_every_rank_its_heads_of_unequal_documents(pools, size, layout, waves):
+    pools(size).run(laws.open_gives_every_rank_its_heads, layout, "unequal", 1, waves)
+
+
+@sizes
+@pytest.mark.parametrize("waves", [1, 2])
+def test_documents_beyond_the_message_limit_take_the_second_pass(pools, size, waves):
+    pools(size).run(laws.open_gives_every_rank_its_heads, "zigzag", "many", 1, waves, direct=False)
+
+
+@pytest.mark.parametrize("packed", ["dense", "unequal", "many"])
+@pytest.mark.parametrize("heads", [(1, 4), (2, 4), (2, 8), (4, 4)], ids=str)
+def test_key_heads_fewer_than_ranks_are_replicated(pools, packed, heads):
+    pools(4).run(
+        laws.open_gives_every_rank_its_heads, "zigzag", packed, 1, waves=2,
+        direct=packed != "many", num_key_heads=heads[0], num_value_heads=heads[1],
+    )  # fmt: skip
+
+
+@sizes
+def test_sums_over_copies_are_rounded_once_in_the_order_of_ranks(pools, size):
+    pools(size).run(laws.sums_over_copies_are_rounded_once_in_the_order_of_ranks)
+
+
+@sizes
+def test_shared_key_heads_have_their_rows_on_every_rank_that_uses_them(pools, size):
+    pools(size).run(laws.shared_key_heads_have_their_rows_on_every_rank_that_uses_them)
+
+
+def test_the_second_derivative_goes_through(pools):
+    pools(2).run(laws.the_second_derivative_goes_through)
+
+
+def test_head_counts_that_cannot_be_shared_are_refused(pools):
+    pools(2).run(laws.head_counts_that_cannot_be_shared_are_refused)

@@ -15,67 +15,142 @@ TWO_RANKS = [(2, 1, False), (2, 1, True), (1, 2, False)]
 FOUR_RANKS = [(2, 2, False), (2, 2, True), (4, 1, True), (1, 4, False)]
 COMBINATIONS = TWO_RANKS + FOUR_RANKS
 ids = [f"tp{tp}-cp{cp}{'-sp' if sp else ''}" for tp, cp, sp in COMBINATIONS]
-combinations = pytest.mark.parametrize(("tp", "cp", "sp"), COMBINATIONS, ids=ids)
 with_cp = pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 2, False), (2, 2, True), (1, 4, False)])
 
-
-@combinations
-def test_a_batch_of_sequences_equals_one_rank(pools, tp, cp, sp):
-    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, batch=2)
-
-
-@combinations
-def test_packed_unequal_documents_equal_one_rank(pools, tp, cp, sp):
-    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, lengths=UNEQUAL)
+modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+BY_MODE = [(*c, m) for c in COMBINATIONS for m in ("headwise", "chunkwise")[: 1 + (c[1] > 1)]]
+in_every_mode = pytest.mark.parametrize(
+    ("tp", "cp", "sp", "mode"),
+    BY_MODE,
+    ids=[f"{ids[COMBINATIONS.index(c[:3])]}{f'-{c[3]}' if c[1] > 1 else ''}" for c in BY_MODE],
+)
 
 
+@in_every_mode
+def test_a_batch_of_sequences_equals_one_rank(pools, tp, cp, sp, mode):
+    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, batch=2, linear_cp_mode=mode)
+
+
+@in_every_mode
+def test_packed_unequal_documents_equal_one_rank(pools, tp, cp, sp, mode):
+    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, lengths=UNEQUAL, linear_cp_mode=mode)
+
+
+@modes
 @with_cp
-def test_padded_documents_equal_one_rank(pools, tp, cp, sp):
+def test_padded_documents_equal_one_rank(pools, tp, cp, sp, mode):
     slots, real = PADDED
-    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, lengths=slots, real_lengths=real)
-
-
-@with_cp
-@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
-def test_documents_of_any_length_in_whole_buffer_layouts_equal_one_rank(pools, tp, cp, sp, layout):
     pools(tp * cp).run(
-        parallel_equals_one_rank, tp, cp, sp, lengths=(3, 0, 29, 7, 1), layout=layout
+        parallel_equals_one_rank,
+        tp,
+        cp,
+        sp,
+        lengths=slots,
+        real_lengths=real,
+        linear_cp_mode=mode,
     )
 
 
+@modes
 @with_cp
-def test_a_contiguous_batch_equals_one_rank(pools, tp, cp, sp):
-    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, tokens=12, layout="contiguous")
+@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
+def test_documents_of_any_length_in_whole_buffer_layouts_equal_one_rank(
+    pools, tp, cp, sp, layout, mode
+):
+    pools(tp * cp).run(
+        parallel_equals_one_rank,
+        tp,
+        cp,
+        sp,
+        lengths=(3, 0, 29, 7, 1),
+        layout=layout,
+        linear_cp_mode=mode,
+    )
 
 
+@modes
+@with_cp
+def test_a_contiguous_batch_equals_one_rank(pools, tp, cp, sp, mode):
+    pools(tp * cp).run(
+        parallel_equals_one_rank, tp, cp, sp, tokens=12, layout="contiguous", linear_cp_mode=mode
+    )
+
+
+@modes
 @with_cp
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
-def test_biases_and_the_deterministic_mode_equal_one_rank(pools, tp, cp, sp, packed):
+def test_biases_and_the_deterministic_mode_equal_one_rank(pools, tp, cp, sp, packed, mode):
     pools(tp * cp).run(
         parallel_equals_one_rank,
         tp,
         cp,
         sp,
         lengths=packed,
+        linear_cp_mode=mode,
         bias=True,
         conv_bias=True,
         sizes={"deterministic_mode": True, "layernorm_zero_centered_gamma": True},
     )
 
 
-def test_recomputing_the_output_norm_equals_one_rank(pools):
-    pools(4).run(parallel_equals_one_rank, 2, 2, True, lengths=UNEQUAL, sizes={"recompute": True})
+@modes
+@pytest.mark.parametrize("qkv", [False, True], ids=["norm", "norm and qkv"])
+def test_recomputing_equals_one_rank(pools, mode, qkv):
+    pools(4).run(
+        parallel_equals_one_rank,
+        2,
+        2,
+        True,
+        lengths=UNEQUAL,
+        sizes={"recompute": True},
+        recompute_qkv=qkv,
+        linear_cp_mode=mode,
+    )
 
 
-def test_the_context_parallel_group_of_the_micro_batch_is_honoured(pools):
-    pools(4).run(parallel_equals_one_rank, 2, 2, lengths=UNEQUAL, own_cp_group=True)
+@modes
+def test_the_context_parallel_group_of_the_micro_batch_is_honoured(pools, mode):
+    pools(4).run(
+        parallel_equals_one_rank, 2, 2, lengths=UNEQUAL, own_cp_group=True, linear_cp_mode=mode
+    )
 
 
-def test_three_value_heads_per_key_head_equal_one_rank(pools):
+@modes
+def test_three_value_heads_per_key_head_equal_one_rank(pools, mode):
     pools(4).run(
         parallel_equals_one_rank,
         2,
         2,
         lengths=UNEQUAL,
+        linear_cp_mode=mode,
         sizes={"linear_num_key_heads": 4, "linear_num_value_heads": 12},
     )
+
+
+MANY = (8,) * 100  # more runs than may travel as messages of their own
+FEW_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 4)])
+def test_many_documents_equal_one_rank(pools, tp, cp):
+    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, lengths=MANY)
+
+
+@pytest.mark.parametrize("packed", [None, UNEQUAL, MANY], ids=["batch", "packed", "many"])
+@pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 4, False), (2, 2, True)])
+def test_more_ranks_than_key_heads_equal_one_rank(pools, tp, cp, sp, packed):
+    pools(tp * cp).run(
+        parallel_equals_one_rank, tp, cp, sp, lengths=packed, conv_bias=True, sizes=FEW_KEY_HEADS
+    )
+
+
+def test_as_many_ranks_as_value_heads_equal_one_rank(pools):
+    pools(4).run(
+        parallel_equals_one_rank, 1, 4, lengths=UNEQUAL,
+        sizes={"linear_num_key_heads": 1, "linear_num_value_heads": 4},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [None, (16, 0, 48, 32)], ids=["batch", "packed"])
+def test_eight_ranks_with_two_key_heads_equal_one_rank(pools, packed):
+    pools(8).run(parallel_equals_one_rank, 1, 8, lengths=packed, sizes=FEW_KEY_HEADS)

@@ -9,6 +9,7 @@ LAYOUTS = [
     ({"tp": 2, "pp": 2}, 4),
     ({"tp": 2, "cp": 2, "sequence_parallel": True}, 4),
     ({"cp": 2, "pp": 2}, 4),
+    ({"tp": 2, "cp": 2, "sequence_parallel": True, "linear_cp_mode": "chunkwise"}, 4),
 ]
 
 

@@ -19,14 +19,36 @@ def gpus():
     pool.stop()
 
 
-@pytest.mark.parametrize("lengths", [None, (64, 192, 4, 256)], ids=["batch", "packed"])
-@pytest.mark.parametrize(
-    ("tp", "cp", "sp"), [(2, 1, False), (2, 1, True), (1, 2, False)], ids=["tp2", "tp2-sp", "cp2"]
-)
-def test_two_ranks_are_as_exact_as_one(gpus, tp, cp, sp, lengths):
-    for answer in gpus.run(laws.bf16_error_of_two_ranks_is_that_of_one, tp, cp, sp, lengths):
+def as_exact_as_one(gpus, *case, **options):
+    for answer in gpus.run(laws.bf16_error_of_two_ranks_is_that_of_one, *case, **options):
         assert answer["backend"] == "fla"
         for name, (two, one) in answer["errors"].items():
             print(f"{name}: two ranks {two:.2e} one rank {one:.2e}")
             # Partial sums of bf16 outputs are rounded once more before they are added.
             assert two <= 1.5 * one + 2**-9, name
+
+
+@pytest.mark.parametrize("lengths", [None, (64, 192, 4, 256)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp", "mode"),
+    [
+        (2, 1, False, "auto"),
+        (2, 1, True, "auto"),
+        (1, 2, False, "headwise"),
+        (1, 2, False, "chunkwise"),
+    ],
+    ids=["tp2", "tp2-sp", "cp2-headwise", "cp2-chunkwise"],
+)
+def test_two_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
+    as_exact_as_one(gpus, tp, cp, sp, lengths, mode=mode)
+
+
+@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
+def test_chunkwise_in_whole_buffer_layouts_is_as_exact_as_one_rank(gpus, layout):
+    lengths = (3, 190, 1, 0, 130, 188)
+    as_exact_as_one(gpus, 1, 2, False, lengths, mode="chunkwise", layout=layout)
+
+
+@pytest.mark.parametrize("lengths", [None, (64, 192, 4, 256)], ids=["batch", "packed"])
+def test_chunkwise_repeats_bitwise_in_deterministic_mode(gpus, lengths):
+    assert all(gpus.run(laws.chunkwise_repeats_bitwise, lengths))

@@ -8,6 +8,7 @@ from megatron.core.distributed.finalize_model_grads import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.parallel import group_of_one, make_config, parallel, share_of
@@ -26,7 +27,9 @@ def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def bf16_error_of_two_ranks_is_that_of_one(tp: int, cp: int, sp: bool, lengths) -> dict:
+def bf16_error_of_two_ranks_is_that_of_one(
+    tp: int, cp: int, sp: bool, lengths, mode: str = "headwise", layout: str = "zigzag"
+) -> dict:
     """Relative rms error against fp32, of one rank and of two, for everything a layer gives."""
     tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
     with parallel(tp=tp, cp=cp):
@@ -67,14 +70,16 @@ def bf16_error_of_two_ranks_is_that_of_one(tp: int, cp: int, sp: bool, lengths) 
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
         )
-        layer = build_layer(config, groups, {})
+        layer = build_layer(config, groups, {"linear_cp_mode": mode, "cp_layout": layout})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(share_of(name, exact.get_parameter(name), layer))
         ddp = DistributedDataParallel(
             config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
         )
-        mine = local_indices(lengths or (tokens,), cp, groups.cp.rank()).cuda()
+        mine = local_indices(
+            lengths or (tokens,), cp, groups.cp.rank(), SequenceLayout.parse(layout)
+        ).cuda()
         if sp:
             mine = mine.chunk(tp)[groups.tp.rank()]
         x_mine = x[mine].requires_grad_()
@@ -102,3 +107,34 @@ def bf16_error_of_two_ranks_is_that_of_one(tp: int, cp: int, sp: bool, lengths) 
                 share_of(name, truth[name], layer),
             )
         return {"backend": layer.backend, "errors": report}
+
+
+def chunkwise_repeats_bitwise(lengths) -> bool:
+    """Two forward and backward passes over two GPUs, of which one runs beside other work."""
+    with parallel(cp=2):
+        groups = ProcessGroupCollection(
+            tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
+        )
+        torch.manual_seed(7)
+        torch.cuda.manual_seed(7)
+        config = make_config(
+            bf16=True, params_dtype=torch.bfloat16, context_parallel_size=2,
+            deterministic_mode=True, **GPU,
+        )  # fmt: skip
+        layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise"})
+        tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
+        x = torch.randn(tokens // 2, batch, 256, device="cuda").bfloat16()
+
+        def run():
+            leaf = x.clone().requires_grad_()
+            packed = thd(lengths, "cuda") if lengths else None
+            out, _ = layer(leaf, None, packed_seq_params=packed)
+            grads = torch.autograd.grad(out.float().square().sum(), [leaf, *layer.parameters()])
+            return [out, *grads]
+
+        first = run()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            noise = torch.randn(2048, 2048, device="cuda")
+            for _ in range(50):
+                noise = (noise @ noise).clamp(-1, 1)
+        return all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

@@ -6,6 +6,7 @@ GPU tensor needs them.
 
 from .cores import Core, resolve_core
 from .mixer import GatedNorm, gated_delta_mixer
+from .prepared import SplitSequences
 from .sizes import HeadSizes
 
-__all__ = ["Core", "GatedNorm", "HeadSizes", "gated_delta_mixer", "resolve_core"]
+__all__ = ["Core", "GatedNorm", "HeadSizes", "SplitSequences", "gated_delta_mixer", "resolve_core"]

@@ -25,8 +25,10 @@ from torch.autograd.function import once_differentiable
 from ..documents import Documents
 from .cores.base import Core, RuleInputs
 from .once import say_once
+from .prepared import Preparation, SplitSequences
 from .recompute import RefilledOutput
 from .sizes import HeadSizes
+from .unfilled import unfilled_memory
 
 
 class GatedNorm(NamedTuple):
@@ -47,7 +49,7 @@ class _Plan:
     zero_centered: bool
     again: str  # which of q, k and v the backward computes again
     keep: bool
-    prepare: ModuleType
+    prepare: Preparation
     norm: ModuleType
     refilled: RefilledOutput | None
 
@@ -85,6 +87,7 @@ def kernels_for(proj: Tensor, conv_weight: Tensor, kernels: str) -> tuple[Module
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
+    @unfilled_memory()
     def forward(ctx, proj, conv_weight, conv_bias, A_log, dt_bias, gamma, plan: _Plan):
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
         prepared = plan.prepare.prepare_forward(
@@ -119,6 +122,7 @@ class _Mixer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @unfilled_memory()
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
         plan: _Plan = ctx.plan
         proj, conv_weight, conv_bias, A_log, dt_bias, gamma, o, beta, q, k, v, *saved = (
@@ -169,6 +173,7 @@ def gated_delta_mixer(
     core: Core,
     norm: GatedNorm | None,
     documents: Documents | None = None,
+    split: SplitSequences | None = None,
     normalise_qk: bool = True,
     recompute_qkv: bool = False,
     refilled: RefilledOutput | None = None,
@@ -183,6 +188,8 @@ def gated_delta_mixer(
         core: the delta rule, from :func:`resolve_core`.
         norm: the gated output norm. None stops before it, for a norm that is a module of its own.
         documents: boundaries of documents packed into the one batch row, resolved beforehand.
+        split: the rows are pieces of sequences that go on elsewhere; says how the preparation and
+            the core get what comes from there. Takes the place of ``documents``.
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v again in the backward instead of saving them: less by
             ``2 (G K + H V)`` bytes per token in bf16, for one more pass over the projection. q is
@@ -212,9 +219,14 @@ def gated_delta_mixer(
                 f"{tuple(proj.shape)}. Lay the rows end to end and extend cu_seqlens."
             )
         Documents.from_cu_seqlens(documents, S)
+    if split is not None:
+        assert documents is None and split.pieces.total_tokens == S
     if refilled is not None and norm is None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     prepare_module, norm_module = kernels_for(proj, conv_weight, kernels)
+    if split is not None:
+        documents, core = split.pieces, split.core(core)
+        prepare_module = split.preparation(prepare_module)
     gamma, eps, zero_centered = (None, None, False) if norm is None else norm
     tensors = (proj, conv_weight, conv_bias, A_log, dt_bias, gamma)
     plan = _Plan(

@@ -21,13 +21,6 @@ from .sizes import HeadSizes
 from .tiles import Walk, block_dim, prepare_backward_tile, prepare_forward_tile
 
 
-def _position(documents: Documents | None, batch: int) -> Tensor | None:
-    if documents is None:
-        return None
-    assert batch == 1, "packed documents lie end to end in one batch row"
-    return documents.position_T
-
-
 def prepare_forward(
     proj: Tensor,
     conv_weight: Tensor,
@@ -53,8 +46,8 @@ def prepare_forward(
         conv_weight: ``[C, 1, W]`` or ``[C, W]``, W >= 2, contiguous.
         conv_bias: ``[C]`` or None.
         A_log, dt_bias: ``[H]``.
-        documents: boundaries of packed documents (then B is 1); None when every batch row is one
-            sequence. Taps never cross a boundary, in either direction.
+        documents: boundaries of packed documents, the same in every batch row; None when every row
+            is one sequence. Taps never cross a boundary, in either direction.
         normalise_qk: False leaves q and k as SiLU made them.
         parts: what to compute, a stretch of ``"qkvg"`` (g is both gates); the rest is None.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
@@ -75,12 +68,13 @@ def prepare_forward(
     slots = {"q": G, "k": G, "v": H, "g": 1}
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    position_T = None if documents is None else documents.position_T
     if S * B:
         # A pointer that is never followed stands for each part left out: kernels take no None.
         outputs = [proj if x is None else x for x in (q, k, v, g, beta)]
         grid = (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B)
         prepare_forward_kernel[grid](
-            proj, conv_weight, conv_bias, A_log, dt_bias, _position(documents, B),
+            proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             *outputs,
             S, proj.stride(0), proj.stride(1), eps,
             G=G, H=H, K=K, V=V, W=conv_weight.shape[-1],
@@ -128,6 +122,7 @@ def prepare_backward(
     W = conv_weight.shape[-1]
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    position_T = None if documents is None else documents.position_T
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
     assert dq.shape[2] % G == 0 and dq.shape == dk.shape
     tiles = triton.cdiv(S, tile.tokens)
@@ -138,7 +133,7 @@ def prepare_backward(
     )
     if S * B:
         prepare_backward_kernel[(1 + 2 * G + H, tiles, B)](
-            proj, conv_weight, conv_bias, A_log, dt_bias, _position(documents, B),
+            proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             dq, dk, dv, dg, dbeta, d_proj, partial,
             S, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
             G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G,

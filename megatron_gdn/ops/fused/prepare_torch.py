@@ -25,6 +25,14 @@ def _column_slices(sizes: HeadSizes) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def _conv(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents) -> Tensor:
+    """conv + SiLU; documents, if any, have the same boundaries in every row."""
+    if documents is None:
+        return causal_conv1d(x_BSC, weight_CW, bias_C)[0]
+    rows = (causal_conv1d(x, weight_CW, bias_C, cu_seqlens=documents)[0] for x in x_BSC.split(1))
+    return torch.cat(list(rows))
+
+
 def prepare_forward(
     proj: Tensor,
     conv_weight: Tensor,
@@ -47,11 +55,11 @@ def prepare_forward(
     columns = dict(zip("qkv", _column_slices(sizes), strict=True))
     for part in parts.rstrip("g"):
         section = columns[part]
-        x, _ = causal_conv1d(
+        x = _conv(
             rows_BSP[..., section].to(wide),
             conv_weight.flatten(1)[section].to(wide),
             None if conv_bias is None else conv_bias[section].to(wide),
-            cu_seqlens=documents,
+            documents,
         )
         x = x.unflatten(-1, (heads[part], -1))
         if normalise_qk and part != "v":

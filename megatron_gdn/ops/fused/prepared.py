@@ -5,9 +5,12 @@ Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from ..documents import Documents
+from .cores.base import Core
 
 
 class Prepared(NamedTuple):
@@ -27,3 +30,34 @@ class PreparedGrads(NamedTuple):
     conv_bias: Tensor | None
     A_log: Tensor
     dt_bias: Tensor
+
+
+class Preparation(Protocol):
+    """What stands between the projection and the delta rule, forward and backward.
+
+    :mod:`.prepare` and :mod:`.prepare_torch` are two of them, and say what the arguments are.
+    """
+
+    def prepare_forward(
+        self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
+        *, documents, normalise_qk, eps=..., parts=...,
+    ) -> Prepared: ...  # fmt: skip
+
+    def prepare_backward(
+        self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes, dq, dk, dv, dg, dbeta, d_proj,
+        *, documents, normalise_qk, eps=...,
+    ) -> PreparedGrads: ...  # fmt: skip
+
+
+class SplitSequences(Protocol):
+    """Rows that are pieces of sequences: how to compute over them as over whole ones.
+
+    ``pieces`` are the boundaries of the pieces in every batch row, as if they were documents.
+    ``preparation`` and ``core`` give those that bring what came before a piece into it.
+    """
+
+    pieces: Documents
+
+    def preparation(self, preparation: Preparation) -> Preparation: ...
+
+    def core(self, core: Core) -> Core: ...

@@ -41,12 +41,12 @@ class Transition(NamedTuple):
 
 
 class Core(Protocol):
-    """The delta rule as two plain calls, so that what is saved between them is the mixer's.
+    """The delta rule as plain calls, so that what is saved between them is the mixer's.
 
     ``forward`` returns o ``[B, S, H, V]``, the tensors its backward wants beside q, k, v and beta
     (None allowed), and any object that is no tensor. ``keep`` False says that no backward will
     come. ``backward`` gets ``inputs.g`` as None: a core that needs it returns it among the
-    tensors, in whatever form it prefers. Neither call waits for the device.
+    tensors, in whatever form it prefers. No call waits for the device.
     """
 
     name: str
@@ -63,3 +63,54 @@ class Core(Protocol):
         plan: object,
         documents: Documents | None,
     ) -> RuleGrads: ...
+
+
+class StatePassing(Core, Protocol):
+    """A core whose sequences may go on from a state, and tell what they do to one.
+
+    States and their gradients are fp32 (fp64 for fp64 input), ``[N, H, K, V]`` over N sequences:
+    the batch rows, or the non-empty documents. Without a state a sequence starts at zero, and
+    final states that get no gradient count for nothing, as in :class:`Core`.
+
+        S_out  = through @ S_in + local                 transition
+        dS_in  = through^T @ dS_out + d_local           d_initial
+
+    The initial state is not among the saved tensors: the caller hands it in again. ``work`` is
+    what ``transition`` or ``d_initial`` returned for the same inputs, to be used again.
+    """
+
+    def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition: ...
+
+    def forward(
+        self,
+        inputs: RuleInputs,
+        documents: Documents | None,
+        keep: bool,
+        initial: Tensor | None = None,
+        work: object = None,
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], object]: ...
+
+    def d_initial(
+        self,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: tuple[Tensor | None, ...],
+        plan: object,
+        documents: Documents | None,
+    ) -> tuple[Tensor, object]: ...
+
+    def backward(
+        self,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: tuple[Tensor | None, ...],
+        plan: object,
+        documents: Documents | None,
+        initial: Tensor | None = None,
+        d_final: Tensor | None = None,
+        work: object = None,
+    ) -> RuleGrads: ...
+
+
+def can_pass_states(core: Core) -> bool:
+    return hasattr(core, "transition")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...chunk import ChunkedRule
 from ...documents import Documents
-from .base import RuleGrads, RuleInputs
+from .base import RuleGrads, RuleInputs, Transition
 
 CHUNK = 64
 
@@ -18,15 +18,44 @@ class TorchCore:
     @staticmethod
     def _rule(k: Tensor, documents: Documents | None) -> ChunkedRule:
         rows, tokens = k.shape[:2]
-        lengths = (tokens,) * rows if documents is None else documents.lengths
-        return ChunkedRule.over(lengths, CHUNK, k.shape[-1] ** -0.5, k.device)
+        lengths = (tokens,) * rows
+        if documents is not None:
+            lengths = tuple(n for n in documents.lengths if n) or (0,)
+        return ChunkedRule(lengths, CHUNK, k.shape[-1] ** -0.5)
+
+    def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition:
+        """The rule on K more value columns that write nothing and start as the identity."""
+        rule = self._rule(inputs.k, documents)
+        v, (K, V) = inputs.v, (inputs.k.shape[3], inputs.v.shape[3])
+        wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
+        state = rule.zero_state(inputs.k, wide_v)
+        state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
+        _, final = rule.forward(*inputs._replace(v=wide_v), state)
+        local, through = final.flatten(1, 2).split([V, K], dim=-1)
+        return Transition(local, through, None)
 
     def forward(
-        self, inputs: RuleInputs, documents: Documents | None, keep: bool
+        self,
+        inputs: RuleInputs,
+        documents: Documents | None,
+        keep: bool,
+        initial: Tensor | None = None,
+        work: object = None,
     ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
         rule = self._rule(inputs.k, documents)
-        o, _ = rule.forward(*inputs, rule.zero_state(inputs.k, inputs.v))
+        o, _ = rule.forward(*inputs, _state(rule, inputs, initial))
         return o, (inputs.g,), None
+
+    def d_initial(
+        self,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: tuple[Tensor | None, ...],
+        plan: object,
+        documents: Documents | None,
+    ) -> tuple[Tensor, None]:
+        *_, d_state = self._backward(d_o, inputs, saved, documents, None, None)
+        return d_state.flatten(1, 2), None
 
     def backward(
         self,
@@ -35,10 +64,21 @@ class TorchCore:
         saved: tuple[Tensor | None, ...],
         plan: object,
         documents: Documents | None,
+        initial: Tensor | None = None,
+        d_final: Tensor | None = None,
+        work: object = None,
     ) -> RuleGrads:
+        *grads, _ = self._backward(d_o, inputs, saved, documents, initial, d_final)
+        return RuleGrads(*grads)
+
+    def _backward(self, d_o, inputs, saved, documents, initial, d_final) -> tuple[Tensor, ...]:
         (g,) = saved
         rule = self._rule(inputs.k, documents)
-        state = rule.zero_state(inputs.k, inputs.v)
-        d_final = torch.zeros_like(state)
-        *grads, _ = rule.backward(d_o, d_final, *inputs._replace(g=g), state)
-        return RuleGrads(*grads)
+        state, d_state = (_state(rule, inputs, x) for x in (initial, d_final))
+        return rule.backward(d_o, d_state, *inputs._replace(g=g), state)
+
+
+def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
+    """``[N, H, K, V]``, or nothing, as the rule has it: ``[N, G, R, K, V]``."""
+    zero = rule.zero_state(inputs.k, inputs.v)
+    return zero if state is None else state.to(zero.dtype).reshape(zero.shape)

@@ -25,6 +25,7 @@ CASES = {
     "packed-1to3": {**PACKED, "sizes": HeadSizes(1, 3, 16, 8), "bias": True},
     "packed-2taps": {**PACKED, "sizes": HeadSizes(1, 1, 16, 16), "taps": 2},
     "packed-5taps": {**PACKED, "sizes": HeadSizes(1, 1, 8, 8), "taps": 5},
+    "packed-B2": {**PACKED, "B": 2, "sizes": HeadSizes(1, 2, 8, 16)},  # the same in both rows
     "one-document": {"S": 9, "lengths": (9,)},
 }
 
@@ -140,6 +141,37 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
     for before, after in zip(run(False), run(True), strict=True):
         assert torch.equal(before[others], after[others])
         assert not torch.equal(before[5:7], after[5:7])
+
+
+def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
+    """What chunkwise context parallelism asks at the edges of a piece: fp32 rows, fp16 the rest.
+
+    The outputs are those of fp16 rows before their rounding, the gradient keeps fp32's digits.
+    """
+    case = Case(device, S=12, lengths=(6, 2, 4), dtype=torch.float16, bias=True)
+    parts = {"documents": case.documents, "parts": "qkv"}
+    rows = case.proj.float()
+    wide = prepare.prepare_forward(rows, *case.parameters, case.sizes, **parts)
+    half = prepare.prepare_forward(case.proj, *case.parameters, case.sizes, **parts)
+    for name in "qkv":
+        assert getattr(wide, name).dtype == torch.float32
+        assert torch.equal(getattr(wide, name).half(), getattr(half, name)), name
+
+    grads = [x.half() for x in case.grads(per_value_head=True)[:3]]
+    gates = [x.new_zeros(x.shape, dtype=torch.float32) for x in case.grads(True)[3:]]
+    d_rows = torch.full_like(rows, float("nan"))
+    got = prepare.prepare_backward(
+        rows, *case.parameters, case.sizes, *grads, *gates, d_rows, documents=case.documents
+    )
+    twin = case.double()
+    exact_d_rows = torch.zeros_like(twin.proj)
+    prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in (*grads, *gates)),
+        exact_d_rows, documents=twin.documents,
+    )  # fmt: skip
+    z = case.sizes.z_column
+    assert_close("d_rows", d_rows[..., :z], exact_d_rows[..., :z])
+    assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
 
 
 def test_half_precision_rounds_once(device):

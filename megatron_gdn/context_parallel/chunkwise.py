@@ -1,0 +1,126 @@
+"""Chunkwise context parallelism: activations stay where they are, states travel.
+
+Every rank runs the layer over its own chunks of the sequence. What crosses ranks is what a
+recurrence hands from one chunk to the next: W - 1 projection rows for the convolution
+(:mod:`.halo`) and, in fp32, what each chunk does to the state (:mod:`.state_passing`). Heads are
+not split, so their number limits nothing, and the traffic does not grow with the sequence.
+
+Legend: s this rank's tokens, S tokens of all ranks, B batch, P projection width, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..dims import GDNDims
+from ..ops import Documents
+from ..ops.fused.cores.base import Core
+from ..ops.fused.prepared import Preparation
+from .affine import gather_and_fold, prefix_scan
+from .halo import HaloPreparation, HaloTable, halo_table
+from .pieces import pieces_of
+from .state_passing import Exchange, StatePassingCore, StateTable, state_table
+from .zigzag import SequenceLayout, local_indices
+
+GATHER_UP_TO = 8
+
+
+@dataclass(frozen=True, eq=False)
+class SplitMicroBatch:
+    """One micro-batch on one rank, as :class:`~megatron_gdn.ops.fused.SplitSequences`."""
+
+    pieces: Documents
+    halo: HaloTable | None
+    states: StateTable | None
+    exchange: Exchange
+    group: dist.ProcessGroup
+
+    def preparation(self, preparation: Preparation) -> Preparation:
+        if self.halo is None:
+            return preparation
+        return HaloPreparation(preparation, self.halo, self.group)
+
+    def core(self, core: Core) -> Core:
+        if self.states is None:
+            return core
+        return StatePassingCore(core, self.states, self.exchange, self.group)
+
+
+class Chunkwise:
+    """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
+
+    Args:
+        dims: sizes on one tensor-parallel rank.
+        group: the context-parallel group.
+        layout: how the ranks' tokens were cut from the sequence.
+        gather_up_to: the largest group that all-gathers the state maps; a larger one scans.
+    """
+
+    name = "chunkwise"
+    moves_rows = False
+
+    def __init__(
+        self,
+        dims: GDNDims,
+        group: dist.ProcessGroup,
+        layout: SequenceLayout,
+        gather_up_to: int = GATHER_UP_TO,
+    ) -> None:
+        self.size, self.dims = group.size(), dims
+        self._group, self._layout = group, layout
+        self._exchange = gather_and_fold if self.size <= gather_up_to else prefix_scan
+
+    def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
+        return proj_sBP
+
+    def close(self, mixed_sBV: Tensor, documents: Documents | None) -> Tensor:
+        return mixed_sBV
+
+    def local(self, param: Tensor, sections: Sequence[int] | None = None) -> Tensor:
+        return param
+
+    def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
+        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        lengths = _lengths(tokens, documents)
+        return local_indices(lengths, self.size, self._group.rank(), self._layout)
+
+    def split(self, proj_sBP: Tensor, documents: Documents | None) -> SplitMicroBatch:
+        """How these rows are pieces of sequences; cached by the documents' lengths.
+
+        Raises:
+            ValueError: a length that the layout cannot cut.
+        """
+        tokens, rows = proj_sBP.shape[:2]
+        lengths = _lengths(tokens * self.size, documents)
+        where = (lengths, self.size, self._layout, self._group.rank())
+        return SplitMicroBatch(
+            _local_pieces(*where, proj_sBP.device),
+            halo_table(*where, self.dims.conv_kernel_dim, proj_sBP.device),
+            state_table(*where, rows, proj_sBP.device),
+            self._exchange,
+            self._group,
+        )
+
+
+def _lengths(tokens: int, documents: Documents | None) -> tuple[int, ...]:
+    return (tokens,) if documents is None else documents.lengths
+
+
+@lru_cache(maxsize=16)
+def _local_pieces(
+    lengths: tuple[int, ...],
+    cp_size: int,
+    layout: SequenceLayout,
+    rank: int,
+    device: torch.device,
+) -> Documents:
+    """The boundaries of this rank's pieces in one batch row."""
+    pieces = pieces_of(lengths, cp_size, layout)
+    ends = pieces.length[pieces.held_by(rank)].cumsum(0).tolist()
+    return Documents((0, *(ends or [0])), device)

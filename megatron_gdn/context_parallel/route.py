@@ -1,0 +1,129 @@
+"""Where tokens go in a head exchange: tables built once per micro-batch; no communication here.
+
+Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .zigzag import SequenceLayout, inverse, rank_order_of_sequence
+
+# A message of its own for every run costs a few microseconds of host time each; beyond this many
+# per rank a second pass over the received rows is cheaper.
+MOST_MESSAGES = 48
+
+
+@dataclass(frozen=True)
+class Run:
+    """``tokens`` neighbours in a rank's order that are neighbours in the sequence too."""
+
+    local: int
+    sequence: int
+    tokens: int
+
+    @property
+    def locally(self) -> slice:
+        return slice(self.local, self.local + self.tokens)
+
+    @property
+    def in_sequence(self) -> slice:
+        return slice(self.sequence, self.sequence + self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """The part of a route that travels at one time: the same stretch of every rank's tokens.
+
+    Attributes:
+        tokens: which of a rank's tokens.
+        own_place: int32 ``[size]``, sequence positions of this rank's tokens.
+        peer_place: int32 ``[(R - 1) * size]``, likewise of all peers', end to end.
+        runs: every rank's runs, ``local`` counted from the start of the wave; None when they are
+            too many to travel as messages of their own.
+    """
+
+    tokens: slice
+    own_place: Tensor
+    peer_place: Tensor
+    runs: tuple[tuple[Run, ...], ...] | None
+
+    @property
+    def size(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+
+def _runs(positions_s: Tensor) -> tuple[Run, ...]:
+    if not positions_s.numel():
+        return ()
+    breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*starts[1:], positions_s.numel()]
+    first = positions_s[starts].tolist()
+    return tuple(
+        Run(start, at, end - start) for start, end, at in zip(starts, ends, first, strict=True)
+    )
+
+
+@lru_cache(maxsize=16)
+def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Tensor:
+    """int64 ``[R, s]`` on the CPU: the sequence positions of every rank's tokens, in its order."""
+    order = inverse(rank_order_of_sequence(lengths, cp_size, layout))
+    return order.view(cp_size, -1)
+
+
+def _to(device: torch.device, table: Tensor) -> Tensor:
+    """On ``device`` without waiting for it."""
+    if device.type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def route(
+    lengths: Sequence[int],
+    cp_size: int,
+    cp_rank: int,
+    layout: SequenceLayout,
+    device: torch.device,
+    waves: int = 1,
+    most_messages: int = MOST_MESSAGES,
+) -> tuple[Wave, ...]:
+    """How rank ``cp_rank`` exchanges the tokens of a buffer of documents.
+
+    Args:
+        lengths: tokens of each document (one entry when not packed).
+        layout: how the buffer was cut.
+        waves: in how many parts of about equal size the tokens travel.
+        most_messages: how many messages a rank may send in one wave to save the second pass.
+
+    Raises:
+        ValueError: a length that does not divide, see :func:`.zigzag.check_lengths`.
+    """
+    table_Rs = positions(lengths, cp_size, layout)
+    tokens = table_Rs.shape[1]
+    bounds = [tokens * wave // waves for wave in range(waves + 1)]
+    peers = [rank for rank in range(cp_size) if rank != cp_rank]
+    made = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        if start == stop:
+            continue
+        part_Rs = table_Rs[:, start:stop]
+        # Every rank must come to the same answer, so the rank with the most runs decides.
+        most = 1 + int((part_Rs.diff(dim=1) != 1).sum(dim=1).max())
+        direct = most <= 2 or most * (cp_size - 1) <= most_messages
+        place_Rs = part_Rs.to(torch.int32)
+        made.append(
+            Wave(
+                slice(start, stop),
+                _to(device, place_Rs[cp_rank].contiguous()),
+                _to(device, place_Rs[peers].flatten()),
+                tuple(_runs(row_s) for row_s in part_Rs) if direct else None,
+            )
+        )
+    return tuple(made)

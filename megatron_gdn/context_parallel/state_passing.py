@@ -1,0 +1,205 @@
+"""The delta rule across pieces of a sequence that lie on different ranks, as a core.
+
+Every rank computes what its pieces do to a state, ``S_out = through @ S_in + local``; one exchange
+of these maps gives it the states that enter its pieces, and the core runs from there. The backward
+is the same from the other end: d_local, an exchange with the transposed maps, the core from there.
+
+Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (pieces that
+states enter and leave by), M chains times value heads; H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops import Documents
+from ..ops.fused.cores.base import RuleGrads, RuleInputs, StatePassing
+from .affine import Nodes, pack
+from .pieces import pieces_of
+from .zigzag import SequenceLayout
+
+Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class StateTable:
+    """Between which pieces states travel, for one rank and all rows of a batch.
+
+    In zigzag every document is a chain of 2 * cp nodes, one piece each. In the layouts that cut
+    the whole buffer there is one chain, of runs: what enters a run enters its first piece, what
+    leaves it leaves its last, and a run of several pieces lets nothing through.
+
+    Attributes:
+        sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
+        nodes: of every chain.
+        node_count: h.
+        first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
+            rank's nodes; None where those are all N pieces in this order.
+        enters, leaves, passes: ``[h * chains, 1, 1, 1]``, 1 where the first piece goes on with a
+            document, where the last one's goes on elsewhere, where a state gets from end to end;
+            else 0. None where that needs no saying: everywhere but at the ends of the chains.
+    """
+
+    sequences: Documents
+    nodes: Nodes
+    node_count: int
+    first: Tensor | None
+    last: Tensor | None
+    enters: Tensor | None
+    leaves: Tensor | None
+    passes: Tensor | None
+
+
+def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
+    """Where the runs of a layout live, in the order of the stream."""
+    ranks = tuple(range(cp_size))
+    if layout is SequenceLayout.CONTIGUOUS:
+        return Nodes(ranks, (0,) * cp_size)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
+
+
+@lru_cache(maxsize=16)
+def state_table(
+    lengths: tuple[int, ...],
+    cp_size: int,
+    layout: SequenceLayout,
+    rank: int,
+    rows: int,
+    device: torch.device,
+) -> StateTable | None:
+    """Built once per micro-batch, from host lengths; None when no document is cut."""
+    pieces = pieces_of(lengths, cp_size, layout)
+    if not pieces.any_continues:
+        return None
+    nodes = chain_nodes(cp_size, layout)
+    n, h = len(nodes.hosts), nodes.hosts.count(rank)
+    mine = pieces.held_by(rank)
+    N = len(mine)
+    node, chain = pieces.run[mine] % n, pieces.run[mine] // n
+    chains = int(pieces.run.max()) // n + 1
+    key = torch.tensor(nodes.slots)[node] * chains + chain
+    first = torch.full((h * chains,), N).scatter_reduce_(0, key, torch.arange(N), "amin")
+    last = torch.zeros(h * chains, dtype=torch.int64)
+    last.scatter_reduce_(0, key, torch.arange(N), "amax")
+
+    enters, leaves = pieces.seen[mine][first] > 0, pieces.left[mine][last] > 0
+    passes = enters & leaves & (first == last)
+    starts, ends = node[first] == 0, node[first] == n - 1
+
+    def per_row(x: Tensor) -> Tensor:
+        """``[h * chains]`` of one row to ``[h, rows, chains]``, flat."""
+        return x.view(h, 1, chains).expand(h, rows, chains).flatten()
+
+    def pieces_of_all_rows(x: Tensor) -> Tensor | None:
+        shift = torch.arange(rows).view(1, rows, 1) * N
+        x = (x.view(h, 1, chains) + shift).flatten()
+        every = torch.arange(rows * N)
+        return None if torch.equal(x, every) else x.to(device)
+
+    def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
+        if (x | exempt).all():
+            return None
+        return per_row(x).view(-1, 1, 1, 1).to(device=device, dtype=torch.float32)
+
+    ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
+    return StateTable(
+        sequences=Documents((0, *ends_of_pieces), device),
+        nodes=nodes,
+        node_count=h,
+        first=pieces_of_all_rows(first),
+        last=pieces_of_all_rows(last),
+        enters=mask(enters, starts),
+        leaves=mask(leaves, ends),
+        passes=mask(passes, starts | ends),
+    )
+
+
+def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
+    x = x_N if index is None else x_N.index_select(0, index)
+    return x if mask is None else x * mask
+
+
+def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
+    """The inverse of :func:`_take`: the other of ``count`` entries are zero."""
+    return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+
+
+class StatePassingCore:
+    """A core over pieces, made of a core over sequences.
+
+    Called as :class:`~megatron_gdn.ops.fused.Core` is; ``documents`` is not read, the table has
+    the pieces.
+
+    Args:
+        core: able to pass states.
+        table: between which pieces they travel.
+        exchange: :func:`.affine.gather_and_fold` or :func:`.affine.prefix_scan`.
+        group: the ranks that hold the pieces.
+    """
+
+    def __init__(
+        self, core: StatePassing, table: StateTable, exchange: Exchange, group: dist.ProcessGroup
+    ) -> None:
+        self.name = core.name
+        self._core, self._table, self._exchange, self._group = core, table, exchange, group
+
+    def _chain(self, local: Tensor, through: Tensor, nodes: Nodes) -> Tensor:
+        """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``local``."""
+        maps = pack(local, through).unflatten(0, (self._table.node_count, -1)).flatten(1, 2)
+        return self._exchange(maps, local.shape[-1], nodes, self._group).view(local.shape)
+
+    @property
+    def _count(self) -> int:
+        return len(self._table.sequences.lengths)
+
+    def forward(
+        self, inputs: RuleInputs, documents: Documents | None, keep: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
+        table, rows = self._table, inputs.v.shape[:2]
+        inputs = _end_to_end(inputs)
+        local, through, work = self._core.transition(inputs, table.sequences)
+        local = _take(local, table.last, table.leaves)
+        through = _take(through, table.last, table.passes)
+        entering = self._chain(local, through, table.nodes)
+        o, saved, plan = self._core.forward(
+            inputs, table.sequences, keep,
+            initial=_put(entering, table.first, self._count), work=work,
+        )  # fmt: skip
+        return o.unflatten(1, rows).squeeze(0), (entering, through, *saved), plan
+
+    def backward(
+        self,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: tuple[Tensor | None, ...],
+        plan: object,
+        documents: Documents | None,
+    ) -> RuleGrads:
+        table, rows = self._table, inputs.v.shape[:2]
+        entering, through, *saved = saved
+        common = (_end_to_end([d_o])[0], _end_to_end(inputs), tuple(saved), plan, table.sequences)
+        d_local, work = self._core.d_initial(*common)
+        leaving = self._chain(
+            _take(d_local, table.first, table.enters),
+            through.transpose(-1, -2),
+            table.nodes.backwards(),
+        )
+        grads = self._core.backward(
+            *common,
+            initial=_put(entering, table.first, self._count),
+            d_final=_put(leaving, table.last, self._count),
+            work=work,
+        )
+        return RuleGrads(*(x.unflatten(1, rows).squeeze(0) for x in grads))
+
+
+def _end_to_end(tensors):
+    """``[B, s, ...]`` to ``[1, B * s, ...]``, without a copy; None stays None."""
+    flat = (x if x is None else x.flatten(0, 1)[None] for x in tensors)
+    return RuleInputs(*flat) if isinstance(tensors, RuleInputs) else list(flat)

@@ -1,0 +1,147 @@
+"""Run on every rank: chains of affine maps, and what is said of schemes and modes."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_gdn import SequenceLayout, observe
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel.affine import gather_and_fold, pack, prefix_scan
+from megatron_gdn.context_parallel.state_passing import chain_nodes
+from tests.distributed.layer_laws import build_layer, randomise_, thd
+from tests.parallel import group_of_one, make_config, parallel
+
+
+def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype) -> None:
+    """Both exchanges give every node the product of the maps before it."""
+    rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
+    nodes = chain_nodes(size, SequenceLayout.parse(layout))
+    nodes = nodes.backwards() if backwards else nodes
+    torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
+    n = len(nodes.hosts)
+    local, through = torch.randn(n, M, K, V, dtype=dtype), torch.randn(n, M, K, K, dtype=dtype) / 2
+    state, entering = torch.zeros(M, K, V, dtype=torch.float64), []
+    for j in range(n):
+        entering.append(state)
+        state = through[j].double() @ state + local[j].double()
+    mine = nodes.of(rank)
+    maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
+    for j, slot in mine:
+        maps[slot] = pack(local[j], through[j])
+    for exchange in (gather_and_fold, prefix_scan):
+        got = exchange(maps, V, nodes, dist.group.WORLD)
+        again = exchange(maps, V, nodes, dist.group.WORLD)
+        assert got.dtype == dtype and torch.equal(got, again)
+        for j, slot in mine:
+            # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
+            torch.testing.assert_close(
+                got[slot].double(), entering[j], rtol=0, atol=64 * torch.finfo(dtype).eps
+            )
+
+
+def _layer(cp: int, **options):
+    groups = ProcessGroupCollection(
+        tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
+    )
+    changes = options.pop("sizes", {})
+    return build_layer(make_config(context_parallel_size=cp, **changes), groups, options)
+
+
+def two_runs_are_bitwise_equal(cp: int, lengths: tuple[int, ...] | None) -> None:
+    with parallel(cp=cp):
+        torch.manual_seed(7)
+        layer = _layer(cp, linear_cp_mode="chunkwise", sizes={"deterministic_mode": True})
+        randomise_(layer)
+        tokens, batch = (48, 2) if lengths is None else (sum(lengths), 1)
+        x = torch.randn(tokens, batch, layer.hidden_size)
+        x = x[local_indices(lengths or (tokens,), cp, dist.get_rank())]
+
+        def run():
+            leaf = x.clone().requires_grad_()
+            packed = None if lengths is None else thd(lengths)
+            out, _ = layer(leaf, None, packed_seq_params=packed)
+            grads = torch.autograd.grad(out.sin().sum(), [leaf, *layer.parameters()])
+            return [out, *grads]
+
+        assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def no_exchange_where_no_document_is_cut() -> None:
+    """Documents that end where ranks do: chunkwise sends nothing at all."""
+    with parallel(cp=2):
+        layer = _layer(2, linear_cp_mode="chunkwise", cp_layout="contiguous")
+        from unittest.mock import patch
+
+        refuse = AssertionError("a collective")
+        with (
+            patch.object(dist, "all_to_all_single", side_effect=refuse),
+            patch.object(dist, "all_gather_into_tensor", side_effect=refuse),
+        ):
+            x = torch.randn(8, 1, layer.hidden_size, requires_grad=True)
+            layer(x, None, packed_seq_params=thd((5, 3, 0, 8)))[0].sum().backward()
+
+
+def auto_says_once_what_it_takes() -> list[str]:
+    """Messages while three layers meet a short, a long and another short micro-batch."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    observe.log_once.cache_clear()
+    observe.logger.addHandler(handler)
+    level = observe.logger.level
+    observe.logger.setLevel(logging.INFO)
+    try:
+        with parallel(cp=2):
+            layers = [_layer(2) for _ in range(3)]
+            for tokens in (8, 2**20, 12):
+                for layer in layers:
+                    hidden = torch.empty(tokens // 2, 1, layer.hidden_size, device="meta")
+                    layer.context_parallel.resolve(None, hidden, 1)
+    finally:
+        observe.logger.removeHandler(handler)
+        observe.logger.setLevel(level)
+    return [m for m in messages if "linear_cp_mode" in m]
+
+
+def chosen_scheme(tokens: int, config_mode: str | None = None, **options) -> str:
+    with parallel(cp=2):
+        groups = ProcessGroupCollection(
+            tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
+        )
+        config = make_config(context_parallel_size=2, **options.pop("sizes", {}))
+        config.linear_cp_mode = config_mode
+        layer = build_layer(config, groups, options)
+        hidden = torch.empty(tokens // 2, 1, layer.hidden_size, device="meta")
+        return layer.context_parallel.resolve(None, hidden, 1)[0].name
+
+
+def modes_that_cannot_run_are_refused() -> None:
+    from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+
+    one_key_head = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
+    with parallel(cp=2):
+        transition = TorchCore.transition
+        try:
+            for options, error, message in (
+                ({"linear_cp_mode": "ring"}, ValueError, "'headwise', 'chunkwise', 'auto'"),
+                (
+                    {"linear_cp_mode": "headwise", "sizes": one_key_head},
+                    ValueError,
+                    "linear_cp_mode='chunkwise'",
+                ),
+                ({"linear_cp_mode": "chunkwise"}, NotImplementedError, "backend='reference'"),
+                ({"sizes": one_key_head}, NotImplementedError, "Headwise cannot run either"),
+            ):
+                if error is NotImplementedError and hasattr(TorchCore, "transition"):
+                    del TorchCore.transition
+                try:
+                    _layer(2, **options)
+                except error as raised:
+                    assert message in str(raised), raised
+                else:
+                    raise AssertionError(f"accepted: {options}")
+        finally:
+            TorchCore.transition = transition

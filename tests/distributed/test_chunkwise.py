@@ -1,0 +1,104 @@
+"""Chunkwise context parallelism: what is its own beside the laws that hold for both schemes.
+
+fp32 on gloo, tolerance as in ``test_layer_parallel``.
+"""
+
+import pytest
+import torch
+
+from tests.distributed import chunkwise_laws as laws
+from tests.distributed.layer_laws import parallel_equals_one_rank
+
+LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
+TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+sizes = pytest.mark.parametrize("size", [2, 4, 8])
+
+
+def equal(pools, tp, cp, *args, **options):
+    options.setdefault("linear_cp_mode", "chunkwise")
+    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, *args, **options)
+
+
+@sizes
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_gathering_and_scanning_give_the_product_of_the_maps_before(pools, size, layout):
+    for backwards in (False, True):
+        for dtype in (torch.float32, torch.float64):
+            pools(size).run(laws.chains_equal_their_product, layout, backwards, dtype)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["gather", "scan"])
+@pytest.mark.parametrize("lengths", [None, (16, 0, 48, 32)], ids=["batch", "packed"])
+def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, scan):
+    equal(pools, 1, 8, lengths=lengths, scan=scan, sizes=TWO_KEY_HEADS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
+    chunks = cp if layout == "contiguous" else 2 * cp
+    for tokens in (chunks, 2 * chunks):
+        equal(pools, 1, cp, tokens=tokens, batch=3, layout=layout, conv_bias=True)
+    equal(pools, 1, cp, lengths=(chunks, 0, chunks, 2 * chunks), layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scan", [False, True], ids=["gather", "scan"])
+def test_documents_across_many_ranks_equal_one_rank(pools, layout, scan):
+    equal(pools, 1, 4, lengths=(128, 0, 64), layout=layout, scan=scan)
+
+
+def test_a_rank_of_nothing_but_padding_equals_one_rank(pools):
+    equal(pools, 1, 2, lengths=(24,), real_lengths=(11,), layout="contiguous")
+    equal(pools, 1, 4, lengths=(12, 20), real_lengths=(12, 3), layout="contiguous")
+
+
+@pytest.mark.parametrize("rates", [(1e-4, 2e-4), (16, 20)], ids=["no decay", "strong decay"])
+@pytest.mark.parametrize("lengths", [None, (8, 24, 16, 8)], ids=["batch", "packed"])
+def test_any_decay_equals_one_rank(pools, rates, lengths):
+    equal(pools, 2, 2, True, lengths=lengths, A_init_range=rates)
+
+
+@pytest.mark.parametrize("taps", [1, 2, 7])
+def test_any_number_of_taps_equals_one_rank(pools, taps):
+    for layout in LAYOUTS:
+        equal(
+            pools, 1, 2, lengths=(8, 4, 12), layout=layout, sizes={"linear_conv_kernel_dim": taps}
+        )
+
+
+@pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
+def test_two_runs_are_bitwise_equal(pools, lengths):
+    pools(4).run(laws.two_runs_are_bitwise_equal, 4, lengths)
+
+
+def test_nothing_is_sent_where_no_document_is_cut(pools):
+    pools(2).run(laws.no_exchange_where_no_document_is_cut)
+
+
+def test_the_mode_comes_from_the_spec_or_the_config(pools):
+    long, short = 2**20, 64
+
+    def chosen(*args, **options):
+        return pools(2).run(laws.chosen_scheme, *args, **options)[0]
+
+    assert chosen(short) == "headwise" and chosen(long) == "chunkwise"
+    assert chosen(short, "chunkwise") == "chunkwise" and chosen(long, "headwise") == "headwise"
+    assert chosen(short, "headwise", linear_cp_mode="chunkwise") == "chunkwise"
+    one_key_head = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
+    assert chosen(short, sizes=one_key_head) == "chunkwise"
+
+
+def test_the_mode_of_the_config_equals_one_rank(pools):
+    equal(pools, 1, 2, linear_cp_mode=None, config_mode="chunkwise")
+
+
+def test_auto_logs_each_choice_once(pools):
+    first, *_ = pools(2).run(laws.auto_says_once_what_it_takes)
+    headwise, chunkwise = first
+    assert "takes 'headwise'" in headwise and "8 tokens" in headwise and "MiB" in headwise
+    assert "takes 'chunkwise'" in chunkwise
+
+
+def test_modes_that_cannot_run_are_refused(pools):
+    pools(2).run(laws.modes_that_cannot_run_are_refused)

@@ -1,0 +1,151 @@
+"""Tables of chunkwise context parallelism against their definition, for all lengths and sizes.
+
+The exchanges are played out on the host, all ranks in one process.
+"""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel.halo import halo_table
+from megatron_gdn.context_parallel.pieces import pieces_of
+from megatron_gdn.context_parallel.state_passing import _put, _take, chain_nodes, state_table
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def cuts(draw):
+    """(lengths, cp, layout): documents of any length where the layout allows, empty ones too."""
+    cp, layout = draw(st.integers(2, 5)), draw(st.sampled_from(SequenceLayout))
+    units = draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    if layout is SequenceLayout.ZIGZAG:
+        return tuple(2 * cp * n for n in units), cp, layout
+    total = sum(units) * (cp if layout is SequenceLayout.CONTIGUOUS else 2 * cp)
+    ends = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
+    return tuple(b - a for a, b in zip([0, *ends], [*ends, total], strict=True)), cp, layout
+
+
+def position_in_document(lengths):
+    return torch.cat([torch.arange(n) for n in lengths] + [torch.arange(0)])
+
+
+@settings(deadline=None)
+@given(cuts())
+def test_pieces_are_the_stretches_of_one_document_that_a_rank_holds_together(cut):
+    lengths, cp, layout = cut
+    pieces, position = pieces_of(*cut), position_in_document(lengths)
+    remaining = torch.cat([torch.arange(n).flip(0) for n in lengths] + [torch.arange(0)])
+    assert int(pieces.length.sum()) == sum(lengths)
+    for rank in range(cp):
+        mine, held = pieces.held_by(rank), local_indices(lengths, cp, rank, layout)
+        stretches = [torch.arange(s, s + n) for s, n in zip(
+            pieces.start[mine].tolist(), pieces.length[mine].tolist(), strict=True
+        )]  # fmt: skip
+        assert torch.equal(torch.cat([*stretches, held[:0]]), held)
+        for piece, stretch in zip(mine, stretches, strict=True):
+            assert pieces.seen[piece] == position[stretch[0]]
+            assert pieces.left[piece] == remaining[stretch[-1]]
+            assert torch.equal(position[stretch], position[stretch[0]] + torch.arange(len(stretch)))
+
+
+def played_out(rows_by_rank, send_counts, size):
+    """What every rank receives when rank r sends ``send_counts[r][t]`` of its rows to t."""
+    messages = [x.split(list(n)) for x, n in zip(rows_by_rank, send_counts, strict=True)]
+    return [torch.cat([messages[giver][taker] for giver in range(size)]) for taker in range(size)]
+
+
+@settings(deadline=None)
+@given(cuts(), st.integers(2, 5))
+def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut, taps):
+    lengths, cp, layout = cut
+    tables = [halo_table(*cut, rank, taps, CPU) for rank in range(cp)]
+    position = position_in_document(lengths)
+    if tables[0] is None:
+        pieces = pieces_of(*cut)
+        assert tables == [None] * cp and (pieces.seen == 0).all()
+        return
+    held = [local_indices(lengths, cp, rank, layout) for rank in range(cp)]
+    received = played_out(
+        [rows[t.send_rows] for rows, t in zip(held, tables, strict=True)],
+        [t.send_counts for t in tables],
+        cp,
+    )
+    gradients, returning, expected = [], [], torch.zeros(sum(lengths), dtype=torch.float64)
+    for rank, table in enumerate(tables):
+        assert len(received[rank]) == sum(table.receive_counts)
+        edges = 0 if table.edges is None else table.edges.total_tokens
+        stream = torch.full((edges,), -1)
+        stream[table.received_slots] = received[rank]
+        stream[table.redone_slots] = held[rank][table.redone_rows]
+        # Each small document: up to taps - 1 rows, then the piece's first ones, without a gap.
+        starts, needed = [], []
+        for piece in pieces_of(*cut).held_by(rank).tolist():
+            start, seen = (int(x[piece]) for x in (pieces_of(*cut).start, pieces_of(*cut).seen))
+            if seen:
+                length = int(pieces_of(*cut).length[piece])
+                low = start - min(seen, taps - 1)
+                needed.append(torch.arange(low, start + min(length, taps - 1)))
+                starts.append(len(needed[-1]))
+        assert torch.equal(stream, torch.cat([*needed, stream[:0]]))
+        assert starts == ([] if table.edges is None else list(table.edges.lengths))
+        assert (position[held[rank][table.redone_rows]] > 0).all()
+
+        gradient = torch.rand(edges, dtype=torch.float64)
+        expected.index_add_(0, stream, gradient)
+        gradients.append(gradient)
+        returning.append(gradient[table.received_slots])
+    returned = played_out(returning, [t.receive_counts for t in tables], cp)
+    total = torch.zeros(sum(lengths), dtype=torch.float64)
+    for rank, table in enumerate(tables):
+        pool = torch.cat([gradients[rank], returned[rank], torch.zeros(1)])
+        assert len(table.gradient_rows) == len(table.gradient_rows.unique())
+        total[held[rank][table.gradient_rows]] += pool[table.gradient_sources].sum(1)
+    torch.testing.assert_close(total, expected)
+
+
+@settings(deadline=None)
+@given(cuts(), st.integers(1, 3))
+def test_states_enter_every_piece_as_one_rank_would_have_them(cut, rows):
+    """Scalar states: S_out = a S_in + b per piece; the chain by hand against the tables."""
+    lengths, cp, layout = cut
+    pieces, nodes = pieces_of(*cut), chain_nodes(cp, layout)
+    tables = [state_table(*cut, rank, rows, CPU) for rank in range(cp)]
+    if tables[0] is None:
+        assert (pieces.seen == 0).all()
+        return
+    n = len(nodes.hosts)
+    maps = torch.rand(rows, len(pieces.start), 2, dtype=torch.float64)  # a, b
+    entering, leaving = torch.zeros(2, *maps.shape[:2], dtype=torch.float64)
+    for i in range(1, len(pieces.start)):
+        if pieces.seen[i]:
+            entering[:, i] = maps[:, i - 1, 0] * entering[:, i - 1] + maps[:, i - 1, 1]
+    for i in reversed(range(len(pieces.start) - 1)):
+        if pieces.seen[i + 1]:
+            leaving[:, i] = maps[:, i + 1, 0] * leaving[:, i + 1] + maps[:, i + 1, 1]
+
+    def chain(nodes, a_by_rank, b_by_rank):
+        """Exclusive fold over the nodes, on ``[h, rows * chains]`` of every rank."""
+        results, state = [torch.zeros_like(b) for b in b_by_rank], 0
+        for j in range(n):
+            host, slot = nodes.hosts[j], nodes.slots[j]
+            results[host][slot] = state
+            state = a_by_rank[host][slot] * state + b_by_rank[host][slot]
+        return results
+
+    held = [pieces.held_by(rank) for rank in range(cp)]
+    mine = [maps[:, h].flatten(0, 1)[..., None, None, None] for h in held]  # [N, 2, 1, 1, 1]
+    both = list(zip(mine, tables, strict=True))
+    a = [_take(m[:, 0], t.last, t.passes).view(t.node_count, -1) for m, t in both]
+    b = [_take(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
+    d = [_take(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
+    forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
+    for rank, table in enumerate(tables):
+        count = rows * len(held[rank])
+        assert len(table.sequences.lengths) == count
+        got = _put(forward[rank].flatten(), table.first, count)
+        torch.testing.assert_close(got, entering[:, held[rank]].flatten())
+        got = _put(backward[rank].flatten(), table.last, count)
+        torch.testing.assert_close(got, leaving[:, held[rank]].flatten())
