@@ -56,7 +56,8 @@ class StandIn:
     def get_warmup_chunks_bidi(self, g, cu_seqlens, ht_mask_fwd, ht_mask_bwd, **_):
         assert not ht_mask_fwd.any() and not ht_mask_bwd.any()
         chunks = ((cu_seqlens.diff() + CHUNK - 1) // CHUNK)[:, None].repeat(1, g.shape[-1])
-        return chunks, chunks.clone(), None, None
+        short = torch.where(cu_seqlens.diff()[:, None] % CHUNK > 0, 1, chunks)
+        return short, chunks, None, None
 
     def _rule(self, k, v, b, g, cu_seqlens, q=None):
         rows, tokens = k.shape[:2]

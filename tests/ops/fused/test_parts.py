@@ -52,10 +52,8 @@ def test_tables_of_parts():
     assert parts.closes.tolist() == [True, False, True, True]
     assert parts.chunks.flatten().tolist() == [1, 8, 8, 2]
     assert parts.ragged.flatten().tolist() == [True, False, True, False]
-    assert [[x.tolist() for x in step] for step in parts.steps] == [
-        [[0, 1, 3], [0, 1, 2]],
-        [[2], [1]],
-    ]
+    assert parts.opening.tolist() == [0, 1, 3] and parts.closing.tolist() == [0, 2, 3]
+    assert [[x.tolist() for x in link] for link in parts.links] == [[[2], [1], [1]]]
     assert not parts.are_sequences
 
 

@@ -1,6 +1,6 @@
 """Chaining the affine maps ``S_out = through @ S_in + local`` of the parts of each sequence.
 
-All in fp32, one batched product per place in the sequence.
+One batched product per place in the sequence, all in full fp32.
 
 Legend: N sequences, P parts, H value heads, K key dim, V value dim.
 """
@@ -22,13 +22,6 @@ def _product(through: Tensor, state: Tensor, add: Tensor | None = None) -> Tenso
     return out.view(*state.shape[:2], *out.shape[1:])
 
 
-def _start(like: Tensor, parts: Parts, given: Tensor | None) -> Tensor:
-    """``[N, H, K, V]`` to be overwritten: a copy of what is given, or zeros."""
-    if given is None:
-        return like.new_zeros(len(parts.sequences) - 1, *like.shape[1:])
-    return given.to(like.dtype, copy=True)
-
-
 def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
     """The maps of whole sequences from those of their parts.
 
@@ -42,12 +35,11 @@ def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tenso
     if parts.are_sequences:
         return local, through
     V = local.shape[-1]
-    (opening, _), *rest = parts.steps
-    chain = torch.cat([local[opening], through[opening]], dim=-1)
-    for part, sequence in rest:
-        longer = _product(through[part], chain[sequence])
+    chain = torch.cat([local[parts.opening], through[parts.opening]], dim=-1)
+    for part, _, sequence in parts.links:
+        longer = _product(through[part], chain if sequence is None else chain[sequence])
         longer[..., :V] += local[part]
-        chain.index_copy_(0, sequence, longer)
+        chain = longer if sequence is None else chain.index_copy_(0, sequence, longer)
     return chain[..., :V].contiguous(), chain[..., V:].contiguous()
 
 
@@ -61,26 +53,19 @@ def entering_states(
     """
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
-    state = _start(local, parts, initial)
     entering = torch.empty_like(local)
-    for part, sequence in parts.steps:
-        before = state[sequence]
-        entering.index_copy_(0, part, before)
-        state.index_copy_(0, sequence, _product(through[part], before, local[part]))
+    _put(entering, parts.opening, initial)
+    for part, previous, _ in parts.links:
+        state = _product(through[previous], entering[previous], local[previous])
+        entering.index_copy_(0, part, state)
     return entering
 
 
-def _back(
-    d_local: Tensor, through: Tensor, parts: Parts, d_final: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    state = _start(d_local, parts, d_final)
-    leaving = torch.empty_like(d_local)
-    for part, sequence in reversed(parts.steps):
-        after = state[sequence]
-        leaving.index_copy_(0, part, after)
-        back = through[part].transpose(-1, -2)
-        state.index_copy_(0, sequence, _product(back, after, d_local[part]))
-    return leaving, state
+def _put(states: Tensor, index: Tensor, given: Tensor | None) -> None:
+    if given is None:
+        states.index_fill_(0, index, 0.0)
+    else:
+        states.index_copy_(0, index, given.to(states.dtype))
 
 
 def leaving_gradients(
@@ -97,9 +82,17 @@ def leaving_gradients(
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
-    return _back(d_local, through, parts, d_final)[0]
+    leaving = torch.empty_like(d_local)
+    _put(leaving, parts.closing, d_final)
+    for part, previous, _ in reversed(parts.links):
+        d_state = _product(through[part].transpose(-1, -2), leaving[part], d_local[part])
+        leaving.index_copy_(0, previous, d_state)
+    return leaving
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
     """The gradient of the initial states, ``[N, H, K, V]``, when the final states get none."""
-    return d_local if parts.are_sequences else _back(d_local, through, parts, None)[1]
+    if parts.are_sequences:
+        return d_local
+    leaving, first = leaving_gradients(d_local, through, parts, None), parts.opening
+    return _product(through[first].transpose(-1, -2), leaving[first], d_local[first])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ CHUNK = 64
 # multiprocessors. A constant, not the count of the GPU at hand: the cut decides rounding.
 FULL_GPU = 128
 _FEWEST_CHUNKS = 32
+
+
+class Link(NamedTuple):
+    """The parts at one place of their sequences, int64, with the parts just before them."""
+
+    part: Tensor
+    previous: Tensor
+    sequence: Tensor | None  # None: every sequence has a part at this place
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +45,8 @@ class Parts:
             than one part; both true for the only part of a sequence.
         chunks: int32 ``[P, 1]``, chunks of 64 tokens per part, rounded up.
         ragged: bool ``[P, 1]``, whether the part ends inside a chunk.
-        steps: for each place in a sequence, int64 indices of the parts that stand there and of
-            their sequences.
+        opening, closing: int64 ``[N]``, the first and the last part of every sequence.
+        links: for each place in a sequence but the first, see :class:`Link`.
     """
 
     sequences: Tensor
@@ -48,12 +57,14 @@ class Parts:
     closes: Tensor
     chunks: Tensor
     ragged: Tensor
-    steps: tuple[tuple[Tensor, Tensor], ...]
+    opening: Tensor
+    closing: Tensor
+    links: tuple[Link, ...]
 
     @property
     def are_sequences(self) -> bool:
         """No sequence is cut."""
-        return len(self.steps) == 1
+        return not self.links
 
     @classmethod
     def build(cls, sequences: Sequence[int], offsets: Sequence[int], device: torch.device) -> Parts:
@@ -68,11 +79,14 @@ class Parts:
         def table(values, dtype=torch.int32) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-        steps = []
-        for place in range(max(places) + 1):
-            parts = [part for part, at in enumerate(places) if at == place]
-            owners = [owner[part] for part in parts]
-            steps.append((table(parts, torch.int64), table(owners, torch.int64)))
+        links = []
+        for place in range(1, max(places) + 1):
+            part = [p for p, at in enumerate(places) if at == place]
+            sequence = None
+            if len(part) < len(first) - 1:
+                sequence = table([owner[p] for p in part], torch.int64)
+            previous = table([p - 1 for p in part], torch.int64)
+            links.append(Link(table(part, torch.int64), previous, sequence))
         return cls(
             sequences=table(sequences),
             offsets=table(offsets),
@@ -82,7 +96,9 @@ class Parts:
             closes=table([end in ends for end in offsets[1:]], torch.bool),
             chunks=table([[-(-length // CHUNK)] for length in lengths]),
             ragged=table([[length % CHUNK != 0] for length in lengths], torch.bool),
-            steps=tuple(steps),
+            opening=table(first[:-1], torch.int64),
+            closing=table([p - 1 for p in first[1:]], torch.int64),
+            links=tuple(links),
         )
 
 
