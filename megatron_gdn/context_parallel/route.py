@@ -14,10 +14,6 @@ from torch import Tensor
 
 from .zigzag import SequenceLayout, inverse, rank_order_of_sequence
 
-# A message of its own for every run costs a few microseconds of host time each; beyond this many
-# per rank a second pass over the received rows is cheaper.
-MOST_MESSAGES = 48
-
 
 @dataclass(frozen=True)
 class Run:
@@ -45,7 +41,7 @@ class Wave:
         own_place: int32 ``[size]``, sequence positions of this rank's tokens.
         peer_place: int32 ``[(R - 1) * size]``, likewise of all peers', end to end.
         runs: every rank's runs, ``local`` counted from the start of the wave; None when they are
-            too many to travel as messages of their own.
+            too short to travel as messages of their own.
     """
 
     tokens: slice
@@ -92,7 +88,7 @@ def route(
     layout: SequenceLayout,
     device: torch.device,
     waves: int = 1,
-    most_messages: int = MOST_MESSAGES,
+    run_tokens: int = 0,
 ) -> tuple[Wave, ...]:
     """How rank ``cp_rank`` exchanges the tokens of a buffer of documents.
 
@@ -100,7 +96,8 @@ def route(
         lengths: tokens of each document (one entry when not packed).
         layout: how the buffer was cut.
         waves: in how many parts of about equal size the tokens travel.
-        most_messages: how many messages a rank may send in one wave to save the second pass.
+        run_tokens: runs travel as messages of their own where they are this long on average, on
+            the rank with the most of them.
 
     Raises:
         ValueError: a length that does not divide, see :func:`.zigzag.check_lengths`.
@@ -116,7 +113,7 @@ def route(
         part_Rs = table_Rs[:, start:stop]
         # Every rank must come to the same answer, so the rank with the most runs decides.
         most = 1 + int((part_Rs.diff(dim=1) != 1).sum(dim=1).max())
-        direct = most <= 2 or most * (cp_size - 1) <= most_messages
+        direct = most * run_tokens <= stop - start
         place_Rs = part_Rs.to(torch.int32)
         made.append(
             Wave(

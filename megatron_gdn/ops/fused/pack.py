@@ -166,13 +166,17 @@ def _whole_rows(messages: Tensor) -> tuple[Tensor, tuple[Strip, ...]]:
     return messages.flatten(0, 1), strips(HeadShares.even(1, (width,)), _COLUMNS)
 
 
-def place_rows(messages: Tensor, full: Tensor, place: Tensor) -> None:
+def place_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
     """``full[place] = messages``, rows of all messages end to end."""
     rows, cut = _whole_rows(messages)
-    _carry(rows, full, place, cut, messages=1, pack=True)
+    _carry(rows, full, place, cut, messages=1, pack=True, beside_transfer=beside_transfer)
 
 
-def take_rows(full: Tensor, messages: Tensor, place: Tensor) -> None:
+def take_rows(
+    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
     """``messages = full[place]``, the reverse of :func:`place_rows`."""
     rows, cut = _whole_rows(messages)
-    _carry(rows, full, place, cut, messages=1, pack=False)
+    _carry(rows, full, place, cut, messages=1, pack=False, beside_transfer=beside_transfer)
