@@ -37,11 +37,15 @@ MESSAGE_BYTES = 4 << 20
 
 
 class Exchange(NamedTuple):
-    """Who takes part, which columns each rank holds, and where the tokens go."""
+    """Who takes part, which columns each rank holds, and where the tokens go.
+
+    Runs of at least ``direct_run`` tokens (on average) travel as messages of their own.
+    """
 
     group: dist.ProcessGroup
     shares: HeadShares
     waves: tuple[Wave, ...]
+    direct_run: float
 
     @classmethod
     def of(
@@ -56,9 +60,11 @@ class Exchange(NamedTuple):
         row_bytes = max(1, rows.shape[1] * shares.own_width * rows.element_size())
         sent_bytes = sum(lengths) // shares.ranks * (shares.ranks - 1) * row_bytes
         waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
-        run_tokens = -(-MESSAGE_BYTES // row_bytes)
         place = (lengths, shares.ranks, group.rank(), layout, rows.device)
-        return cls(group, shares, route(*place, waves, run_tokens))
+        return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes)
+
+    def sends_runs(self, wave: Wave) -> bool:
+        return wave.mean_run >= self.direct_run
 
     @property
     def rank(self) -> int:
@@ -130,7 +136,7 @@ def _deliver(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, pack: ModuleType
 ) -> Callable[[], None]:
     """Start carrying every rank's messages to their rows of ``full``; call the result to finish."""
-    if wave.runs is not None:
+    if exchange.sends_runs(wave):
         return _wait_for(_send_runs(exchange, wave, messages, full, to_heads=True))
     work, received = _swap(exchange, messages)
 
@@ -147,7 +153,7 @@ def _collect(
 ) -> tuple[Tensor, Callable[[], None]]:
     """The reverse: the messages that rows of ``full`` become on their ranks, and how to finish."""
     messages = _messages(full, exchange, wave)
-    if wave.runs is not None:
+    if exchange.sends_runs(wave):
         return messages, _wait_for(_send_runs(exchange, wave, messages, full, to_heads=False))
     beside = wave is not exchange.waves[0]
     pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -37,26 +37,34 @@ class Wave:
     """The part of a route that travels at one time: the same stretch of every rank's tokens.
 
     Attributes:
-        tokens: which of a rank's tokens.
+        tokens: which of a rank's tokens, ``size`` of them.
         own_place: int32 ``[size]``, sequence positions of this rank's tokens.
         peer_place: int32 ``[(R - 1) * size]``, likewise of all peers', end to end.
-        runs: every rank's runs, ``local`` counted from the start of the wave; None when they are
-            too short to travel as messages of their own.
+        positions: int64 ``[R, size]`` on the CPU, likewise of every rank's.
     """
 
     tokens: slice
     own_place: Tensor
     peer_place: Tensor
-    runs: tuple[tuple[Run, ...], ...] | None
+    positions: Tensor
 
     @property
     def size(self) -> int:
         return self.tokens.stop - self.tokens.start
 
+    @cached_property
+    def mean_run(self) -> float:
+        """Tokens per run, on the rank with the most runs: every rank finds the same number."""
+        breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
+        return self.size / (1 + int(breaks.max()))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """Every rank's runs; ``local`` counts from the start of the wave."""
+        return tuple(_runs(positions_s) for positions_s in self.positions)
+
 
 def _runs(positions_s: Tensor) -> tuple[Run, ...]:
-    if not positions_s.numel():
-        return ()
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist()]
     ends = [*starts[1:], positions_s.numel()]
@@ -88,7 +96,6 @@ def route(
     layout: SequenceLayout,
     device: torch.device,
     waves: int = 1,
-    run_tokens: int = 0,
 ) -> tuple[Wave, ...]:
     """How rank ``cp_rank`` exchanges the tokens of a buffer of documents.
 
@@ -96,8 +103,6 @@ def route(
         lengths: tokens of each document (one entry when not packed).
         layout: how the buffer was cut.
         waves: in how many parts of about equal size the tokens travel.
-        run_tokens: runs travel as messages of their own where they are this long on average, on
-            the rank with the most of them.
 
     Raises:
         ValueError: a length that does not divide, see :func:`.zigzag.check_lengths`.
@@ -111,16 +116,7 @@ def route(
         if start == stop:
             continue
         part_Rs = table_Rs[:, start:stop]
-        # Every rank must come to the same answer, so the rank with the most runs decides.
-        most = 1 + int((part_Rs.diff(dim=1) != 1).sum(dim=1).max())
-        direct = most * run_tokens <= stop - start
         place_Rs = part_Rs.to(torch.int32)
-        made.append(
-            Wave(
-                slice(start, stop),
-                _to(device, place_Rs[cp_rank].contiguous()),
-                _to(device, place_Rs[peers].flatten()),
-                tuple(_runs(row_s) for row_s in part_Rs) if direct else None,
-            )
-        )
+        own, others = place_Rs[cp_rank].contiguous(), place_Rs[peers].flatten()
+        made.append(Wave(slice(start, stop), _to(device, own), _to(device, others), part_Rs))
     return tuple(made)
