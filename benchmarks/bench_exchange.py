@@ -4,7 +4,8 @@
 
 raw     all_to_all_single of packed buffers: two exchanges forward, two backward, nothing else
 plain   split + cat, all_to_all_single, index_select in plain torch
-ours    ``Headwise.open`` and ``.close``, in as many waves as --waves says
+ours    ``Headwise.open`` and ``.close`` as they are; then in as many waves as --waves says, each
+        run of tokens a message ("runs") or one message per peer and a second pass ("blocks")
 
 Medians over the repeats, then the slowest rank. ``--check`` compares ours with plain, bit for bit;
 it also runs without a GPU, on gloo, with ``--shrink 64``.
@@ -46,7 +47,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
-    parser.add_argument("--waves", type=int, nargs="+", default=(1, 2, 4))
+    parser.add_argument(
+        "--waves", type=int, nargs="+", default=(1, 2, 4), help="beside the default"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
     parser.add_argument("--check", action="store_true")
@@ -139,18 +142,30 @@ class _PlainClose(torch.autograd.Function):
         return ctx.setting.plain_open(grad, (ctx.setting.dims.v_dim,)), None
 
 
-def in_waves(count: int) -> None:
-    exchange.MOST_WAVES, exchange.WAVE_BYTES = count, 1
+AS_IS = exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES
+
+
+def travel(way: tuple[int, int, int]) -> None:
+    exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES = way
+
+
+def ways(waves: list[int]) -> dict[str, tuple[int, int, int]]:
+    """The ways for rows to travel, by name."""
+    found = {"ours": AS_IS}
+    for count in waves:
+        found[f"ours, runs, {count} waves"] = (count, 1, 0)
+        found[f"ours, blocks, {count} waves"] = (count, 1, 1 << 40)
+    return found
 
 
 def check(name: str, setting: Setting, waves: list[int]) -> None:
     for backward in (False, True):
         expected = setting.plain(backward)
-        for count in waves:
-            in_waves(count)
+        for how, way in ways(waves).items():
+            travel(way)
             got = setting.ours(backward)
             for what, a, b in zip(("open", "close"), got, expected, strict=True):
-                assert torch.equal(a, b), f"{name}: {what}, {backward=}, {count} waves"
+                assert torch.equal(a, b), f"{name}: {what}, {backward=}, {how}"
     if setting.rank == 0:
         print(f"{name}: ours equals plain bit for bit, forward and backward", flush=True)
 
@@ -182,13 +197,13 @@ def main() -> None:
             check(name, setting, args.waves)
         if DEVICE != "cuda":
             continue
-        candidates = {"raw": (1, setting.raw)}
+        candidates = {"raw": (AS_IS, setting.raw)}
         if divides:
-            candidates["plain"] = (1, setting.plain)
-        candidates |= {f"ours, waves {count}": (count, setting.ours) for count in args.waves}
+            candidates["plain"] = (AS_IS, setting.plain)
+        candidates |= {how: (way, setting.ours) for how, way in ways(args.waves).items()}
         raw = None
-        for what, (count, run) in candidates.items():
-            in_waves(count)
+        for what, (way, run) in candidates.items():
+            travel(way)
             forward, both = (
                 slowest(time_ms(lambda b=b, run=run: run(b), repeats=args.repeats))
                 for b in (False, True)

@@ -65,15 +65,14 @@ class Kernels:
 def tune(kernels: Kernels) -> list[list[str]]:
     """pack_peers and unpack_peers, alone and beside a transfer, with other tiles."""
     names = ("pack_peers", "unpack_peers")
-    rows = [["warps", "columns", "rows", "per SM",
+    rows = [["warps", "tile KiB", "per SM",
              *(f"{name}{beside} {unit}" for name in names for beside in ("", " beside")
                for unit in ("ms", "of copy"))]]  # fmt: skip
-    columns = 1024
-    for warps, at_once, per in product((4, 8, 16), (4, 8, 16), (2, 4, 8)):
-        if warps * per > 32 or columns * at_once > warps * 2048:
+    for warps, tile, per in product((4, 8, 16), (8, 16, 32), (2, 4, 8)):
+        if warps * per > 32 or tile > 4 * warps:
             continue
-        pack._WARPS, pack._COLUMNS, pack._ROWS, pack._PER_PROCESSOR = warps, columns, at_once, per
-        row = [str(x) for x in (warps, columns, at_once, per)]
+        pack._WARPS, pack._TILE_BYTES, pack._PER_PROCESSOR = warps, tile << 10, per
+        row = [str(x) for x in (warps, tile, per)]
         for name in names:
             for beside in (False, True):
                 row += kernels.time(name, beside_transfer=beside)

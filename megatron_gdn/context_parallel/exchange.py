@@ -4,8 +4,9 @@
     to sequence   [S, B, p] -> [s, B, P]   and gets its own tokens' columns back
 
 Each is the other's gradient. Beside the wire there is one pass over the data, into or out of the
-messages; the rows of a message that are neighbours in the sequence are received into (or sent from)
-their places directly. What a rank keeps is carried while the messages travel.
+messages: long runs of rows that are neighbours in the sequence are received into (or sent from)
+their places directly, short ones take a second pass. What a rank keeps is carried while the
+messages travel.
 
 Legend: S tokens of the whole sequence in sequence order, s this rank's share of them in its order,
 B batch, P width of a whole row, p width of one rank's.
@@ -30,14 +31,21 @@ from .zigzag import SequenceLayout
 # under way. Fewer bytes are sooner through than a second round of messages is started.
 MOST_WAVES = 2
 WAVE_BYTES = 64 << 20
+# Every message costs the host some 30 microseconds. Shorter ones than this are not worth them: the
+# rows are then sent as one message per peer, and put in order by a second pass.
+MESSAGE_BYTES = 4 << 20
 
 
 class Exchange(NamedTuple):
-    """Who takes part, which columns each rank holds, and where the tokens go."""
+    """Who takes part, which columns each rank holds, and where the tokens go.
+
+    Runs of at least ``direct_run`` tokens (on average) travel as messages of their own.
+    """
 
     group: dist.ProcessGroup
     shares: HeadShares
     waves: tuple[Wave, ...]
+    direct_run: float
 
     @classmethod
     def of(
@@ -49,12 +57,14 @@ class Exchange(NamedTuple):
         rows: Tensor,
     ) -> Exchange:
         """The exchange of ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of documents of ``lengths``."""
-        sent = sum(lengths) // shares.ranks * (shares.ranks - 1)
-        sent_bytes = sent * rows.shape[1] * shares.own_width * rows.element_size()
+        row_bytes = max(1, rows.shape[1] * shares.own_width * rows.element_size())
+        sent_bytes = sum(lengths) // shares.ranks * (shares.ranks - 1) * row_bytes
         waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
-        return cls(
-            group, shares, route(lengths, shares.ranks, group.rank(), layout, rows.device, waves)
-        )
+        place = (lengths, shares.ranks, group.rank(), layout, rows.device)
+        return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes)
+
+    def sends_runs(self, wave: Wave) -> bool:
+        return wave.mean_run >= self.direct_run
 
     @property
     def rank(self) -> int:
@@ -126,13 +136,14 @@ def _deliver(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, pack: ModuleType
 ) -> Callable[[], None]:
     """Start carrying every rank's messages to their rows of ``full``; call the result to finish."""
-    if wave.runs is not None:
+    if exchange.sends_runs(wave):
         return _wait_for(_send_runs(exchange, wave, messages, full, to_heads=True))
     work, received = _swap(exchange, messages)
 
     def finish() -> None:
         work.wait()
-        pack.place_rows(received, full, wave.peer_place)
+        beside = wave is not exchange.waves[-1]
+        pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
 
     return finish
 
@@ -142,9 +153,10 @@ def _collect(
 ) -> tuple[Tensor, Callable[[], None]]:
     """The reverse: the messages that rows of ``full`` become on their ranks, and how to finish."""
     messages = _messages(full, exchange, wave)
-    if wave.runs is not None:
+    if exchange.sends_runs(wave):
         return messages, _wait_for(_send_runs(exchange, wave, messages, full, to_heads=False))
-    pack.take_rows(full, messages, wave.peer_place)
+    beside = wave is not exchange.waves[0]
+    pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
     work, received = _swap(exchange, messages)
 
     def finish(sent: Tensor = messages) -> None:  # which must not be freed before it has left

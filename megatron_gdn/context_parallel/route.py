@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from .zigzag import SequenceLayout, inverse, rank_order_of_sequence
-
-# A message of its own for every run costs a few microseconds of host time each; beyond this many
-# per rank a second pass over the received rows is cheaper.
-MOST_MESSAGES = 48
 
 
 @dataclass(frozen=True)
@@ -41,26 +37,34 @@ class Wave:
     """The part of a route that travels at one time: the same stretch of every rank's tokens.
 
     Attributes:
-        tokens: which of a rank's tokens.
+        tokens: which of a rank's tokens, ``size`` of them.
         own_place: int32 ``[size]``, sequence positions of this rank's tokens.
         peer_place: int32 ``[(R - 1) * size]``, likewise of all peers', end to end.
-        runs: every rank's runs, ``local`` counted from the start of the wave; None when they are
-            too many to travel as messages of their own.
+        positions: int64 ``[R, size]`` on the CPU, likewise of every rank's.
     """
 
     tokens: slice
     own_place: Tensor
     peer_place: Tensor
-    runs: tuple[tuple[Run, ...], ...] | None
+    positions: Tensor
 
     @property
     def size(self) -> int:
         return self.tokens.stop - self.tokens.start
 
+    @cached_property
+    def mean_run(self) -> float:
+        """Tokens per run, on the rank with the most runs: every rank finds the same number."""
+        breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
+        return self.size / (1 + int(breaks.max()))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """Every rank's runs; ``local`` counts from the start of the wave."""
+        return tuple(_runs(positions_s) for positions_s in self.positions)
+
 
 def _runs(positions_s: Tensor) -> tuple[Run, ...]:
-    if not positions_s.numel():
-        return ()
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist()]
     ends = [*starts[1:], positions_s.numel()]
@@ -92,7 +96,6 @@ def route(
     layout: SequenceLayout,
     device: torch.device,
     waves: int = 1,
-    most_messages: int = MOST_MESSAGES,
 ) -> tuple[Wave, ...]:
     """How rank ``cp_rank`` exchanges the tokens of a buffer of documents.
 
@@ -100,7 +103,6 @@ def route(
         lengths: tokens of each document (one entry when not packed).
         layout: how the buffer was cut.
         waves: in how many parts of about equal size the tokens travel.
-        most_messages: how many messages a rank may send in one wave to save the second pass.
 
     Raises:
         ValueError: a length that does not divide, see :func:`.zigzag.check_lengths`.
@@ -114,16 +116,7 @@ def route(
         if start == stop:
             continue
         part_Rs = table_Rs[:, start:stop]
-        # Every rank must come to the same answer, so the rank with the most runs decides.
-        most = 1 + int((part_Rs.diff(dim=1) != 1).sum(dim=1).max())
-        direct = most <= 2 or most * (cp_size - 1) <= most_messages
         place_Rs = part_Rs.to(torch.int32)
-        made.append(
-            Wave(
-                slice(start, stop),
-                _to(device, place_Rs[cp_rank].contiguous()),
-                _to(device, place_Rs[peers].flatten()),
-                tuple(_runs(row_s) for row_s in part_Rs) if direct else None,
-            )
-        )
+        own, others = place_Rs[cp_rank].contiguous(), place_Rs[peers].flatten()
+        made.append(Wave(slice(start, stop), _to(device, own), _to(device, others), part_Rs))
     return tuple(made)

@@ -25,19 +25,24 @@ def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
         sizes = _free_blocks(device)
     else:
         sizes = [1 << power for power in range(6, 23) for _ in range(4)]
-    taken = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    for block in taken:
-        block.fill_(byte)
-    return sum(sizes)
+    taken = []
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    for size in sizes:
+        taken.append(torch.empty(size, dtype=torch.uint8, device=device).fill_(byte))
+        if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved:
+            # A block that could not be had again; asking on would make memory grow by the round.
+            break
+    return sum(block.numel() for block in taken)
 
 
 def _free_blocks(device: torch.device) -> list[int]:
     """Sizes of the free blocks, largest first, so that each is asked for while it is whole."""
     index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch.cuda.current_stream(index).cuda_stream
     sizes = []
     for segment in torch.cuda.memory_snapshot():
-        if segment["device"] != index:
-            continue
+        if segment["device"] != index or segment["stream"] != stream:
+            continue  # blocks are given again only on the stream they came from
         small = segment["segment_type"] == "small"
         for block in segment["blocks"]:
             # What is left of a large block but itself small would be taken from the other pool.

@@ -1,6 +1,8 @@
 """Run on every rank: the all-to-all helpers against what they are documented to do."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, exchange, local_indices
 from megatron_gdn.context_parallel.exchange import Exchange
 from megatron_gdn.init import take_share
+from tests.distributed.layer_laws import parallel_equals_one_rank
 
 SECTIONS = (8, 4, 12)
 
@@ -100,13 +103,11 @@ def bad_exchanges_are_refused() -> None:
             raise AssertionError(f"accepted: {message}")
 
 
-# Two key heads of 3 and four value heads of 5; ``many`` documents are more runs than may travel
-# as messages of their own at any of the sizes here.
+# Two key heads of 3 and four value heads of 5.
 HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}
 DOCUMENTS = {
     "dense": None,
     "unequal": (16, 0, 8, 24),
-    "many": (8,) * 100,
 }
 
 
@@ -134,9 +135,21 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
     return columns
 
 
-def _in_waves(count: int):
-    """Make even the smallest exchange travel in ``count`` waves."""
-    exchange.MOST_WAVES, exchange.WAVE_BYTES = (2, 64 << 20) if count == 1 else (count, 1)
+@contextmanager
+def travelling(waves: int, direct: bool) -> Iterator[None]:
+    """Have even the smallest exchange travel in ``waves``, its runs as messages of their own."""
+    before = exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES
+    exchange.MOST_WAVES, exchange.WAVE_BYTES = waves, 1
+    exchange.MESSAGE_BYTES = 0 if direct else 1 << 40
+    try:
+        yield
+    finally:
+        exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES = before
+
+
+def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:
+    with travelling(waves, direct):
+        parallel_equals_one_rank(*args, **options)
 
 
 def open_gives_every_rank_its_heads(
@@ -156,13 +169,12 @@ def open_gives_every_rank_its_heads(
     torch.manual_seed(3)
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
     gradients = torch.randn(size, tokens, batch, scheme.dims.layout.width, device=device)
-    _in_waves(waves)
-    try:
+    with travelling(waves, direct):
         made = Exchange.of(
             dist.group.WORLD, scheme._proj, lengths, SequenceLayout(layout), whole[held]
         )
         assert len(made.waves) == waves
-        assert all((wave.runs is not None) == direct for wave in made.waves)
+        assert all(made.sends_runs(wave) == direct for wave in made.waves)
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.
         mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -183,8 +195,6 @@ def open_gives_every_rank_its_heads(
         weight = torch.randn(tokens, batch, dims.v_dim, device=device)
         closed.backward(weight[held])
         assert torch.equal(inside.grad, weight[..., rank * share : (rank + 1) * share])
-    finally:
-        _in_waves(1)
 
 
 def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:

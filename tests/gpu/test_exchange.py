@@ -18,13 +18,14 @@ def gpus(request):
     pool.stop()
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["runs", "second pass"])
 @pytest.mark.parametrize("waves", [1, 2])
 @pytest.mark.parametrize("key_heads", [1, 4])
-@pytest.mark.parametrize("packed", ["dense", "unequal", "many"])
-def test_open_gives_every_rank_its_heads(gpus, packed, key_heads, waves):
+@pytest.mark.parametrize("packed", ["dense", "unequal"])
+def test_open_gives_every_rank_its_heads(gpus, packed, key_heads, waves, direct):
     gpus.run(
-        laws.open_gives_every_rank_its_heads, "zigzag", packed, 1, waves,
-        direct=packed != "many", num_key_heads=key_heads,
+        laws.open_gives_every_rank_its_heads, "zigzag", packed, 1, waves, direct,
+        num_key_heads=key_heads,
     )  # fmt: skip
 
 

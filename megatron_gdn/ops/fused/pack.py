@@ -25,8 +25,8 @@ from torch import Tensor
 from .pack_kernels import carry_columns_kernel, sum_copies_kernel
 from .shares import HeadShares, Strip, alignment, strips
 
-# Eight 16-byte loads per thread are under way at a time in the widest strips.
-_WARPS, _COLUMNS, _ROWS = 8, 1024, 16
+_WARPS, _COLUMNS = 8, 1024
+_TILE_BYTES = 32 << 10  # eight 16-byte loads per thread, under way together
 _PER_PROCESSOR = 2  # as many as fit at once
 # Programs that run beside a transfer leave it this many multiprocessors; NCCL takes up to 32.
 _LEFT_TO_TRANSFERS = 32
@@ -47,8 +47,11 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
     return min(tiles, _PER_PROCESSOR * processors)
 
 
-def _rows_at_once(rows: int) -> int:
-    return _ROWS if rows >= 4096 else 4
+def _rows_at_once(whole: Tensor, cut: tuple[Strip, ...]) -> int:
+    """Rows of a tile, so that its widest block is of some size; short sequences make more tiles."""
+    tile = _TILE_BYTES if whole.shape[0] * whole.shape[1] >= 4096 else _TILE_BYTES // 4
+    widest = max(strip.block for strip in cut) * whole.element_size()
+    return max(1, min(128, tile // widest))
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
@@ -78,7 +81,7 @@ def _carry(
     if not rows or not messages or not cut:
         return
     stride_s, stride_b, align = _strides(whole)
-    at_once = _rows_at_once(rows)
+    at_once = _rows_at_once(whole, cut)
     tiles = triton.cdiv(rows, at_once) * messages
     carry_columns_kernel[(_programs(tiles, whole.device, beside_transfer),)](
         whole, own, place, first, first + messages if skipped is None else skipped,
@@ -150,12 +153,13 @@ def unpack_peers(
     stride_s, stride_b, align = _strides(whole)
     for copies in sorted({c for c in shares.copies if c > 1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
-        tiles = triton.cdiv(rows, 4) * (shares.ranks // copies)
+        at_once = max(1, _rows_at_once(whole, cut) // 2)  # the sums are wider than what they read
+        tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
             sum_copies_kernel[(_programs(tiles, whole.device, beside_transfer),)](
                 whole, messages, full, place, rank, tokens, batch, tiles,
                 stride_s, stride_b,
-                STRIPS=cut, OWN_WIDTH=full.shape[-1], ALIGN=align, ROWS=4, COPIES=copies,
+                STRIPS=cut, OWN_WIDTH=full.shape[-1], ALIGN=align, ROWS=at_once, COPIES=copies,
                 WIDE=tl.float64 if whole.dtype == torch.float64 else tl.float32, num_warps=_WARPS,
             )  # fmt: skip
 
@@ -166,13 +170,17 @@ def _whole_rows(messages: Tensor) -> tuple[Tensor, tuple[Strip, ...]]:
     return messages.flatten(0, 1), strips(HeadShares.even(1, (width,)), _COLUMNS)
 
 
-def place_rows(messages: Tensor, full: Tensor, place: Tensor) -> None:
+def place_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
     """``full[place] = messages``, rows of all messages end to end."""
     rows, cut = _whole_rows(messages)
-    _carry(rows, full, place, cut, messages=1, pack=True)
+    _carry(rows, full, place, cut, messages=1, pack=True, beside_transfer=beside_transfer)
 
 
-def take_rows(full: Tensor, messages: Tensor, place: Tensor) -> None:
+def take_rows(
+    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
     """``messages = full[place]``, the reverse of :func:`place_rows`."""
     rows, cut = _whole_rows(messages)
-    _carry(rows, full, place, cut, messages=1, pack=False)
+    _carry(rows, full, place, cut, messages=1, pack=False, beside_transfer=beside_transfer)

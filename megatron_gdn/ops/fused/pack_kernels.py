@@ -31,7 +31,7 @@ def _carry_strip(
             tl.store(whole_R + at_D, tl.load(own_R + at_D, mask=real_R), mask=real_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "skipped", "tokens", "tiles"])
 def carry_columns_kernel(
     whole_ptr, own_ptr, place_ptr,
     first, skipped, tokens, batch, tiles, stride_s, stride_b,
@@ -87,7 +87,7 @@ def _sum_strip(
         tl.store(whole_R + at_D, total_RD.to(whole_R.dtype.element_ty), mask=real_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me", "tokens", "tiles"])
 def sum_copies_kernel(
     whole_ptr, message_ptr, mine_ptr, place_ptr,
     me, tokens, batch, tiles, stride_s, stride_b,

@@ -68,11 +68,15 @@ def unpack_peers(
         whole[..., start:stop] = total
 
 
-def place_rows(messages: Tensor, full: Tensor, place: Tensor) -> None:
+def place_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
     """As :func:`.pack.place_rows`."""
     full[place] = messages.flatten(0, 1)
 
 
-def take_rows(full: Tensor, messages: Tensor, place: Tensor) -> None:
+def take_rows(
+    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
     """As :func:`.pack.take_rows`."""
     torch.index_select(full, 0, place, out=messages.flatten(0, 1))

@@ -60,10 +60,6 @@ class HeadShares(NamedTuple):
     def own_width(self) -> int:
         return sum(self.widths)
 
-    @property
-    def replicated(self) -> bool:
-        return max(self.copies) > 1
-
     def pieces(self, rank: int) -> list[Piece]:
         """What ``rank`` holds, section by section."""
         pieces, whole, own = [], 0, 0
