@@ -7,20 +7,24 @@ A piece of a sequence turns the state before it into the state after it by an af
 and what a piece needs from the others is the state that enters it: the maps of all earlier pieces,
 applied in order to zero. The backward asks the same of the transposed maps from the other end.
 
-Two ways, with the same result up to rounding, both in a fixed order of operations:
+Three ways, with the same result up to rounding, each in a fixed order of operations:
 
-    gather_and_fold   one all-gather of all maps; every rank folds them up to its own. Traffic and
-                      memory grow with the number of ranks.
+    gather_and_fold   one all-gather of all maps; every rank folds them up to its own nodes.
+                      Traffic, memory and work grow with the number of ranks.
+    share_and_fold    one all-to-all gives every rank all maps of a share of the chains, which it
+                      folds from end to end; another returns the states. Traffic and memory do not
+                      grow, but the fold has as many steps as a chain has nodes.
     prefix_scan       Hillis and Steele (1986): log2(nodes) rounds, in each of which a rank sends
-                      the maps it has composed so far; traffic grows with the logarithm.
+                      the maps it has composed so far.
 
 Legend: n nodes of a chain, h of them on this rank, M chains (one per sequence, batch row and value
-head, say) over the same nodes, K rows of a state, V columns.
+head, say) over the same nodes, m of them in this rank's share, K rows of a state, V columns, X both
+kinds of columns of a map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -88,6 +92,17 @@ def _compose(later_MKX: Tensor, earlier_MKX: Tensor, V: int) -> Tensor:
     return both_MKX
 
 
+def _fold(links_nMKX: Iterable[Tensor], value_dim: int) -> Iterator[Tensor | None]:
+    """The state before each node, one after the other; None stands for the zero before the first.
+
+    A link is applied when the state after it is asked for, so nothing is computed past the last.
+    """
+    state = None
+    for link_MKX in links_nMKX:
+        yield state
+        state = link_MKX[..., :value_dim] if state is None else _apply(link_MKX, state)
+
+
 def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
     """The states that enter this rank's nodes, from one all-gather.
 
@@ -105,14 +120,33 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     dist.all_gather_into_tensor(gathered.flatten(0, 1), maps, group=group)
     entering = maps.new_zeros(h, M, K, value_dim)
     wanted = dict(nodes.of(group.rank()))
+    links = (gathered[host, slot] for host, slot in zip(*nodes, strict=True))
     with full_precision(maps.device):
-        state = None
-        for j in range(max(wanted) + 1):
+        for j, state in zip(range(max(wanted) + 1), _fold(links, value_dim), strict=False):
             if j in wanted and state is not None:
                 entering[wanted[j]] = state
-            link = gathered[nodes.hosts[j], nodes.slots[j]]
-            state = link[..., :value_dim] if state is None else _apply(link, state)
     return entering
+
+
+def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`gather_and_fold`, every rank folding a share of the M chains for all."""
+    h, M, K, X = maps.shape
+    size, rank = group.size(), group.rank()
+    shares = [M // size + (r < M % size) for r in range(size)]
+    theirs, mine = [h * share for share in shares], [h * shares[rank]] * size
+    by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
+    links, _ = exchange_rows(by_chain_MhKX, theirs, mine, group)
+    links = links.view(size, shares[rank], h, K, X)
+    states = maps.new_zeros(size, shares[rank], h, K, value_dim)
+    if shares[rank]:
+        places = list(zip(*nodes, strict=True))
+        with full_precision(maps.device):
+            folded = _fold((links[host, :, slot] for host, slot in places), value_dim)
+            for (host, slot), state in zip(places, folded, strict=True):
+                if state is not None:
+                    states[host, :, slot] = state
+    returned, _ = exchange_rows(states.view(-1, K, value_dim), mine, theirs, group)
+    return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 
 
 class _Round(NamedTuple):

@@ -1,17 +1,20 @@
 """Which context-parallel scheme a micro-batch is cheaper under, from its lengths alone.
 
-Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them):
+Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them);
+time spent otherwise counts as the bytes that the wire would carry meanwhile.
 
-    headwise   (cp - 1) / cp * s * B * (P + H V) * element size      rows in, mixed rows out
-    chunkwise  map * chains * nodes * hops                           state maps, fp32
-               + map * s * B * SUMMARY + FIXED                       what else it costs
-    map        H K (K + V) * 4
+    headwise    (cp - 1) * s * B * (p + h V) * element size      rows in, mixed rows out
+    chunkwise   map * s * B * SUMMARY + FIXED                    computing the maps, small launches
+                + the cheapest of                                sending them, with b = map * chains
+        gather  (cp - 1) * b + LATENCY + n * STEP                * nodes of a chain on one rank
+        share   (cp - 1) / cp * (1 + V / (K + V)) * b + 2 * LATENCY + n * STEP
+        scan    ceil(log2(n)) * (b + LATENCY + 2 * STEP)
 
-with the sizes of one tensor-parallel rank; ``chains`` are the sequences that states travel along
-(documents in zigzag, else rows), ``nodes`` the links of each on one rank (2, or 1 when contiguous)
-and ``hops`` is cp - 1 for the all-gather, ceil(log2(nodes * cp)) for the scan.
+where map = H K (K + V) * 4 bytes; chains are the sequences that states travel along (documents in
+zigzag, else rows), each of n nodes, 2 on every rank or 1 when contiguous.
 
-Legend: s tokens of one rank, B batch, P projection width, H value heads, K key dim, V value dim.
+Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
+head exchange and p the projection width there, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from typing import Any, NamedTuple
 from ..dims import GDNDims
 from .zigzag import SequenceLayout
 
-# The work that chunkwise adds, as bytes that the wire would carry meanwhile: computing the maps of
-# the pieces, as a share of the map's bytes for every token, and small launches and the second
-# collective, once per layer.
-SUMMARY = 1 / 700
-FIXED = 16 * 2**20
+SUMMARY = 1 / 700  # computing the maps of the pieces: a share of a map's bytes for every token
+FIXED = 16 * 2**20  # small launches and the halo, once per layer
+LATENCY = 8 * 2**20  # one collective more
+STEP = 1.5 * 2**20  # one product of a fold more, that waits for the one before
+GATHER_UP_TO = 8  # ranks: beyond, gathered maps cost memory too
 
 
 class LinearCpMode(StrEnum):
@@ -63,34 +66,51 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
+def _map_bytes(dims: GDNDims) -> int:
+    K, V = dims.key_head_dim, dims.value_head_dim
+    return dims.num_value_heads * K * (K + V) * 4
+
+
+def exchange_prices(
+    dims: GDNDims, cp_size: int, layout: SequenceLayout, rows: int, lengths: tuple[int, ...] | None
+) -> dict[str, float]:
+    """What each exchange of :mod:`.affine` costs; arguments as in :func:`price`."""
+    per_document = layout is SequenceLayout.ZIGZAG and lengths is not None
+    chains = sum(n > 0 for n in lengths) if per_document else rows
+    per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
+    nodes, b = per_rank * cp_size, per_rank * chains * _map_bytes(dims)
+    states = dims.value_head_dim / (dims.key_head_dim + dims.value_head_dim)
+    prices = {
+        "gather": (cp_size - 1) * b + LATENCY + nodes * STEP,
+        "share": (cp_size - 1) / cp_size * (1 + states) * b + 2 * LATENCY + nodes * STEP,
+        "scan": math.ceil(math.log2(nodes)) * (b + LATENCY + 2 * STEP),
+    }
+    if cp_size > GATHER_UP_TO:
+        del prices["gather"]
+    return prices
+
+
 def price(
     dims: GDNDims,
+    inside: GDNDims,
     cp_size: int,
     layout: SequenceLayout,
     tokens: int,
     rows: int,
     lengths: tuple[int, ...] | None,
     element_size: int,
-    gather_up_to: int,
 ) -> Price:
     """Price one layer's forward over a micro-batch.
 
     Args:
         dims: sizes on one tensor-parallel rank.
+        inside: sizes on one rank of the head exchange.
         tokens: of the whole sequence or packed buffer.
         rows: of the batch.
         lengths: of the packed documents; None when not packed.
         element_size: bytes of an activation.
-        gather_up_to: the largest group that gathers state maps instead of scanning.
     """
     local = tokens // cp_size * rows
-    H, K, V = dims.num_value_heads, dims.key_head_dim, dims.value_head_dim
-    row = dims.layout.width + dims.v_dim
-    headwise = (cp_size - 1) / cp_size * local * row * element_size
-
-    per_document = layout is SequenceLayout.ZIGZAG and lengths is not None
-    chains = sum(n > 0 for n in lengths) if per_document else rows
-    nodes = 1 if layout is SequenceLayout.CONTIGUOUS else 2
-    hops = cp_size - 1 if cp_size <= gather_up_to else math.ceil(math.log2(nodes * cp_size))
-    map_bytes = H * K * (K + V) * 4
-    return Price(headwise, map_bytes * (chains * nodes * hops + local * SUMMARY) + FIXED)
+    headwise = (cp_size - 1) * local * (inside.layout.width + inside.v_dim) * element_size
+    sending = min(exchange_prices(dims, cp_size, layout, rows, lengths).values())
+    return Price(headwise, sending + _map_bytes(dims) * local * SUMMARY + FIXED)

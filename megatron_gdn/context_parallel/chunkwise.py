@@ -22,13 +22,14 @@ from ..dims import GDNDims
 from ..ops import Documents
 from ..ops.fused.cores.base import Core
 from ..ops.fused.prepared import Preparation
-from .affine import gather_and_fold, prefix_scan
+from .affine import gather_and_fold, prefix_scan, share_and_fold
+from .choice import exchange_prices
 from .halo import HaloPreparation, HaloTable, halo_table
 from .pieces import pieces_of
 from .state_passing import Exchange, StatePassingCore, StateTable, state_table
 from .zigzag import SequenceLayout, local_indices
 
-GATHER_UP_TO = 8
+EXCHANGES = {"gather": gather_and_fold, "share": share_and_fold, "scan": prefix_scan}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,8 @@ class Chunkwise:
         dims: sizes on one tensor-parallel rank.
         group: the context-parallel group.
         layout: how the ranks' tokens were cut from the sequence.
-        gather_up_to: the largest group that all-gathers the state maps; a larger one scans.
+        exchange: how state maps travel, ``"gather"``, ``"share"`` or ``"scan"`` (see
+            :mod:`.affine`); None takes the cheapest for each micro-batch, see :mod:`.choice`.
     """
 
     name = "chunkwise"
@@ -70,11 +72,11 @@ class Chunkwise:
         dims: GDNDims,
         group: dist.ProcessGroup,
         layout: SequenceLayout,
-        gather_up_to: int = GATHER_UP_TO,
+        exchange: str | None = None,
     ) -> None:
         self.size, self.dims = group.size(), dims
         self._group, self._layout = group, layout
-        self._exchange = gather_and_fold if self.size <= gather_up_to else prefix_scan
+        self._exchange = exchange
 
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
         return proj_sBP
@@ -98,12 +100,17 @@ class Chunkwise:
         """
         tokens, rows = proj_sBP.shape[:2]
         lengths = _lengths(tokens * self.size, documents)
+        exchange = self._exchange
+        if exchange is None:
+            packed = None if documents is None else lengths
+            prices = exchange_prices(self.dims, self.size, self._layout, rows, packed)
+            exchange = min(prices, key=prices.get)
         where = (lengths, self.size, self._layout, self._group.rank())
         return SplitMicroBatch(
             _local_pieces(*where, proj_sBP.device),
             halo_table(*where, self.dims.conv_kernel_dim, proj_sBP.device),
             state_table(*where, rows, proj_sBP.device),
-            self._exchange,
+            EXCHANGES[exchange],
             self._group,
         )
 

@@ -12,7 +12,7 @@ from ..ops import Documents
 from ..ops.fused.cores.base import Core, can_pass_states
 from ..packing import resolve_packed_seq_params
 from .choice import LinearCpMode, price
-from .chunkwise import GATHER_UP_TO, Chunkwise
+from .chunkwise import Chunkwise
 from .headwise import Headwise, SingleRank
 from .zigzag import SequenceLayout
 
@@ -51,7 +51,6 @@ class ContextParallel:
     ) -> None:
         self._dims, self._group, self._layout = dims, group, layout
         self._mode, self._core, self._element_size = mode, core, element_size
-        self._gather_up_to = GATHER_UP_TO
         self._schemes: dict[Any, dict[LinearCpMode, Scheme]] = {}
         self._announced: set[Scheme] = set()
         self._over(group)
@@ -75,9 +74,7 @@ class ContextParallel:
                     raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
                 refusal = error
         if self._mode is not LinearCpMode.HEADWISE and can_pass_states(self._core):
-            made[LinearCpMode.CHUNKWISE] = Chunkwise(
-                self._dims, group, self._layout, gather_up_to=self._gather_up_to
-            )
+            made[LinearCpMode.CHUNKWISE] = Chunkwise(self._dims, group, self._layout)
         if not made:
             why = "" if refusal is None else f" Headwise cannot run either: {refusal}"
             raise NotImplementedError(
@@ -133,8 +130,8 @@ class ContextParallel:
             return scheme
         lengths = None if documents is None else documents.lengths
         cost = price(
-            self._dims, group.size(), self._layout, tokens, rows, lengths,
-            self._element_size, self._gather_up_to,
+            self._dims, schemes[LinearCpMode.HEADWISE].dims, group.size(), self._layout,
+            tokens, rows, lengths, self._element_size,
         )  # fmt: skip
         scheme = schemes[cost.cheaper]
         self._announce(

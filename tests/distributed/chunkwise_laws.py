@@ -1,6 +1,7 @@
 """Run on every rank: chains of affine maps, and what is said of schemes and modes."""
 
 import logging
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import SequenceLayout, observe
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.affine import gather_and_fold, pack, prefix_scan
+from megatron_gdn.context_parallel.affine import pack
+from megatron_gdn.context_parallel.chunkwise import EXCHANGES
 from megatron_gdn.context_parallel.state_passing import chain_nodes
+from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.parallel import group_of_one, make_config, parallel
 
 
 def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype) -> None:
-    """Both exchanges give every node the product of the maps before it."""
+    """Every exchange gives every node the product of the maps before it."""
     rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
     nodes = chain_nodes(size, SequenceLayout.parse(layout))
     nodes = nodes.backwards() if backwards else nodes
@@ -31,7 +34,7 @@ def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype)
     maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
     for j, slot in mine:
         maps[slot] = pack(local[j], through[j])
-    for exchange in (gather_and_fold, prefix_scan):
+    for exchange in EXCHANGES.values():
         got = exchange(maps, V, nodes, dist.group.WORLD)
         again = exchange(maps, V, nodes, dist.group.WORLD)
         assert got.dtype == dtype and torch.equal(got, again)
@@ -73,8 +76,6 @@ def no_exchange_where_no_document_is_cut() -> None:
     """Documents that end where ranks do: chunkwise sends nothing at all."""
     with parallel(cp=2):
         layer = _layer(2, linear_cp_mode="chunkwise", cp_layout="contiguous")
-        from unittest.mock import patch
-
         refuse = AssertionError("a collective")
         with (
             patch.object(dist, "all_to_all_single", side_effect=refuse),
@@ -119,8 +120,6 @@ def chosen_scheme(tokens: int, config_mode: str | None = None, **options) -> str
 
 
 def modes_that_cannot_run_are_refused() -> None:
-    from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
-
     one_key_head = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
     with parallel(cp=2):
         transition = TorchCore.transition

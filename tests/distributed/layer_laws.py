@@ -1,5 +1,6 @@
 """Run on every rank by the tests beside this file: one layer, whole and in parallel."""
 
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import local_indices, schemes
+from megatron_gdn.context_parallel import Chunkwise, local_indices, schemes
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
 
@@ -61,14 +62,14 @@ def parallel_equals_one_rank(
     tolerance: float = 1e-5,
     own_cp_group: bool = False,
     config_mode: str | None = None,
-    scan: bool = False,
+    exchange: str | None = None,
     **options,
 ) -> dict[str, float]:
     """Output, input gradient and every parameter's gradient equal one rank's.
 
     ``lengths`` packs documents; ``own_cp_group`` hands the context-parallel group over through
     ``PackedSeqParams`` to a layer that was built without one; ``config_mode`` is the config's
-    ``linear_cp_mode``; ``scan`` lets chunkwise scan where it would gather.
+    ``linear_cp_mode``; ``exchange`` is how chunkwise sends its maps.
     """
     packed = None if lengths is None else thd(lengths, real_lengths=real_lengths)
     if lengths is not None:
@@ -105,7 +106,7 @@ def parallel_equals_one_rank(
             cp=group_of_one() if own_cp_group else cp_group,
         )
         config.linear_cp_mode = config_mode
-        with patch.object(schemes, "GATHER_UP_TO", 1 if scan else schemes.GATHER_UP_TO):
+        with patch.object(schemes, "Chunkwise", partial(Chunkwise, exchange=exchange)):
             layer = build_layer(config, groups, {**options, "cp_layout": layout})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():

@@ -11,6 +11,7 @@ from tests.distributed.layer_laws import parallel_equals_one_rank
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
 TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+exchanges = pytest.mark.parametrize("exchange", ["gather", "share", "scan"])
 sizes = pytest.mark.parametrize("size", [2, 4, 8])
 
 
@@ -21,16 +22,16 @@ def equal(pools, tp, cp, *args, **options):
 
 @sizes
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_gathering_and_scanning_give_the_product_of_the_maps_before(pools, size, layout):
+def test_every_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
     for backwards in (False, True):
         for dtype in (torch.float32, torch.float64):
             pools(size).run(laws.chains_equal_their_product, layout, backwards, dtype)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["gather", "scan"])
+@exchanges
 @pytest.mark.parametrize("lengths", [None, (16, 0, 48, 32)], ids=["batch", "packed"])
-def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, scan):
-    equal(pools, 1, 8, lengths=lengths, scan=scan, sizes=TWO_KEY_HEADS)
+def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, exchange):
+    equal(pools, 1, 8, lengths=lengths, exchange=exchange, sizes=TWO_KEY_HEADS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -43,9 +44,9 @@ def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scan", [False, True], ids=["gather", "scan"])
-def test_documents_across_many_ranks_equal_one_rank(pools, layout, scan):
-    equal(pools, 1, 4, lengths=(128, 0, 64), layout=layout, scan=scan)
+@exchanges
+def test_documents_across_many_ranks_equal_one_rank(pools, layout, exchange):
+    equal(pools, 1, 4, lengths=(128, 0, 64), layout=layout, exchange=exchange)
 
 
 def test_a_rank_of_nothing_but_padding_equals_one_rank(pools):

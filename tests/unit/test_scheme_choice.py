@@ -3,7 +3,15 @@
 import pytest
 
 from megatron_gdn import GDNDims, SequenceLayout
-from megatron_gdn.context_parallel.choice import FIXED, SUMMARY, LinearCpMode, price
+from megatron_gdn.context_parallel.choice import (
+    FIXED,
+    LATENCY,
+    STEP,
+    SUMMARY,
+    LinearCpMode,
+    exchange_prices,
+    price,
+)
 
 QWEN = GDNDims(
     hidden_size=2048,
@@ -16,8 +24,13 @@ QWEN = GDNDims(
 MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 
-def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", limit=8):
-    return price(QWEN, cp, SequenceLayout.parse(layout), tokens, rows, lengths, 2, limit)
+def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN):
+    inside, layout = dims.shard(cp), SequenceLayout.parse(layout)
+    return price(dims, inside, cp, layout, tokens, rows, lengths, 2)
+
+
+def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN):
+    return exchange_prices(dims, cp, SequenceLayout.parse(layout), rows, lengths)
 
 
 def test_headwise_pays_for_the_rows_of_the_other_ranks():
@@ -26,22 +39,42 @@ def test_headwise_pays_for_the_rows_of_the_other_ranks():
 
 
 @pytest.mark.parametrize(
-    ("cp", "maps", "case"),
+    ("cp", "per_rank", "nodes", "case"),
     [
-        (4, 2 * 3, {}),
-        (4, 2 * 3 * 5, {"rows": 5}),
-        (4, 1 * 3, {"layout": "contiguous"}),
-        (4, 2 * 3 * 2, {"lengths": (8192, 0, 8192)}),
-        (4, 2 * 3, {"lengths": (8192, 0, 8192), "layout": "zigzag_buffer"}),
-        (16, 2 * 5, {}),  # scan: log2 of 32 nodes
-        (16, 1 * 4, {"layout": "contiguous"}),
-        (16, 2 * 15, {"limit": 16}),
+        (4, 2, 8, {}),
+        (4, 2 * 5, 8, {"rows": 5}),
+        (4, 1, 4, {"layout": "contiguous"}),
+        (4, 2 * 2, 8, {"lengths": (8192, 0, 8192)}),
+        (4, 2, 8, {"lengths": (8192, 0, 8192), "layout": "zigzag_buffer"}),
+        (8, 2, 16, {}),
+        (16, 2, 32, {}),
+        (16, 1, 16, {"layout": "contiguous"}),
     ],
 )
-def test_chunkwise_pays_for_maps_and_for_computing_them(cp, maps, case):
-    tokens = 16384 // cp * case.get("rows", 1)
-    expected = MAP * (maps + SUMMARY * tokens) + FIXED
-    assert priced(cp, 16384, **case).chunkwise == pytest.approx(expected, rel=1e-12)
+def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, case):
+    rounds, b = (nodes - 1).bit_length(), per_rank * MAP
+    expected = {
+        "gather": (cp - 1) * b + LATENCY + nodes * STEP,
+        "share": 1.5 * (cp - 1) / cp * b + 2 * LATENCY + nodes * STEP,
+        "scan": rounds * (b + LATENCY + 2 * STEP),
+    }
+    if cp > 8:
+        del expected["gather"]
+    assert exchanges(cp, **case) == pytest.approx(expected, rel=1e-12)
+    local = 16384 // cp * case.get("rows", 1)
+    total = min(expected.values()) + MAP * SUMMARY * local + FIXED
+    assert priced(cp, 16384, **case).chunkwise == pytest.approx(total, rel=1e-12)
+
+
+def test_few_ranks_gather_more_share_and_very_many_scan():
+    def cheapest(cp, **case):
+        prices = exchanges(cp, **case)
+        return min(prices, key=prices.get)
+
+    assert [cheapest(cp) for cp in (2, 4, 8, 16, 64, 256)] == [
+        "gather", "share", "share", "share", "scan", "scan",
+    ]  # fmt: skip
+    assert cheapest(64, lengths=(32768,) * 16) == "share"
 
 
 def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
