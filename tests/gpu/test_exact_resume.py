@@ -43,15 +43,24 @@ def gpus():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize(
-    ("kind", "tp", "cp"),
-    [(FLOAT16, 1, 1), ("fully_reshardable", 1, 1), (FLOAT16, 2, 1), (FLOAT16, 1, 2)],
-    ids=["float16", "distributed", "tp2", "cp2"],
+    ("kind", "tp", "cp", "mode"),
+    [
+        (FLOAT16, 1, 1, "headwise"),
+        ("fully_reshardable", 1, 1, "headwise"),
+        (FLOAT16, 2, 1, "headwise"),
+        (FLOAT16, 1, 2, "headwise"),
+        (FLOAT16, 1, 2, "chunkwise"),
+    ],
+    ids=["float16", "distributed", "tp2", "cp2", "cp2-chunkwise"],
 )
-def test_a_resumed_run_has_the_bits_of_one_never_interrupted(gpus, tmp_path, kind, tp, cp, packed):
+def test_a_resumed_run_has_the_bits_of_one_never_interrupted(
+    gpus, tmp_path, kind, tp, cp, mode, packed
+):
     ranks = tp * cp
-    sizes = {**HEADS, "linear_num_key_heads": 16 * ranks, "linear_num_value_heads": 32 * ranks}
+    split = 1 if mode == "chunkwise" else ranks  # chunkwise leaves every rank all heads
+    sizes = {**HEADS, "linear_num_key_heads": 16 * split, "linear_num_value_heads": 32 * split}
     pool = gpus(ranks)
-    whole = pool.run(laws.train, kind, tp, cp, packed, None, LENGTHS, **sizes)
-    resumed = pool.run(laws.train, kind, tp, cp, packed, str(tmp_path), LENGTHS, **sizes)
+    whole = pool.run(laws.train, kind, tp, cp, mode, packed, None, LENGTHS, **sizes)
+    resumed = pool.run(laws.train, kind, tp, cp, mode, packed, str(tmp_path), LENGTHS, **sizes)
     print(f"delta rule: {whole[0]['backend']}")
     laws.assert_same_run(whole, resumed)

@@ -84,12 +84,27 @@ def start(kind: str, options: dict) -> Training:
     return wrap(kind, model.cuda() if torch.cuda.is_available() else model)
 
 
-def train(kind: str, tp: int, cp: int, packed: bool, folder: str | None, lengths=LENGTHS, **sizes):
+def train(
+    kind: str,
+    tp: int,
+    cp: int,
+    mode: str,
+    packed: bool,
+    folder: str | None,
+    lengths: tuple[int, ...] = LENGTHS,
+    **sizes: int | bool,
+) -> dict:
     """Losses of ten steps and the bits at their end; through a checkpoint if given a folder.
 
     Everything runs under torch's switch, which raises at an op without a fixed order.
     """
-    options = {"tp": tp, "context_parallel_size": cp, "deterministic_mode": True, **sizes}
+    options = {
+        "tp": tp,
+        "context_parallel_size": cp,
+        "deterministic_mode": True,
+        "spec_options": {"linear_cp_mode": mode},
+        **sizes,
+    }
     torch.use_deterministic_algorithms(True)
     try:
         with parallel(tp=tp, cp=cp):

@@ -7,8 +7,11 @@ from tests.precision.training import FLOAT16
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
-def test_a_resumed_run_has_the_bits_of_one_never_interrupted(pools, tmp_path, kind, packed):
-    whole = pools(4).run(laws.train, kind, 2, 2, packed, None)
-    resumed = pools(4).run(laws.train, kind, 2, 2, packed, str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(FLOAT16, "headwise"), (FLOAT16, "chunkwise"), ("fully_reshardable", "headwise")],
+)
+def test_a_resumed_run_has_the_bits_of_one_never_interrupted(pools, tmp_path, kind, mode, packed):
+    whole = pools(4).run(laws.train, kind, 2, 2, mode, packed, None)
+    resumed = pools(4).run(laws.train, kind, 2, 2, mode, packed, str(tmp_path))
     laws.assert_same_run(whole, resumed)

@@ -62,7 +62,13 @@ def build(kind: str, **options) -> Training:
     return wrap(kind, build_model(**options))
 
 
-def build_model(tp: int = 1, upstream_layer: bool = False, seed: int = 5, **sizes) -> HybridModel:
+def build_model(
+    tp: int = 1,
+    upstream_layer: bool = False,
+    seed: int = 5,
+    spec_options: dict | None = None,
+    **sizes,
+) -> HybridModel:
     """The same model on every rank and at every tp; ``upstream_layer`` takes Megatron's own GDN."""
     config = make_config(
         num_layers=len(PATTERN),
@@ -78,7 +84,7 @@ def build_model(tp: int = 1, upstream_layer: bool = False, seed: int = 5, **size
     torch.manual_seed(seed)
     return HybridModel(
         config,
-        _stack(upstream_layer),
+        _stack(upstream_layer, spec_options or {}),
         vocab_size=VOCABULARY,
         max_sequence_length=64,
         hybrid_layer_pattern=PATTERN,
@@ -133,8 +139,8 @@ def wrap(kind: str, model: HybridModel) -> Training:
     return Training(kind, ddp, optimizer)
 
 
-def _stack(upstream_layer: bool):
-    stack = hybrid_stack_spec("local")
+def _stack(upstream_layer: bool, spec_options: dict):
+    stack = hybrid_stack_spec("local", **spec_options)
     if not upstream_layer:
         return stack
     before, upstream.TESTING_UPSTREAM = upstream.TESTING_UPSTREAM, True
