@@ -1,0 +1,76 @@
+"""How the layer hears of deterministic mode, and that its bits then hold under pressure."""
+
+import logging
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn import observe
+from megatron_gdn.specs import gated_delta_net_spec
+from megatron_gdn.testing import check_repeats, forward_backward
+from tests.distributed.layer_laws import randomise_, thd
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture
+def torchs_switch():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def build(config=None, **options):
+    return build_module(
+        gated_delta_net_spec("local", **options), config or make_config(), layer_number=1
+    )
+
+
+def said(caplog) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.fixture
+def log(caplog):
+    observe.log_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="megatron_gdn")
+    return caplog
+
+
+def test_the_config_asks_for_it(log):
+    layer = build(make_config(deterministic_mode=True))
+    assert layer.backend == "reference"
+    assert "delta rule backend 'reference' (deterministic mode; not flash_qla: " in said(log)
+
+
+def test_torchs_switch_asks_for_it(log, torchs_switch):
+    assert build().backend == "reference"
+    assert "(deterministic mode; " in said(log)
+
+
+def test_without_either_nothing_is_said_of_it(log):
+    build()
+    assert "deterministic" not in said(log)
+
+
+def test_fla_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="another run or rank may add in another order"):
+        build(make_config(deterministic_mode=True), backend="fla")
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("lengths", [None, (63, 2, 65)], ids=["batch", "packed"])
+def test_the_layer_repeats_under_torchs_switch(torchs_switch, lengths, recompute):
+    torch.manual_seed(0)
+    layer = build(
+        make_config(deterministic_mode=True), recompute_qkv=recompute, recompute_norm_out=recompute
+    )
+    randomise_(layer)
+    params = thd(lengths) if lengths else None
+    run = forward_backward(
+        layer, torch.randn(130, 1, 24), attention_mask=None, packed_seq_params=params
+    )
+    report = check_repeats(run, 5)
+    assert report.equal and len(report.digests) == 2 + len(list(layer.parameters())), report
