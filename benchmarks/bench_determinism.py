@@ -22,6 +22,7 @@ import os
 import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as often set for Megatron, queues streams up
 
 import torch  # noqa: E402
 from layers import DEVICE, our_layer, start_megatron, upstream_layer  # noqa: E402
