@@ -72,7 +72,7 @@ SWEEP = {
         Walk(4, steps, 4, stages=stages) for steps in (32, 64) for stages in (1, 2, 3)
     ],
     "prepare backward": [
-        Walk(4, steps, 4, 96, stages) for steps in (64, 128) for stages in (2, 3, 4)
+        Walk(4, steps, 4, 96, stages) for steps in (32, 64, 128) for stages in (2, 3, 4)
     ],
     "norm forward": [Block(rows, 1, 4) for rows in (16, 32)],
     "norm backward": [

@@ -47,6 +47,10 @@ CASES = {
 def start_megatron() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
+    if DEVICE == "cpu":
+        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+        run_megatron_on_cpu()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "nccl" if DEVICE == "cuda" else "gloo",
@@ -58,12 +62,13 @@ def start_megatron() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def transformer_config(hidden: int, sizes: HeadSizes):
+def transformer_config(hidden: int, sizes: HeadSizes, cp: int = 1, deterministic: bool = False):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
+        context_parallel_size=cp,
         num_attention_heads=16,
         linear_num_key_heads=sizes.key_heads,
         linear_num_value_heads=sizes.value_heads,
@@ -76,6 +81,7 @@ def transformer_config(hidden: int, sizes: HeadSizes):
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
         add_bias_linear=False,
+        deterministic_mode=deterministic,
     )
 
 
@@ -86,13 +92,15 @@ def _submodules(kind):
     return kind(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
 
 
-def upstream_layer(hidden: int, sizes: HeadSizes) -> nn.Module:
+def upstream_layer(
+    hidden: int, sizes: HeadSizes, cp: int = 1, deterministic: bool = False
+) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
     return (
         GatedDeltaNet(
-            transformer_config(hidden, sizes),
+            transformer_config(hidden, sizes, cp, deterministic),
             _submodules(GatedDeltaNetSubmodules),
             layer_number=1,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
@@ -102,7 +110,15 @@ def upstream_layer(hidden: int, sizes: HeadSizes) -> nn.Module:
     )
 
 
-def our_layer(hidden: int, sizes: HeadSizes, backend: str, recompute: bool = False) -> nn.Module:
+def our_layer(
+    hidden: int,
+    sizes: HeadSizes,
+    backend: str,
+    recompute: bool = False,
+    cp: int = 1,
+    deterministic: bool = False,
+    **options,
+) -> nn.Module:
     """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same local linears."""
     from megatron_gdn import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron_gdn.local_norm import TorchRMSNorm
@@ -110,12 +126,13 @@ def our_layer(hidden: int, sizes: HeadSizes, backend: str, recompute: bool = Fal
     submodules = _submodules(GatedDeltaNetSubmodules)
     submodules.out_norm = TorchRMSNorm
     layer = GatedDeltaNet(
-        transformer_config(hidden, sizes),
+        transformer_config(hidden, sizes, cp, deterministic),
         submodules,
         layer_number=1,
         backend=backend,
         recompute_qkv=recompute,
         recompute_norm_out=recompute,
+        **options,
     )
     return layer.to(DEVICE).bfloat16()
 

@@ -57,7 +57,8 @@ class GDNDims:
     """Sizes of a Gated DeltaNet layer, or of the share of it that one rank holds.
 
     ``GDNDims.from_config(config)`` gives the whole layer; ``dims.shard(n)`` what each of ``n``
-    ranks holds when heads are split over them. ``hidden_size`` is never split.
+    tensor-parallel ranks holds, and ``.share_heads(n)`` of that what each of ``n`` ranks of a head
+    exchange holds. ``hidden_size`` is never split.
     """
 
     hidden_size: int
@@ -122,29 +123,52 @@ class GDNDims:
             alpha=self.num_value_heads,
         )
 
-    def shard(self, ranks: int, over: str = "tensor_model_parallel_size") -> GDNDims:
-        """The sizes one of ``ranks`` ranks holds when the heads are split among them.
-
-        Args:
-            ranks: how many ranks share the heads.
-            over: the name of the parallel size, for the message.
+    def shard(self, ranks: int) -> GDNDims:
+        """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.
 
         Raises:
-            ValueError: the key heads or the value heads do not divide; the message lists the
-                sizes that do.
+            ValueError: the key heads do not divide; the message lists the sizes that do.
         """
-        if ranks == 1:
-            return self
-        if self.num_key_heads % ranks or self.num_value_heads % ranks:
+        if ranks < 1 or self.num_key_heads % ranks:
             legal = [n for n in range(1, self.num_key_heads + 1) if self.num_key_heads % n == 0]
             raise ValueError(
-                f"{over}={ranks} cannot split {self.num_key_heads} key heads and "
-                f"{self.num_value_heads} value heads evenly; use one of "
+                f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads "
+                f"and {self.num_value_heads} value heads evenly; use one of "
                 f"{', '.join(map(str, legal))}."
             )
         return replace(
             self,
             num_key_heads=self.num_key_heads // ranks,
+            num_value_heads=self.num_value_heads // ranks,
+        )
+
+    def share_heads(self, ranks: int) -> GDNDims:
+        """The sizes on one of ``ranks`` context-parallel ranks that share these heads.
+
+        Rank r gets value heads ``[r H / ranks, (r + 1) H / ranks)`` and the key heads they use. A
+        key head that serves the value heads of several ranks is held by each of them, so there may
+        be as many ranks as value heads.
+
+        Raises:
+            ValueError: the value heads do not divide, or some rank would get value heads of two
+                key heads in unequal numbers; the message lists the sizes that fit.
+        """
+
+        def fits(n: int) -> bool:
+            return self.num_value_heads % n == 0 and (
+                self.num_key_heads % n == 0 or n % self.num_key_heads == 0
+            )
+
+        if ranks < 1 or not fits(ranks):
+            legal = [n for n in range(1, self.num_value_heads + 1) if fits(n)]
+            raise ValueError(
+                f"context_parallel_size={ranks} cannot share the {self.num_value_heads} value "
+                f"heads and {self.num_key_heads} key heads of a tensor-parallel rank evenly; use "
+                f"one of {', '.join(map(str, legal))}."
+            )
+        return replace(
+            self,
+            num_key_heads=max(1, self.num_key_heads // ranks),
             num_value_heads=self.num_value_heads // ranks,
         )
 

@@ -1,16 +1,15 @@
 """Headwise (hidden-parallel) context parallelism: trade the sequence split for a head split.
 
-An all-to-all turns "a share of the tokens, all heads" into "all tokens, a share of the heads", so
+An exchange turns "a share of the tokens, all heads" into "all tokens, a share of the heads", so
 the convolution and the recurrence run over whole sequences; the inverse follows them.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the exchanged
-width (a projection row of one tensor-parallel rank, say), d = D / cp.
+width, d = D / cp; P width of a projection row of one tensor-parallel rank, p of one rank's heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -18,45 +17,10 @@ from torch import Tensor
 
 from ..dims import GDNDims
 from ..ops import Documents
-from .zigzag import SequenceLayout, inverse, rank_order_of_sequence
-
-
-class _AllToAll(torch.autograd.Function):
-    """Block r of dimension 0 goes to rank r; with equal blocks that is its own inverse."""
-
-    @staticmethod
-    def forward(ctx, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, blocks.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _AllToAll.apply(grad, ctx.group), None
-
-
-class _Reorder(torch.autograd.Function):
-    """``x[gather]`` along dimension 0 for a permutation, whose gradient is the inverse gather."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, gather: Tensor, inverse_gather: Tensor) -> Tensor:
-        ctx.orders = gather, inverse_gather
-        return x.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        gather, inverse_gather = ctx.orders
-        return _Reorder.apply(grad, inverse_gather, gather), None, None
-
-
-@lru_cache(maxsize=16)
-def _orders(
-    lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Gather indices that undo and redo the layout; built once per micro-batch, not per layer."""
-    undo = rank_order_of_sequence(lengths, cp_size, layout)
-    return undo.to(device), inverse(undo).to(device)
+from ..ops.fused.shares import HeadShares
+from .exchange import Exchange, to_heads, to_sequence
+from .route import positions
+from .zigzag import SequenceLayout
 
 
 def _check_exchange(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
@@ -67,17 +31,20 @@ def _check_exchange(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> N
         )
 
 
-def _check_sections(
-    name: str, width: int, sections: Sequence[int] | None, cp_size: int
-) -> list[int]:
-    """The share of each section that one rank gets."""
+def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
+    """Every section shared out evenly among ``cp_size`` ranks."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
             f"{name}: sections {sections} must add up to the width {width} and each be a multiple "
             f"of the context-parallel size {cp_size}."
         )
-    return [section // cp_size for section in sections]
+    return HeadShares.even(cp_size, sections)
+
+
+def _layout_of(balanced: bool) -> SequenceLayout:
+    """Rank order is sequence order to ranks that hold contiguous pieces."""
+    return SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
 
 
 def tensor_a2a_cp2hp(
@@ -115,15 +82,9 @@ def tensor_a2a_cp2hp(
     if cp_size == 1:
         return tensor
     _check_exchange("tensor_a2a_cp2hp", tensor, seq_dim, head_dim)
-    s, B, D = tensor.shape
-    shares = _check_sections("tensor_a2a_cp2hp", D, split_sections, cp_size)
-    sections = tensor.split([share * cp_size for share in shares], dim=-1)
-    blocks = torch.cat([x.unflatten(-1, (cp_size, -1)) for x in sections], dim=-1)
-    gathered = _AllToAll.apply(blocks.movedim(2, 0), cp_group).flatten(0, 1)
-    if undo_attention_load_balancing:
-        undo, redo = _orders((s * cp_size,), cp_size, SequenceLayout.ZIGZAG, tensor.device)
-        gathered = _Reorder.apply(gathered, undo, redo)
-    return gathered
+    shares = _even_shares("tensor_a2a_cp2hp", tensor.shape[2], split_sections, cp_size)
+    lengths, layout = (tensor.shape[0] * cp_size,), _layout_of(undo_attention_load_balancing)
+    return to_heads(tensor, Exchange.of(cp_group, shares, lengths, layout, tensor))
 
 
 def tensor_a2a_hp2cp(
@@ -157,19 +118,15 @@ def tensor_a2a_hp2cp(
     if cp_size == 1:
         return tensor
     _check_exchange("tensor_a2a_hp2cp", tensor, seq_dim, head_dim)
-    S, B, d = tensor.shape
+    S, _, d = tensor.shape
     if S % cp_size:
         raise ValueError(
             f"tensor_a2a_hp2cp: {S} tokens cannot be shared by {cp_size} ranks; the length must "
             f"be a multiple of {cp_size}."
         )
-    shares = _check_sections("tensor_a2a_hp2cp", d * cp_size, split_sections, cp_size)
-    if redo_attention_load_balancing:
-        undo, redo = _orders((S,), cp_size, SequenceLayout.ZIGZAG, tensor.device)
-        tensor = _Reorder.apply(tensor, redo, undo)
-    blocks = _AllToAll.apply(tensor.unflatten(0, (cp_size, -1)), cp_group)
-    sections = blocks.movedim(0, 2).split(shares, dim=-1)
-    return torch.cat([x.flatten(-2) for x in sections], dim=-1)
+    shares = _even_shares("tensor_a2a_hp2cp", d * cp_size, split_sections, cp_size)
+    layout = _layout_of(redo_attention_load_balancing)
+    return to_sequence(tensor, Exchange.of(cp_group, shares, (S,), layout, tensor))
 
 
 def get_parameter_local_cp(
@@ -195,15 +152,16 @@ def get_parameter_local_cp(
     Raises:
         ValueError: a section is not a multiple of the group's size.
     """
-    cp_size, cp_rank = cp_group.size(), cp_group.rank()
-    if cp_size == 1:
+    if cp_group.size() == 1:
         return param
-    shares = _check_sections("get_parameter_local_cp", param.shape[dim], split_sections, cp_size)
-    sections = param.split([share * cp_size for share in shares], dim=dim)
-    mine = [
-        section.narrow(dim, cp_rank * share, share)
-        for section, share in zip(sections, shares, strict=True)
-    ]
+    name, width = "get_parameter_local_cp", param.shape[dim]
+    shares = _even_shares(name, width, split_sections, cp_group.size())
+    return _share_of_parameter(param, dim, shares, cp_group.rank())
+
+
+def _share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -> Tensor:
+    """The rows that ``rank`` holds, a view for one section; gradients reach just those rows."""
+    mine = [param.narrow(dim, piece.whole, piece.width) for piece in shares.pieces(rank)]
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
 
 
@@ -235,6 +193,10 @@ class SingleRank:
 class Headwise:
     """Hidden-parallel context parallelism over ``group`` for one tensor-parallel rank's heads.
 
+    Every rank gets an equal number of value heads and the key heads that serve them. Where ranks
+    outnumber key heads, neighbours share one: its query and key travel to each of them, and what
+    they find as its gradient is summed.
+
     Args:
         dims: sizes on one tensor-parallel rank.
         group: the context-parallel group.
@@ -243,7 +205,7 @@ class Headwise:
     ``dims`` of the object are the sizes inside the exchange, on one rank.
 
     Raises:
-        ValueError: the heads cannot be split over the group.
+        ValueError: the heads cannot be shared by the group.
     """
 
     name = "headwise"
@@ -251,38 +213,53 @@ class Headwise:
 
     def __init__(self, dims: GDNDims, group: dist.ProcessGroup, layout: SequenceLayout) -> None:
         self.size = group.size()
-        self.dims = dims.shard(self.size, over="context_parallel_size")
-        self._sections = dims.layout.sections
-        self._group = group
-        self._layout = layout
+        self.dims = dims.share_heads(self.size)
+        key_copies = self.size * self.dims.num_key_heads // dims.num_key_heads
+        self._proj = HeadShares(
+            self.size, dims.layout.sections, (key_copies, key_copies, 1, 1, 1, 1)
+        )
+        assert self._proj.widths == self.dims.layout.sections
+        self._mixed = HeadShares.even(self.size, (dims.v_dim,))
+        self._group, self._layout = group, layout
 
     def _lengths(self, tokens: int, documents: Documents | None) -> tuple[int, ...]:
         return (tokens,) if documents is None else documents.lengths
 
-    def open(self, proj_SBP: Tensor, documents: Documents | None) -> Tensor:
-        """``[s, B, P] -> [S, B, P / cp]``, tokens in sequence order."""
-        lengths = self._lengths(proj_SBP.shape[0] * self.size, documents)
-        undo, redo = _orders(lengths, self.size, self._layout, proj_SBP.device)
-        gathered = tensor_a2a_cp2hp(proj_SBP, 0, -1, self._group, self._sections, False)
-        return _Reorder.apply(gathered, undo, redo)
+    def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
+        """``[s, B, P] -> [S, B, p]``, tokens in sequence order, this rank's heads."""
+        lengths = self._lengths(proj_sBP.shape[0] * self.size, documents)
+        exchange = Exchange.of(self._group, self._proj, lengths, self._layout, proj_sBP)
+        return to_heads(proj_sBP, exchange)
 
     def close(self, mixed_SBV: Tensor, documents: Documents | None) -> Tensor:
         """``[S, B, V / cp] -> [s, B, V]``, the inverse of :meth:`open` for the mixer's output."""
         lengths = self._lengths(mixed_SBV.shape[0], documents)
-        undo, redo = _orders(lengths, self.size, self._layout, mixed_SBV.device)
-        return tensor_a2a_hp2cp(
-            _Reorder.apply(mixed_SBV, redo, undo), 0, -1, self._group, None, False
-        )
+        exchange = Exchange.of(self._group, self._mixed, lengths, self._layout, mixed_SBV)
+        return to_sequence(mixed_SBV, exchange)
 
     def local(self, param: Tensor, sections: Sequence[int] | None = None) -> Tensor:
-        """This rank's share of a parameter, see :func:`get_parameter_local_cp`."""
-        return get_parameter_local_cp(param, 0, self._group, sections)
+        """This rank's share of a parameter along its first dimension.
+
+        Gradients flow into the rows of this rank's heads; summed over the group (which Megatron's
+        data-parallel reduction does) they are the gradient on one rank, also of key heads that
+        several ranks hold.
+
+        Args:
+            param: one row per value head, or with the channels of ``sections``.
+            sections: the first few sections of the projection's layout.
+        """
+        if sections is None:
+            shares = HeadShares.even(self.size, (param.shape[0],))
+        else:
+            count = len(sections)
+            assert tuple(sections) == self._proj.sections[:count]
+            shares = HeadShares(self.size, tuple(sections), self._proj.copies[:count])
+        return _share_of_parameter(param, 0, shares, self._group.rank())
 
     def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""
         lengths = self._lengths(tokens, documents)
-        redo = _orders(lengths, self.size, self._layout, torch.device("cpu"))[1]
-        return redo.chunk(self.size)[self._group.rank()]
+        return positions(lengths, self.size, self._layout)[self._group.rank()]
 
     def split(self, proj_SBP: Tensor, documents: Documents | None) -> None:
         """No sequence goes on elsewhere."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .chunk import torch_chunk_gated_delta_rule
 from .documents import Documents
-from .fla import fla_chunk_gated_delta_rule, why_not_fla
+from .fla import fla_chunk_gated_delta_rule
+from .obstacles import FLA_IS_TIMED, why_not_fla
 from .reference import recurrent_gated_delta_rule
 
 BACKENDS: dict[str, Callable] = {
@@ -46,39 +47,29 @@ def resolve_backend(
         deterministic: ``"auto"`` then takes the reference; ``"fla"`` is refused.
 
     Raises:
-        ValueError: an unknown name, or one that contradicts ``deterministic`` or ``device``.
+        ValueError: an unknown name, or one that the other arguments rule out.
         ImportError: the backend's package is missing or known to compute wrong results here.
     """
     device = torch.device(device)
-    if backend == "auto":
-        if deterministic:
-            return Backend("reference", BACKENDS["reference"], "deterministic mode")
-        if device.type != "cuda":
-            return Backend("reference", BACKENDS["reference"], f"running on {device.type}")
-        if dtype not in (torch.bfloat16, torch.float16):
-            return Backend("reference", BACKENDS["reference"], f"fla would round {dtype} to tf32")
-        obstacle = why_not_fla(device)
-        if obstacle is not None:
-            return Backend("reference", BACKENDS["reference"], obstacle)
-        return Backend("fla", BACKENDS["fla"], f"{dtype} on a GPU")
-    if backend not in BACKENDS:
+    if backend not in ("auto", *BACKENDS):
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto' or one of "
             f"{', '.join(repr(name) for name in BACKENDS)}."
         )
-    if backend == "fla":
+    obstacle = why_not_fla(device, dtype) if backend in ("auto", "fla") else None
+    if backend == "auto":
         if deterministic:
-            raise ValueError(
-                "backend='fla' picks its kernels by timing, so its results are not repeatable; in "
-                "deterministic mode use backend='auto' or 'reference'."
-            )
-        obstacle = why_not_fla(device if device.type == "cuda" else None)
+            return Backend("reference", BACKENDS["reference"], "deterministic mode")
         if obstacle is not None:
-            raise ImportError(f"backend='fla' cannot be used: {obstacle}.")
-        if device.type != "cuda":
-            raise ValueError(
-                f"backend='fla' runs on a GPU, not on {device}; use backend='reference'."
-            )
+            return Backend("reference", BACKENDS["reference"], obstacle.why)
+        return Backend("fla", BACKENDS["fla"], f"{dtype} on a GPU")
+    if backend == "fla" and deterministic:
+        raise ValueError(
+            f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use backend='auto' or "
+            f"'reference'."
+        )
+    if obstacle is not None:
+        raise obstacle.error(f"backend='fla': {obstacle.why}; use backend='reference'.")
     return Backend(backend, BACKENDS[backend], "requested")
 
 
@@ -118,7 +109,8 @@ def gated_delta_rule(
             or an already resolved :class:`~megatron_gdn.ops.Documents`. The state starts anew at
             every document.
         chunk_size: tokens per chunk; does not change the result.
-        backend: see :func:`resolve_backend`.
+        backend: see :func:`resolve_backend`; under ``torch.use_deterministic_algorithms`` as with
+            ``deterministic=True``.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -129,7 +121,12 @@ def gated_delta_rule(
             backend.
         ImportError: the backend's package is missing.
     """
-    chosen = resolve_backend(backend, device=value.device, dtype=value.dtype)
+    chosen = resolve_backend(
+        backend,
+        device=value.device,
+        dtype=value.dtype,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     arguments = {} if chosen.name == "recurrent" else {"chunk_size": chunk_size}
     return chosen.rule(
         query,

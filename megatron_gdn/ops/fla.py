@@ -7,46 +7,12 @@ K = V = 128, bf16 or fp16).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
 from .checks import check_rule_inputs
 from .documents import Documents
-
-INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
-
-
-def _version_tuple(text: str) -> tuple[int, ...]:
-    numbers = []
-    for part in text.split("+")[0].split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit())
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
-
-
-@cache
-def why_not_fla(device: torch.device | None = None) -> str | None:
-    """Why fla's kernels cannot train on this machine, and the fix; None when they can."""
-    if find_spec("fla") is None:
-        return f"flash-linear-attention is not installed ({INSTALL_HINT})"
-    if not torch.cuda.is_available():
-        return "flash-linear-attention needs a GPU and torch sees none"
-    try:
-        triton = _version_tuple(version("triton"))
-    except PackageNotFoundError:
-        return "flash-linear-attention needs triton, which is not installed"
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and (3, 4, 0) <= triton < (3, 7, 1) and find_spec("tilelang") is None:
-        # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
-        return (
-            f"Triton {'.'.join(map(str, triton))} miscompiles fla's backward on Hopper; install "
-            f"tilelang, or Triton 3.7.1 or newer"
-        )
-    return None
+from .obstacles import FLA_INSTALL_HINT
 
 
 def fla_chunk_gated_delta_rule(
@@ -73,7 +39,9 @@ def fla_chunk_gated_delta_rule(
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
-        raise ImportError(f"backend 'fla' needs flash-linear-attention: {INSTALL_HINT}") from error
+        raise ImportError(
+            f"backend 'fla' needs flash-linear-attention: {FLA_INSTALL_HINT}"
+        ) from error
     boundaries = {}
     if documents is not None:
         if 0 in documents.lengths and (initial_state is not None or output_final_state):

@@ -1,13 +1,24 @@
 """Run on every rank: the all-to-all helpers against what they are documented to do."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from megatron_gdn import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
-from megatron_gdn.context_parallel import local_indices
+from megatron_gdn import (
+    Documents,
+    GDNDims,
+    SequenceLayout,
+    get_parameter_local_cp,
+    tensor_a2a_cp2hp,
+    tensor_a2a_hp2cp,
+)
+from megatron_gdn.context_parallel import Headwise, exchange, local_indices
+from megatron_gdn.context_parallel.exchange import Exchange
 from megatron_gdn.init import take_share
+from tests.distributed.layer_laws import parallel_equals_one_rank
 
 SECTIONS = (8, 4, 12)
 
@@ -90,3 +101,150 @@ def bad_exchanges_are_refused() -> None:
             assert message in str(error), error
         else:
             raise AssertionError(f"accepted: {message}")
+
+
+# Two key heads of 3 and four value heads of 5.
+HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}
+DOCUMENTS = {
+    "dense": None,
+    "unequal": (16, 0, 8, 24),
+}
+
+
+def _scheme(layout: str, **changes) -> tuple[GDNDims, Headwise]:
+    dims = GDNDims(hidden_size=8, conv_kernel_dim=4, **{**HEADS, **changes})
+    return dims, Headwise(dims, dist.group.WORLD, SequenceLayout(layout))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
+    """The projection's columns that a rank's value heads need, head by head."""
+    value_heads = range(dims.num_value_heads)[rank * dims.num_value_heads // size :]
+    value_heads = value_heads[: dims.num_value_heads // size]
+    key_heads = sorted({head // dims.value_heads_per_key_head for head in value_heads})
+    used = [key_heads, key_heads, value_heads, value_heads, value_heads, value_heads]
+    columns, start = [], 0
+    for section, name, heads in zip(dims.layout.sections, dims.layout.names, used, strict=True):
+        per_head = section // (dims.num_key_heads if name in ("query", "key") else
+                               dims.num_value_heads)  # fmt: skip
+        columns += [start + h * per_head + i for h in heads for i in range(per_head)]
+        start += section
+    return columns
+
+
+@contextmanager
+def travelling(waves: int, direct: bool) -> Iterator[None]:
+    """Have even the smallest exchange travel in ``waves``, its runs as messages of their own."""
+    before = exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES
+    exchange.MOST_WAVES, exchange.WAVE_BYTES = waves, 1
+    exchange.MESSAGE_BYTES = 0 if direct else 1 << 40
+    try:
+        yield
+    finally:
+        exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES = before
+
+
+def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:
+    with travelling(waves, direct):
+        parallel_equals_one_rank(*args, **options)
+
+
+def open_gives_every_rank_its_heads(
+    layout: str, packed: str, batch: int, waves: int = 1, direct: bool = True, **heads
+) -> None:
+    """Open and close and both gradients, bit for bit; copies add up in the order of the ranks."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
+    dims, scheme = _scheme(layout, **heads)
+    lengths = DOCUMENTS[packed] or (16 * size,)
+    tokens = sum(lengths)
+    documents = None
+    if DOCUMENTS[packed]:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        documents = Documents.from_cu_seqlens(offsets, tokens, device=device)
+    held = local_indices(lengths, size, rank, SequenceLayout(layout))
+    assert torch.equal(scheme.local_positions(tokens, documents), held)
+    torch.manual_seed(3)
+    whole = torch.randn(tokens, batch, dims.layout.width, device=device)
+    gradients = torch.randn(size, tokens, batch, scheme.dims.layout.width, device=device)
+    with travelling(waves, direct):
+        made = Exchange.of(
+            dist.group.WORLD, scheme._proj, lengths, SequenceLayout(layout), whole[held]
+        )
+        assert len(made.waves) == waves
+        assert all(made.sends_runs(wave) == direct for wave in made.waves)
+
+        # Strided rows: a batch dimension that is not the innermost of what is stored.
+        mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        opened = scheme.open(mine, documents)
+        assert opened.is_contiguous()
+        assert torch.equal(opened, whole[..., _columns(dims, rank, size)])
+        opened.backward(gradients[rank])
+        expected = torch.zeros_like(whole)
+        for other in range(size):
+            expected[..., _columns(dims, other, size)] += gradients[other]
+        assert torch.equal(mine.grad, expected[held])
+
+        mixed = torch.randn(tokens, batch, dims.v_dim, device=device)
+        share = dims.v_dim // size
+        inside = mixed[..., rank * share : (rank + 1) * share].contiguous().requires_grad_()
+        closed = scheme.close(inside, documents)
+        assert torch.equal(closed, mixed[held])
+        weight = torch.randn(tokens, batch, dims.v_dim, device=device)
+        closed.backward(weight[held])
+        assert torch.equal(inside.grad, weight[..., rank * share : (rank + 1) * share])
+
+
+def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
+    """bf16 gradients whose sum depends on the order and on every rounding between."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
+    _, scheme = _scheme("contiguous", num_key_heads=1)
+    torch.manual_seed(5)
+    gradients = torch.randn(size, 8 * size, 2, scheme.dims.layout.width, device=device).bfloat16()
+    mine = torch.zeros(8, 2, scheme._proj.whole_width, device=device).bfloat16().requires_grad_()
+    scheme.open(mine, None).backward(gradients[rank])
+    total = torch.zeros(8, 2, 3, device=device)
+    for other in range(size):
+        total += gradients[other, 8 * rank : 8 * (rank + 1), :, :3].float()
+    assert torch.equal(mine.grad[..., :3], total.bfloat16())
+
+
+def shared_key_heads_have_their_rows_on_every_rank_that_uses_them() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dims, scheme = _scheme("zigzag", num_key_heads=2, num_value_heads=8)
+    sections = dims.layout.conv_sections
+    weight = torch.arange(float(sum(sections) * 3)).view(-1, 1, 3).requires_grad_()
+    columns = [c for c in _columns(dims, rank, size) if c < sum(sections)]
+    local = scheme.local(weight, sections)
+    assert torch.equal(local, weight[columns])
+    local.sum().backward()
+    gradient = weight.grad.clone()
+    dist.all_reduce(gradient)
+    users = torch.zeros(sum(sections))
+    for other in range(size):
+        users[[c for c in _columns(dims, other, size) if c < sum(sections)]] += 1
+    assert users.max() == max(1, size // 2)
+    assert torch.equal(gradient, users[:, None, None].expand_as(weight))
+    per_head = torch.arange(8.0)
+    assert torch.equal(scheme.local(per_head), per_head.chunk(size)[rank])
+
+
+def the_second_derivative_goes_through() -> None:
+    size = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    mine = torch.randn(4, 1, 2 * size, dtype=torch.float64, requires_grad=True)
+    out = tensor_a2a_cp2hp(mine, 0, -1, dist.group.WORLD, None, False)
+    (grad,) = torch.autograd.grad((out**3).sum(), mine, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), mine)
+    torch.testing.assert_close(second, 6 * mine.detach())
+
+
+def head_counts_that_cannot_be_shared_are_refused() -> None:
+    try:
+        _scheme("zigzag", num_key_heads=3, num_value_heads=6)
+    except ValueError as error:
+        assert "use one of 1, 3, 6" in str(error), error
+    else:
+        raise AssertionError("accepted")

@@ -125,3 +125,26 @@ def test_three_value_heads_per_key_head_equal_one_rank(pools, mode):
         linear_cp_mode=mode,
         sizes={"linear_num_key_heads": 4, "linear_num_value_heads": 12},
     )
+
+
+FEW_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
+@pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 4, False), (2, 2, True)])
+def test_more_ranks_than_key_heads_equal_one_rank(pools, tp, cp, sp, packed):
+    pools(tp * cp).run(
+        parallel_equals_one_rank, tp, cp, sp, lengths=packed, conv_bias=True, sizes=FEW_KEY_HEADS
+    )
+
+
+def test_as_many_ranks_as_value_heads_equal_one_rank(pools):
+    pools(4).run(
+        parallel_equals_one_rank, 1, 4, lengths=UNEQUAL,
+        sizes={"linear_num_key_heads": 1, "linear_num_value_heads": 4},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [None, (16, 0, 48, 32)], ids=["batch", "packed"])
+def test_eight_ranks_with_two_key_heads_equal_one_rank(pools, packed):
+    pools(8).run(parallel_equals_one_rank, 1, 8, lengths=packed, sizes=FEW_KEY_HEADS)

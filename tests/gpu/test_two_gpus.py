@@ -52,3 +52,8 @@ def test_chunkwise_in_whole_buffer_layouts_is_as_exact_as_one_rank(gpus, layout)
 @pytest.mark.parametrize("lengths", [None, (64, 192, 4, 256)], ids=["batch", "packed"])
 def test_chunkwise_repeats_bitwise_in_deterministic_mode(gpus, lengths):
     assert all(gpus.run(laws.chunkwise_repeats_bitwise, lengths))
+
+
+@pytest.mark.parametrize("lengths", [None, (64, 192, 4, 256)], ids=["batch", "packed"])
+def test_two_ranks_that_share_one_key_head_are_as_exact_as_one(gpus, lengths):
+    as_exact_as_one(gpus, 1, 2, False, lengths, mode="headwise", key_heads=1)

@@ -28,15 +28,22 @@ def rms(x: torch.Tensor) -> float:
 
 
 def bf16_error_of_two_ranks_is_that_of_one(
-    tp: int, cp: int, sp: bool, lengths, mode: str = "headwise", layout: str = "zigzag"
+    tp: int,
+    cp: int,
+    sp: bool,
+    lengths,
+    mode: str = "headwise",
+    layout: str = "zigzag",
+    key_heads: int = 4,
 ) -> dict:
     """Relative rms error against fp32, of one rank and of two, for everything a layer gives."""
+    sizes = {**GPU, "linear_num_key_heads": key_heads}
     tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
     with parallel(tp=tp, cp=cp):
         alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
         torch.manual_seed(7)
         torch.cuda.manual_seed(7)
-        exact = build_layer(make_config(**GPU), alone, {})
+        exact = build_layer(make_config(**sizes), alone, {})
         randomise_(exact)
         with torch.no_grad():
             for name, parameter in exact.named_parameters():
@@ -56,7 +63,7 @@ def bf16_error_of_two_ranks_is_that_of_one(
             return {"output": out.detach(), "dx": x.grad, **grads}
 
         truth = run(exact, x.float())
-        bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **GPU}
+        bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **sizes}
         one = build_layer(make_config(**bf16), alone, {})
         with torch.no_grad():
             for name, parameter in one.named_parameters():

@@ -32,8 +32,52 @@ def test_shards_add_up_to_the_whole():
 
 def test_a_size_that_does_not_divide_is_refused_with_the_ones_that_do():
     dims = GDNDims.from_config(QWEN3_NEXT).shard(2)
-    with pytest.raises(ValueError, match=r"context_parallel_size=3 .* 8 key heads .* 1, 2, 4, 8\."):
-        dims.shard(3, over="context_parallel_size")
+    with pytest.raises(
+        ValueError, match=r"tensor_model_parallel_size=3 .* 8 key heads .* 1, 2, 4, 8\."
+    ):
+        dims.shard(3)
+
+
+def test_ranks_up_to_the_number_of_value_heads_can_share_them():
+    dims = GDNDims.from_config(QWEN3_NEXT)
+    for tp in (1, 2, 4, 8, 16):
+        for cp in (1, 2, 4, 8, 16, 32):
+            if tp * cp > 32:
+                continue
+            share = dims.shard(tp).share_heads(cp)
+            assert share.num_value_heads * tp * cp == 32
+            assert share.num_key_heads == max(1, 16 // (tp * cp))
+            if tp * cp <= 16:
+                assert share == dims.shard(tp * cp)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "legal"),
+    [
+        (16, 32, "1, 2, 4, 8, 16, 32"),
+        (2, 8, "1, 2, 4, 8"),
+        (4, 24, "1, 2, 4, 8, 12, 24"),
+        (3, 6, "1, 3, 6"),
+    ],
+)
+def test_head_counts_that_cannot_be_shared_list_those_that_can(key_heads, value_heads, legal):
+    config = {
+        **vars(QWEN3_NEXT), "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+    }  # fmt: skip
+    dims = GDNDims.from_config(SimpleNamespace(**config))
+    legal_sizes = [int(size) for size in legal.split(", ")]
+    for ranks in range(1, 2 * value_heads):
+        if ranks in legal_sizes:
+            # Every rank's value heads use the same key heads in equal numbers.
+            share = dims.share_heads(ranks)
+            per_key_head = value_heads // key_heads
+            for rank in range(ranks):
+                heads = range(value_heads)[rank * share.num_value_heads :][: share.num_value_heads]
+                assert len({head // per_key_head for head in heads}) == share.num_key_heads
+        else:
+            with pytest.raises(ValueError, match=f"context_parallel_size={ranks} .*of {legal}\\."):
+                dims.share_heads(ranks)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from .once import say_once
 from .prepared import Preparation, SplitSequences
 from .recompute import RefilledOutput
 from .sizes import HeadSizes
+from .unfilled import unfilled_memory
 
 
 class GatedNorm(NamedTuple):
@@ -86,6 +87,7 @@ def kernels_for(proj: Tensor, conv_weight: Tensor, kernels: str) -> tuple[Module
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
+    @unfilled_memory()
     def forward(ctx, proj, conv_weight, conv_bias, A_log, dt_bias, gamma, plan: _Plan):
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
         prepared = plan.prepare.prepare_forward(
@@ -120,6 +122,7 @@ class _Mixer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @unfilled_memory()
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
         plan: _Plan = ctx.plan
         proj, conv_weight, conv_bias, A_log, dt_bias, gamma, o, beta, q, k, v, *saved = (

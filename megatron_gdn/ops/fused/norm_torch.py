@@ -48,4 +48,4 @@ def gated_norm_backward(
     d_o, d_rows, d_gamma = torch.autograd.grad(out, leaves, d_out.to(wide))
     section = slice(sizes.z_column, sizes.beta_column)
     d_proj[..., section] = d_rows[..., section]
-    return d_o.to(o.dtype), d_gamma.to(gamma.dtype)
+    return d_o.to(o.dtype).contiguous(), d_gamma.to(gamma.dtype)

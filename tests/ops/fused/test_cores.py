@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores import why_not_flash_qla
+from megatron_gdn.ops.fused import HeadSizes, cores, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.fused.cores import repeatable
+from megatron_gdn.ops.fused.cores.repeatable import Repeatable
 from megatron_gdn.ops.fused.once import say_once
+from megatron_gdn.ops.obstacles import why_not_flash_qla
 
 SIZES = HeadSizes(16, 32, 128, 128)
 
@@ -33,10 +35,64 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_deterministic_refuses_fla_and_auto_takes_the_reference():
-    with pytest.raises(ValueError, match="not repeatable"):
+    with pytest.raises(ValueError, match="picks its kernels by timing"):
         resolve_core("fla", device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
     choice = resolve_core(device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
-    assert choice == (choice.core, "deterministic mode") and choice.core.name == "reference"
+    assert choice.core.name == "reference"
+    assert choice.reason == "deterministic mode; not flash_qla: flash_qla runs on a GPU, not on cpu"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_reference_may_always_be_asked_for(deterministic):
+    choice = resolve_core(
+        "reference", device="cpu", dtype=torch.float64, sizes=SIZES, deterministic=deterministic
+    )
+    assert choice == (choice.core, "requested") and choice.core.name == "reference"
+
+
+KNOWN = Repeatable(
+    "flash_qla", (9, 0), "flash-qla", "0.1.3", (torch.bfloat16,), (1, 2), "200 repeats were equal"
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A Hopper GPU with flash-qla 0.1.3, as far as the choice can see."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(repeatable, "installed_version", lambda package: "0.1.3")
+    monkeypatch.setattr(repeatable, "REPEATABLE", (KNOWN,))
+    monkeypatch.setattr(cores, "why_not_flash_qla", lambda *_: None)
+    monkeypatch.setattr(cores, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(cores, "_make", lambda *made: made)
+    say_once.cache_clear()
+    return monkeypatch
+
+
+def on_a_gpu(backend="auto", dtype=torch.bfloat16, sizes=SIZES):
+    return resolve_core(backend, device="cuda", dtype=dtype, sizes=sizes, deterministic=True)
+
+
+def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant_form(hopper):
+    assert on_a_gpu() == (("flash_qla", True), "deterministic mode; 200 repeats were equal")
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "sizes"),
+    [
+        ({"capability": (10, 0)}, torch.bfloat16, SIZES),
+        ({"version": "0.1.4"}, torch.bfloat16, SIZES),
+        ({}, torch.float16, SIZES),
+        ({}, torch.bfloat16, HeadSizes(16, 64, 128, 128)),
+    ],
+    ids=["GPU", "version", "dtype", "heads"],
+)
+def test_deterministic_auto_takes_nothing_untested(hopper, change, dtype, sizes):
+    hopper.setattr(repeatable, "REPEATABLE", (KNOWN._replace(**change),))
+    choice = on_a_gpu(dtype=dtype, sizes=sizes)
+    assert choice.core == ("reference",)
+    assert "not flash_qla: flash_qla was not tested for repeatability" in choice.reason
+    by_name = on_a_gpu("flash_qla", dtype, sizes)
+    assert by_name.core == ("flash_qla", True) and "was not tested" in by_name.reason
 
 
 @pytest.mark.parametrize(
@@ -48,7 +104,8 @@ def test_deterministic_refuses_fla_and_auto_takes_the_reference():
     ],
 )
 def test_flash_qla_names_the_size_or_dtype_it_cannot_take(dtype, sizes, why):
-    assert why in why_not_flash_qla(torch.device("cuda"), dtype, sizes)
+    obstacle = why_not_flash_qla(torch.device("cuda"), dtype, sizes.key_dim, sizes.value_dim)
+    assert why in obstacle.why and obstacle.error is ValueError
 
 
 def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):

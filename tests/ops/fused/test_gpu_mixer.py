@@ -28,7 +28,7 @@ SHAPES = {
     "packed": {"S": 1000, "lengths": (1, 2, 3, 63, 65, 0, 500, 366)},
     "long": {"S": 9000},
 }
-RATIOS = {"1": (2, 2), "2": (2, 4), "3": (1, 3), "4": (2, 8)}
+RATIOS = {"1": (16, 16), "2": (16, 32), "3": (16, 48), "4": (16, 64)}
 
 
 def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=128, seed=0):
@@ -79,35 +79,48 @@ def errors(got, exact):
     return found
 
 
-def check_against_fp64(arguments, core_name, yardstick, **options):
+def check_against_fp64(heads, core_name, yardstick, seeds=4, **shape):
     """At most 1.2 times the error of plain torch in bf16, over fp64 from the same bf16 inputs.
 
     Plain torch is the same mixer with the twins instead of our kernels, around the delta rule
-    ``yardstick``.
+    ``yardstick``. Errors are pooled over several draws. The gradients of A_log and dt_bias are
+    still as few numbers as there are heads and draws, n, and the ratio of two independent root
+    mean squares of n numbers has a standard deviation of 1 / sqrt(n): two of those are allowed.
     """
-    sizes, leaves, d_out, documents = arguments
-    wide = [x.detach().double() for x in leaves]
-    exact = run(sizes, wide, d_out, documents, core_named("reference", sizes), kernels="torch")
-    plain = run(sizes, leaves, d_out, documents, core_named(yardstick, sizes), kernels="torch")
-    got = run(sizes, leaves, d_out, documents, core_named(core_name, sizes), **options)
-    found = list(zip(NAMES, errors(got, exact), errors(plain, exact), strict=True))
-    lines = [f"{n}: {a:.2e}, plain torch {b:.2e}" for n, a, b in found]
+    squares = {"got": torch.zeros(len(NAMES)), "plain": torch.zeros(len(NAMES))}
+    for seed in range(seeds):
+        sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
+        wide = [x.detach().double() for x in leaves]
+        batch = (d_out, documents)
+        exact = run(sizes, wide, *batch, core_named("reference", sizes), kernels="torch")
+        plain = run(sizes, leaves, *batch, core_named(yardstick, sizes), kernels="torch")
+        got = run(sizes, leaves, *batch, core_named(core_name, sizes))
+        squares["got"] += torch.tensor(errors(got, exact)).square()
+        squares["plain"] += torch.tensor(errors(plain, exact)).square()
+    found = [(squares[key] / seeds).sqrt().tolist() for key in ("got", "plain")]
+    numbers = [seeds * x.numel() for x in exact]
+    lines = [f"{n}: {a:.2e}, plain torch {b:.2e}" for n, a, b in zip(NAMES, *found, strict=True)]
     print("\n" + "\n".join(lines))
-    bad = [x for x, (_, a, b) in zip(lines, found, strict=True) if not a <= 1.2 * b]
+    bad = [
+        line
+        for line, a, b, n in zip(lines, *found, numbers, strict=True)
+        if not a <= 1.2 * b * (1 + 2 * n**-0.5)
+    ]
     assert not bad, "; ".join(bad)
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_our_kernels_cost_no_accuracy_at_any_shape(shape, core):
-    check_against_fp64(make_inputs((2, 4), **SHAPES[shape]), core, yardstick=core)
+    seeds = 1 if shape == "long" else 4
+    check_against_fp64((16, 32), core, yardstick=core, seeds=seeds, **SHAPES[shape])
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core):
-    check_against_fp64(make_inputs(RATIOS[ratio], S=321, decay=decay), core, yardstick=core)
+    check_against_fp64(RATIOS[ratio], core, yardstick=core, S=321, decay=decay)
 
 
 @pytest.mark.parametrize(
@@ -127,22 +140,20 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core)
     ],
 )
 def test_the_whole_mixer_is_as_exact_as_plain_torch(core):
-    check_against_fp64(make_inputs((2, 4), S=777), core, yardstick="reference")
+    check_against_fp64((16, 32), core, yardstick="reference", S=777)
 
 
 def test_other_head_dims_take_a_path_that_is_right():
-    arguments = make_inputs((2, 4), S=130, dim=64)
-    assert resolve_core(device="cuda", dtype=torch.bfloat16, sizes=arguments[0]).core.name in (
-        "fla",
-        "reference",
-    )
-    check_against_fp64(arguments, "auto", yardstick="auto")
+    sizes = HeadSizes(16, 32, 64, 64)
+    chosen = resolve_core(device="cuda", dtype=torch.bfloat16, sizes=sizes).core.name
+    assert chosen in ("fla", "reference")
+    check_against_fp64((16, 32), "auto", yardstick="auto", S=130, dim=64)
 
 
 @pytest.mark.parametrize("core", ["flash_qla", "fla"])
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
 def test_recomputing_keeps_every_bit(shape, core):
-    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES[shape])
+    sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     core = core_named(core, sizes)
     saved = run(sizes, leaves, d_out, documents, core)
     again = run(sizes, leaves, d_out, documents, core, recompute_qkv=True)
@@ -152,7 +163,7 @@ def test_recomputing_keeps_every_bit(shape, core):
 
 @pytest.mark.parametrize("shape", ["S2100-B3", "packed", "long"])
 def test_two_runs_are_bitwise_equal(shape):
-    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES[shape])
+    sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     core = core_named("flash_qla", sizes)
     first = run(sizes, leaves, d_out, documents, core)
     for _ in range(5):
@@ -163,7 +174,7 @@ def test_two_runs_are_bitwise_equal(shape):
 
 
 def test_changing_one_document_leaves_the_others_bitwise_unchanged():
-    sizes, leaves, d_out, documents = make_inputs((2, 4), S=1000, lengths=(100, 63, 1, 836))
+    sizes, leaves, d_out, documents = make_inputs((16, 32), S=1000, lengths=(100, 63, 1, 836))
     core = core_named("auto", sizes)
     before = run(sizes, leaves, d_out, documents, core)
     changed = [leaves[0].detach().clone(), *leaves[1:]]
@@ -177,7 +188,7 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged():
 @pytest.mark.parametrize("core", ["flash_qla", "fla"])
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
 def test_nothing_waits_for_the_device(shape, core):
-    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES[shape])
+    sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     core = core_named(core, sizes)
     run(sizes, leaves, d_out, documents, core)  # compiles, tunes and fills per-batch tables
     torch.cuda.set_sync_debug_mode("error")
@@ -188,7 +199,7 @@ def test_nothing_waits_for_the_device(shape, core):
 
 
 def test_a_new_packed_batch_does_not_wait_either():
-    sizes, leaves, d_out, documents = make_inputs((2, 4), **SHAPES["packed"])
+    sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES["packed"])
     core = core_named("flash_qla", sizes)
     run(sizes, leaves, d_out, documents, core)
     fresh = Documents.from_cu_seqlens([0, 1, 3, 6, 69, 200, 1000], 1000, device="cuda")
@@ -202,9 +213,9 @@ def test_a_new_packed_batch_does_not_wait_either():
 
 
 def test_a_dropped_output_is_filled_again():
-    sizes, leaves, d_out, documents = make_inputs((2, 4), S=333)
+    sizes, leaves, d_out, documents = make_inputs((16, 32), S=333)
     core = core_named("auto", sizes)
-    weight = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def gradients(refilled):
         proj, conv, A_log, dt_bias, gamma = leaves

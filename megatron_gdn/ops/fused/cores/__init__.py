@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from ...fla import why_not_fla
+from ...obstacles import FLA_IS_TIMED, why_not_fla, why_not_flash_qla
 from ..once import say_once
 from ..sizes import HeadSizes
 from .base import Core, RuleGrads, RuleInputs
+from .repeatable import find_repeatable, why_not_repeatable
 from .torch_rule import TorchCore
 
 __all__ = ["CORES", "Choice", "Core", "RuleGrads", "RuleInputs", "resolve_core"]
 
 CORES = ("flash_qla", "fla", "reference")
-_FLASH_QLA_OLDEST = (0, 1, 3)  # earlier ones race, and round dg through bf16
-_FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 class Choice(NamedTuple):
@@ -27,51 +23,12 @@ class Choice(NamedTuple):
     reason: str
 
 
-@cache
-def _flash_qla_is_missing() -> str | None:
-    if find_spec("flash_qla") is None:
-        return "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
-    try:
-        installed = version("flash-qla")
-    except PackageNotFoundError:
-        return "flash_qla carries no version; install flash-qla 0.1.3 or newer from a wheel"
-    numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
-    if numbers < _FLASH_QLA_OLDEST:
-        return f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 or newer"
-    return None
-
-
-def why_not_flash_qla(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> str | None:
-    """Why FlashQLA cannot train these heads here, and the fix; None when it can."""
-    if device.type != "cuda":
-        return f"flash_qla runs on a GPU, not on {device}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash_qla takes bf16 or fp16, not {dtype}"
-    if (sizes.key_dim, sizes.value_dim) != (128, 128):
-        return (
-            f"flash_qla takes head dims of 128, not key_head_dim={sizes.key_dim} and "
-            f"value_head_dim={sizes.value_dim}"
-        )
-    if torch.cuda.get_device_capability(device) not in _FLASH_QLA_CAPABILITIES:
-        return "flash_qla trains on compute capability 9.0, 10.0 and 10.3 only"
-    return _flash_qla_is_missing()
-
-
-def _why_not_fla(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> str | None:
-    if device.type != "cuda":
-        return f"fla runs on a GPU, not on {device}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"fla would round {dtype} to tf32"
-    if sizes.key_dim > 256:
-        return f"fla takes key_head_dim up to 256, not {sizes.key_dim}"
-    return why_not_fla(device)
-
-
-def _make(name: str) -> Core:
+def _make(name: str, deterministic: bool = False) -> Core:
     if name == "flash_qla":
         from .flash_qla import FlashQlaCore
 
-        return FlashQlaCore()
+        # Its usual plan cuts a sequence by what else is in the batch.
+        return FlashQlaCore(batch_invariant=True) if deterministic else FlashQlaCore()
     if name == "fla":
         from .fla import FlaCore
 
@@ -93,8 +50,11 @@ def resolve_core(
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``: the
             first of these that fits; the log says once why not an earlier one. A name that is not
             ``"auto"`` is never replaced by another.
-        deterministic: ``"auto"`` then takes the reference. fla is refused, since it picks its
-            kernels by timing; flash_qla has a fixed choice and may be asked for by name.
+        deterministic: results repeat bit for bit, from run to run and process to process, and a
+            sequence's results do not depend on the others of its batch. ``"auto"`` then takes
+            flash_qla where it was tested for that (see :mod:`.repeatable`), else the reference.
+            fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
+            name where it was not tested; the log then says so.
 
     Raises:
         ValueError: an unknown name, or one that these sizes, this dtype, device or
@@ -103,31 +63,49 @@ def resolve_core(
             here.
     """
     device = torch.device(device)
-    obstacles = {
-        "flash_qla": why_not_flash_qla(device, dtype, sizes),
-        "fla": _why_not_fla(device, dtype, sizes),
-        "reference": None,
-    }
-    if backend == "auto":
-        if deterministic:
-            return Choice(_make("reference"), "deterministic mode")
-        name = next(name for name in CORES if obstacles[name] is None)
-        passed = "; ".join(f"not {n}: {why}" for n, why in obstacles.items() if why is not None)
-        if passed:
-            say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({passed}).", device.type)
-        return Choice(_make(name), passed or f"{dtype} heads of 128 on this GPU")
-    if backend not in CORES:
+    if backend not in ("auto", *CORES):
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto' or one of "
             f"{', '.join(repr(name) for name in CORES)}."
         )
+    obstacles = {
+        "flash_qla": why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim),
+        "fla": why_not_fla(device, dtype, sizes.key_dim),
+        "reference": None,
+    }
+    if backend == "auto":
+        whys = {name: None if o is None else o.why for name, o in obstacles.items()}
+        if deterministic:
+            return _deterministic_choice(whys["flash_qla"], device, dtype, sizes)
+        name = next(name for name in CORES if whys[name] is None)
+        passed = "; ".join(f"not {n}: {why}" for n, why in whys.items() if why is not None)
+        if passed:
+            say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({passed}).", device.type)
+        return Choice(_make(name), passed or f"{dtype} heads of 128 on this GPU")
     if backend == "fla" and deterministic:
         raise ValueError(
-            "backend='fla' picks its kernels by timing, so its results are not repeatable; in "
-            "deterministic mode use 'auto', 'flash_qla' or 'reference'."
+            f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use 'auto', 'flash_qla' or "
+            f"'reference'."
         )
-    why = obstacles[backend]
-    if why is not None:
-        packages = why in (_flash_qla_is_missing(), why_not_fla(device))
-        raise (ImportError if packages else ValueError)(f"backend={backend!r}: {why}.")
-    return Choice(_make(backend), "requested")
+    if obstacles[backend] is not None:
+        why, error = obstacles[backend]
+        raise error(f"backend={backend!r}: {why}.")
+    reason = "requested"
+    if backend == "flash_qla" and deterministic:
+        untested = why_not_repeatable(backend, device, dtype, sizes)
+        if untested is not None:
+            reason = f"requested; {untested}"
+            say_once(f"Deterministic Gated DeltaNet: {untested}.", device.type)
+    return Choice(_make(backend, deterministic), reason)
+
+
+def _deterministic_choice(
+    obstacle: str | None, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+) -> Choice:
+    why = obstacle or why_not_repeatable("flash_qla", device, dtype, sizes)
+    if why is None:
+        evidence = find_repeatable("flash_qla", device, dtype, sizes).evidence
+        return Choice(_make("flash_qla", True), f"deterministic mode; {evidence}")
+    if device.type == "cuda":
+        say_once(f"Deterministic Gated DeltaNet takes the plain-torch rule ({why}).", device.type)
+    return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")

@@ -7,91 +7,96 @@ batch is made from host offsets, and the heads are summed inside our backward ke
 
 from __future__ import annotations
 
-import dataclasses
-from functools import cache, lru_cache
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
 from ...documents import Documents
-from .base import RuleGrads, RuleInputs
-
-_STAGES = (
-    "chunk_gated_delta_rule_fwd", "build_cp_context", "cp_preprocess_bwd", "fused_gdr_h",
-    "fused_gdr_bwd", "chunk_local_cumsum", "CHUNK_SIZE",
-)  # fmt: skip
+from . import flash_qla_states
+from .base import RuleGrads, RuleInputs, Transition
+from .flash_qla_plan import Plan, plan_of, stages
 
 
-@cache
-def _stages() -> ModuleType:
-    from flash_qla.ops.gated_delta_rule import chunk
-
-    missing = [name for name in _STAGES if not hasattr(chunk, name)]
-    if missing:
-        raise ImportError(
-            f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
-            f"Install that, or choose backend='fla'."
-        )
-    return chunk
-
-
-@lru_cache(maxsize=64)
-def _plan(offsets: tuple[int, ...], value_heads: int, device: torch.device):
-    """FlashQLA's split of long sequences over the chip, from host offsets alone.
-
-    Keyed by value: equal batches share one, on every layer and in the backward. The split depends
-    on lengths and heads only, never on data, so it repeats.
-    """
-    from flash_qla.utils.index import prepare_varlen_metadata
-
-    stages = _stages()
-    on_host = stages.build_cp_context(
-        torch.tensor(offsets, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
-        chunk_size=stages.CHUNK_SIZE, is_train=True,
-    )  # fmt: skip
-    moved = {}
-    for field in dataclasses.fields(on_host):
-        value = getattr(on_host, field.name)
-        if isinstance(value, Tensor):
-            moved[field.name] = value.to(device, non_blocking=True)
-            if field.name in ("cu_seqlens", "intra_cp_cu_seqlens"):
-                prepare_varlen_metadata(moved[field.name], value)
-    return dataclasses.replace(on_host, **moved)
-
-
-@lru_cache(maxsize=64)
-def _unsplit_plan(rows: int, device: torch.device):
-    """A batch of rows: FlashQLA runs them side by side and splits none."""
-    return _stages().build_cp_context(None)
+def _as_one_row(inputs: RuleInputs) -> RuleInputs:
+    """Batch rows end to end, ``[1, B S, ...]``: kernels that know sequences by their offsets."""
+    return RuleInputs(*(None if x is None else x.flatten(0, 1)[None] for x in inputs))
 
 
 class FlashQlaCore:
+    """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
+
+    Long sequences are cut into parts that run side by side. A part whose log-decay falls below
+    -10 is taken to forget what entered it (e^-10 = 4.5e-5, a hundredth of a bf16 rounding).
+
+    Args:
+        batch_invariant: cut a sequence by its own length and the number of heads alone, and run
+            every batch through the same kernels, so that the bits of a sequence do not depend on
+            its neighbours or its place. By default FlashQLA's cost model cuts for the whole batch,
+            which is faster where long and short sequences share it.
+    """
+
     name = "flash_qla"
 
-    @staticmethod
-    def _plan(inputs: RuleInputs, documents: Documents | None):
+    def __init__(self, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         rows, tokens = inputs.k.shape[:2]
-        device = inputs.k.device
         if documents is not None:
             offsets = tuple(documents.cu_seqlens_cpu.tolist())
-        elif rows == 1:
-            offsets = (0, tokens)
+        elif rows == 1 or states or self.batch_invariant:
+            offsets = tuple(row * tokens for row in range(rows + 1))
         else:
-            return _unsplit_plan(rows, device)
-        return _plan(offsets, inputs.v.shape[2], device)
+            offsets = None
+        return plan_of(offsets, inputs.v.shape[2], self.batch_invariant, inputs.k.device)
+
+    def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition:
+        return flash_qla_states.transition(
+            _as_one_row(inputs), self._plan(inputs, documents, states=True)
+        )
 
     def forward(
-        self, inputs: RuleInputs, documents: Documents | None, keep: bool
+        self,
+        inputs: RuleInputs,
+        documents: Documents | None,
+        keep: bool,
+        initial: Tensor | None = None,
+        work: object = None,
     ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
-        plan = self._plan(inputs, documents)
-        g_sum, A, o, _, _, carried = _stages().chunk_gated_delta_rule_fwd(
-            **inputs._asdict(), scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.cu_seqlens,
-            output_final_state=False, enable_fwd_cp_cache=keep, cp_context=plan, is_train=True,
+        if initial is not None or work is not None:
+            flat = _as_one_row(inputs)
+            if work is None:
+                plan = self._plan(inputs, documents, states=True)
+                work = flash_qla_states.part_maps(flat, plan)
+            o, saved, plan = flash_qla_states.forward(flat, initial, work, keep)
+            return o.view_as(inputs.v), saved, plan
+        plan = self._plan(inputs, documents, states=False)
+        flat = inputs if plan.parts is None else _as_one_row(inputs)
+        g_sum, A, o, _, _, carried = stages().chunk_gated_delta_rule_fwd(
+            **flat._asdict(), scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.context.cu_seqlens,
+            output_final_state=False, enable_fwd_cp_cache=keep, cp_context=plan.context,
+            is_train=True,
         )  # fmt: skip
-        # What the split carries over to the backward: plain tensors of a small dataclass.
+        # What the cut carries over to the backward: plain tensors of a small dataclass.
         kept = () if carried is None else tuple(vars(carried).values())
-        return o, (g_sum, A, *kept), (plan, None if carried is None else type(carried))
+        carried_type = None if carried is None else type(carried)
+        return o.view_as(inputs.v), (g_sum, A, *kept), (plan, carried_type)
+
+    def d_initial(
+        self,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: tuple[Tensor | None, ...],
+        plan: object,
+        documents: Documents | None,
+    ) -> tuple[Tensor, object]:
+        flat = _as_one_row(inputs)
+        if not isinstance(plan, flash_qla_states.StatePlan):
+            # The forward carried no states, so it did not keep what the chain of gradients needs.
+            g_sum, A = (x.flatten(0, 1)[None] for x in saved[:2])
+            plan = self._plan(inputs, documents, states=True)
+            maps = flash_qla_states.part_maps(flat, plan, g_sum, A)
+            saved = flash_qla_states.saved_tensors(maps, entering=None)
+            plan = flash_qla_states.StatePlan(plan)
+        return flash_qla_states.d_initial(d_o.flatten(0, 1)[None], flat, saved, plan)
 
     def backward(
         self,
@@ -100,28 +105,53 @@ class FlashQlaCore:
         saved: tuple[Tensor | None, ...],
         plan: object,
         documents: Documents | None,
+        initial: Tensor | None = None,
+        d_final: Tensor | None = None,
+        work: object = None,
     ) -> RuleGrads:
-        stages = _stages()
-        g_sum, A, *kept = saved
-        plan, carried_type = plan
-        carried = None if carried_type is None else carried_type(*kept)
-        scale = inputs.k.shape[-1] ** -0.5
-        common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum}
-        first, last_grad = stages.cp_preprocess_bwd(
-            plan, q=inputs.q, beta=inputs.beta, do=d_o, dht=None, scale=scale, initial_state=None,
-            state_v_first=False, cp_cache=carried, **common,
-        )  # fmt: skip
-        split = plan.intra_cp_cu_seqlens if plan.is_intra else plan.cu_seqlens
-        states, *_ = stages.fused_gdr_h(
-            b=inputs.beta, initial_state=first, output_final_state=False, output_h=True,
-            cu_seqlens=split, **common,
-        )  # fmt: skip
-        dq, dk, dv, dg, dbeta, _ = stages.fused_gdr_bwd(
-            q=inputs.q, b=inputs.beta, do=d_o, dht=last_grad, h=states, scale=scale,
-            cu_seqlens=split, **common,
-        )  # fmt: skip
-        dg = stages.chunk_local_cumsum(
-            dg, chunk_size=A.shape[-1], reverse=True, cu_seqlens=plan.cu_seqlens,
-            zero_last_chunk=True,
-        )  # fmt: skip
-        return RuleGrads(dq, dk, dv, dg, dbeta)
+        shape = inputs.k.shape[:2]
+        if isinstance(plan, flash_qla_states.StatePlan):
+            flat, d_o = _as_one_row(inputs), d_o.flatten(0, 1)[None]
+            first, last_grad = flash_qla_states.boundary_states(
+                d_o, flat, saved, plan, initial, d_final, work
+            )
+            plan, (g_sum, A) = plan.plan, saved[:2]
+        else:
+            plan, carried_type = plan
+            g_sum, A, *kept = saved
+            flat = inputs
+            if plan.parts is not None:
+                flat, d_o = _as_one_row(inputs), d_o.flatten(0, 1)[None]
+            first, last_grad = stages().cp_preprocess_bwd(
+                plan.context, q=flat.q, k=flat.k, v=flat.v, a=A, g=g_sum, beta=flat.beta, do=d_o,
+                dht=d_final, scale=inputs.k.shape[-1] ** -0.5, initial_state=initial,
+                state_v_first=False,
+                cp_cache=None if carried_type is None else carried_type(*kept),
+            )  # fmt: skip
+        grads = _gradients(d_o, flat, g_sum, A, plan, first, last_grad)
+        return RuleGrads(*(x.view(*shape, *x.shape[2:]) for x in grads))
+
+
+def _gradients(
+    d_o: Tensor,
+    inputs: RuleInputs,
+    g_sum: Tensor,
+    A: Tensor,
+    plan: Plan,
+    first: Tensor | None,
+    last_grad: Tensor | None,
+) -> RuleGrads:
+    """From what enters every part, and the gradient of what leaves it."""
+    common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
+              "cu_seqlens": plan.part_offsets}  # fmt: skip
+    states, *_ = stages().fused_gdr_h(
+        initial_state=first, output_final_state=False, output_h=True, **common
+    )
+    dq, dk, dv, dg, dbeta, _ = stages().fused_gdr_bwd(
+        q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5, **common
+    )
+    dg = stages().chunk_local_cumsum(
+        dg, chunk_size=A.shape[-1], reverse=True, cu_seqlens=plan.context.cu_seqlens,
+        zero_last_chunk=True,
+    )  # fmt: skip
+    return RuleGrads(dq, dk, dv, dg, dbeta)

@@ -1,0 +1,202 @@
+"""The layer under context parallelism: megatron-core's, ours in both schemes, and the bare wire.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_context_parallel.py --out results.jsonl
+
+Every rank is a context-parallel rank. All layers hold the same weights and read the same tokens;
+``off`` is how far a layer's output lies from megatron-core's, as a share of its size (both are
+bf16). ``wire`` is the head exchange's bytes through bare ``all_to_all_single`` calls.
+
+Legend: s this rank's tokens, P projection width, V value width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from layers import DEVICE, our_layer, transformer_config, upstream_layer
+from measure import environment, memory_mib, table, time_ms, write_lines
+
+from megatron_gdn import GDNDims
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.ops.fused import HeadSizes
+
+LAYERS = ("upstream", "headwise", "chunkwise", "auto")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``tokens`` over all ranks; ``document`` > 0 packs documents of that many tokens."""
+
+    name: str
+    tokens: int
+    document: int = 0
+
+    def shrunk(self, by: int) -> Case:
+        return replace(self, tokens=self.tokens // by, document=self.document // by)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("131072", 131072),
+        Case("32768", 32768),
+        Case("thd32768", 32768, document=4096),
+        Case("thd32768x512", 32768, document=512),
+    )
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--core", choices=("flash_qla", "fla", "reference"), default="flash_qla")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
+    parser.add_argument("--out", help="append JSON lines to this file")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
+    )
+    return parser.parse_args()
+
+
+def packed(case: Case):
+    if not case.document:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.arange(0, case.tokens + 1, case.document, dtype=torch.int32, device=DEVICE)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=case.document, max_seqlen_kv=case.document,
+    )  # fmt: skip
+
+
+def slowest(times: dict[str, float]) -> dict[str, float]:
+    """The medians of the slowest rank."""
+    values = torch.tensor(list(times.values()), device=DEVICE, dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(times, values.tolist(), strict=True))
+
+
+def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:
+    """Both exchanges of a forward, and of a forward and backward, with nothing around them."""
+    cp = dist.get_world_size()
+    s = case.tokens // cp
+    blocks = [
+        torch.randn(cp, s, width // cp, device=DEVICE).bfloat16()
+        for width in (dims.layout.width, dims.v_dim)
+    ]
+    received = [torch.empty_like(x) for x in blocks]
+
+    def exchange(times: int) -> None:
+        for _ in range(times):
+            for source, target in zip(blocks, received, strict=True):
+                dist.all_to_all_single(target, source)
+
+    return tuple(slowest(time_ms(lambda n=n: exchange(n), repeats=repeats)) for n in (1, 2))
+
+
+def build(name: str, args, sizes: HeadSizes):
+    if name == "upstream":
+        return upstream_layer(args.hidden, sizes, cp=dist.get_world_size())
+    return our_layer(args.hidden, sizes, args.core, cp=dist.get_world_size(), linear_cp_mode=name)
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
+    rank, cp = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from megatron.core import parallel_state, tensor_parallel
+
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+
+        run_megatron_on_cpu()
+        dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    sizes = HeadSizes(*args.heads, 128, 128)
+    dims = GDNDims.from_config(transformer_config(args.hidden, sizes))
+    setting = {
+        "environment": {} if args.compile_only else environment(),
+        "core": args.core, "hidden": args.hidden, "heads": list(args.heads), "cp": cp,
+    }  # fmt: skip
+    rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]]
+    began = time.monotonic()
+    for name in args.cases:
+        case = CASES[name].shrunk(args.shrink)
+        torch.manual_seed(1)
+        whole = torch.randn(case.tokens, 1, args.hidden, dtype=torch.bfloat16)
+        lengths = (
+            [case.document] * (case.tokens // case.document) if case.document else [case.tokens]
+        )
+        x = whole[local_indices(lengths, cp, rank)].to(DEVICE).requires_grad_()
+        grad = torch.randn_like(x)
+        base, truth, state = None, None, None
+        for name in args.layers:
+            torch.manual_seed(2)
+            layer, params = build(name, args, sizes), packed(case)
+            if state is None:
+                state = layer.state_dict()
+            layer.load_state_dict(state)
+
+            def run(layer=layer, params=params, x=x):
+                return layer(x, None, packed_seq_params=params)[0]
+
+            def both(run=run, layer=layer, x=x, grad=grad) -> None:
+                x.grad = None
+                for parameter in layer.parameters():
+                    parameter.grad = None
+                run().backward(grad)
+
+            if args.compile_only:
+                both()
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()
+                continue
+            out = run().detach().float()
+            truth = out if truth is None else truth
+            off = ((out - truth).norm() / truth.norm()).item()
+            forward = slowest(time_ms(run, repeats=args.repeats))
+            total = slowest(time_ms(both, repeats=args.repeats))
+            x.grad = None
+            memory = memory_mib(run)
+            here = (forward["median"], total["median"])
+            base = here if base is None else base
+            rows.append([case.name, name, *(f"{t:.3f}" for t in here),
+                         *(f"{a / b:.3f}" for a, b in zip(here, base, strict=True)),
+                         f"{memory['saved']:.0f}", f"{off:.1e}"])  # fmt: skip
+            if rank == 0:
+                print("  ".join(rows[-1]), f"at {time.monotonic() - began:.0f} s", flush=True)
+                record = {"case": case.name, "layer": name, "forward": forward,
+                          "forward_backward": total, "off": off, **memory, **setting}  # fmt: skip
+                write_lines(args.out, [record])
+            del layer, out
+            torch.cuda.empty_cache()
+        if args.compile_only:
+            continue
+        forward, total = wire_ms(case, dims, args.repeats)
+        here = (forward["median"], total["median"])
+        ratios = [f"{a / b:.3f}" for a, b in zip(here, base, strict=True)]
+        rows.append([case.name, "wire", *(f"{t:.3f}" for t in here), *ratios, "", ""])
+        if rank == 0:
+            write_lines(args.out, [{"case": case.name, "layer": "wire", "forward": forward,
+                                    "forward_backward": total, **setting}])  # fmt: skip
+    if rank == 0 and not args.compile_only:
+        print(f"\n{cp} ranks, core {args.core}; ratios to the first layer\n{table(rows)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The packing kernels of the head exchange alone, on one GPU, against its copy bandwidth.
+
+    python3 benchmarks/bench_pack.py --cp 4 --tokens 131072           the kernels as they are
+    python3 benchmarks/bench_pack.py --cp 4 --tokens 131072 --tune    other tiles for one of them
+
+Every kernel reads and writes each byte once, so 1.00 is the speed of a plain copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+
+import torch
+from measure import copy_bandwidth, table, time_ms
+
+from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn.context_parallel.route import route
+from megatron_gdn.ops.fused import pack
+from megatron_gdn.ops.fused.shares import HeadShares
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=131072, help="of all ranks together")
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tune", action="store_true")
+    return parser.parse_args()
+
+
+class Kernels:
+    """The kernels over one set of buffers, as rank 1 of ``cp`` sees them."""
+
+    def __init__(self, shares: HeadShares, tokens: int, repeats: int, bandwidth: float) -> None:
+        share = tokens // shares.ranks
+        device = torch.device("cuda")
+        (wave,) = route((tokens,), shares.ranks, 1, SequenceLayout.ZIGZAG, device)
+
+        def rows(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+        whole, full = rows(share, 1, shares.whole_width), rows(tokens, 1, shares.own_width)
+        messages = rows(shares.ranks - 1, share, 1, shares.own_width)
+        own, peers = wave.own_place, wave.peer_place
+        self._moved = {"own": messages[0].nbytes, "peers": messages.nbytes}
+        self._repeats, self._bandwidth = repeats, bandwidth
+        self.runs = {
+            "pack_peers": partial(pack.pack_peers, whole, messages, shares, 1),
+            "pack_own": partial(pack.pack_own, whole, full, shares, 1, own),
+            "unpack_own": partial(pack.unpack_own, full, whole, shares, 1, own),
+            "unpack_peers": partial(pack.unpack_peers, messages, full, whole, shares, 1, own),
+            "place_rows": partial(pack.place_rows, messages, full, peers),
+            "take_rows": partial(pack.take_rows, full, messages, peers),
+        }
+
+    def time(self, name: str, **options) -> list[str]:
+        ms = time_ms(partial(self.runs[name], **options), repeats=self._repeats)["median"]
+        moved = self._moved["own" if name.endswith("own") else "peers"]
+        return [f"{ms:.3f}", f"{2 * moved / (ms * 1e-3) / self._bandwidth:.2f}"]
+
+
+def tune(kernels: Kernels) -> list[list[str]]:
+    """pack_peers and unpack_peers, alone and beside a transfer, with other tiles."""
+    names = ("pack_peers", "unpack_peers")
+    rows = [["warps", "tile KiB", "per SM",
+             *(f"{name}{beside} {unit}" for name in names for beside in ("", " beside")
+               for unit in ("ms", "of copy"))]]  # fmt: skip
+    for warps, tile, per in product((4, 8, 16), (8, 16, 32), (2, 4, 8)):
+        if warps * per > 32 or tile > 4 * warps:
+            continue
+        pack._WARPS, pack._TILE_BYTES, pack._PER_PROCESSOR = warps, tile << 10, per
+        row = [str(x) for x in (warps, tile, per)]
+        for name in names:
+            for beside in (False, True):
+                row += kernels.time(name, beside_transfer=beside)
+        rows.append(row)
+        print("  ".join(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    args = arguments()
+    bandwidth = copy_bandwidth()
+    dims = GDNDims(
+        hidden_size=2048, num_key_heads=args.heads[0], num_value_heads=args.heads[1],
+        key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
+    )  # fmt: skip
+    copies = max(1, args.cp // args.heads[0])
+    proj = HeadShares(args.cp, dims.layout.sections, (copies, copies, 1, 1, 1, 1))
+    mixed = HeadShares.even(args.cp, (dims.v_dim,))
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, cp {args.cp}, "
+          f"{args.tokens} tokens, heads {args.heads[0]} / {args.heads[1]}")  # fmt: skip
+    if args.tune:
+        print(table(tune(Kernels(proj, args.tokens, args.repeats, bandwidth))))
+        return
+    rows = [["exchange", "kernel", "ms", "of copy"]]
+    for exchange, shares in (("open", proj), ("close", mixed)):
+        kernels = Kernels(shares, args.tokens, args.repeats, bandwidth)
+        for name in kernels.runs:
+            rows.append([exchange, name, *kernels.time(name)])
+        for name in ("pack_peers", "unpack_peers"):
+            beside = kernels.time(name, beside_transfer=True)
+            rows.append([exchange, f"{name}, beside a transfer", *beside])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

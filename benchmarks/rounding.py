@@ -1,0 +1,173 @@
+"""Which of FlashQLA's roundings its error comes from, simulated in fp64 on a CPU.
+
+    python3 benchmarks/rounding.py
+
+Runs the chunk equations of FlashQLA's Hopper kernels (0.1.3) in fp64 and rounds where they round:
+the operands of products in shared memory. Printed are errors over those of the plain rule in fp32
+on the same bf16 q, k, v and d_o with o, dq, dk, dv rounded to bf16: the ratio that the kernels'
+accuracy is held to. Truth is fp64 from the same values before any rounding.
+
+Legend: T tokens, C tokens of a chunk, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from measure import table
+from torch import Tensor
+
+from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
+
+C, D, H = 64, 128, 4
+NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
+FORWARD = ("A", "Ag", "S", "W", "Vd", "Vn", "Pg")
+BACKWARD = ("A", "Ag", "S", "W", "X", "Y", "Pg", "dS", "dV'", "dVg", "U", "V'", "dP", "dbeta",
+            "dAr", "A'dAr", "dAt", "dOg")  # fmt: skip
+EVERYWHERE = frozenset(FORWARD + BACKWARD)
+WITHOUT = {
+    "bf16": (),
+    "bf16 but Ag (gated inverse)": ("Ag",),
+    "bf16 but Pg (gated q k^T)": ("Pg",),
+    "bf16 but Vd, V' (written values)": ("Vd", "V'"),
+    "bf16 but all of these and dP, dV'": ("Ag", "Pg", "Vd", "V'", "dP", "dV'"),
+    "bf16 but S, dS (states)": ("S", "dS"),
+}
+RATES = {"usual": 0.0, "slow": -4.6, "none": -20.0, "strong": 2.8}  # of the layer's A_log
+
+
+class Rounding:
+    """``at(name, x)`` is x as the kernel hands it on."""
+
+    def __init__(self, points=EVERYWHERE, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.points, self.dtype = points, dtype
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        return x.to(self.dtype).double() if name in self.points else x
+
+
+class Chunk:
+    """One chunk of all heads, ``[H, C, D]``, and what does not need the state."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+        self.q, self.k, self.v, self.beta = (x.movedim(0, 1) for x in (q, k, v, beta))
+        G = g.movedim(0, 1).cumsum(-1)
+        self.decay_in, self.decay_out = (x.exp()[..., None] for x in (G, G[:, -1:] - G))
+        self.decay_all = G[:, -1, None, None].exp()
+        above = torch.ones(G.shape[-1], G.shape[-1], dtype=torch.bool).triu(1)
+        self.gates = (G[..., :, None] - G[..., None, :]).masked_fill(above, float("-inf")).exp()
+        self.kk, self.scores = self.k @ self.k.mT, self.q @ self.k.mT
+        lower = (self.beta[..., None] * self.kk).tril(-1)
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
+        self.inverse = torch.linalg.solve_triangular(
+            identity + lower, identity, upper=False, unitriangular=True
+        )
+
+
+def forward(chunks: list[Chunk], at: Rounding, scale: float) -> Tensor:
+    S, outputs = torch.zeros(H, D, D, dtype=torch.float64), []
+    for x in chunks:
+        Ag = at("Ag", at("A", x.inverse) * x.gates * x.beta[:, None])
+        read = at("S", S)
+        written = Ag @ at("W", x.v - x.decay_in * (x.k @ read))
+        Pg = at("Pg", scale * x.gates * x.scores)
+        outputs.append(scale * x.decay_in * (x.q @ read) + Pg @ at("Vd", written))
+        S = x.decay_all * S + x.k.mT @ at("Vn", x.decay_out * written)
+    return torch.cat(outputs, 1).movedim(0, 1)
+
+
+def states(chunks: list[Chunk], at: Rounding) -> list[Tensor]:
+    """Before every chunk, as the backward's first kernel computes and stores them."""
+    S, found = torch.zeros(H, D, D, dtype=torch.float64), []
+    for x in chunks:
+        found.append(at("S", S))
+        X = at("X", -x.beta[..., None] * (at("A", x.inverse).mT @ x.k))
+        Y = at("Y", x.decay_all * (x.k @ found[-1]) - x.decay_out * x.v)
+        S = x.decay_all * S + X.mT @ Y
+    return found
+
+
+def backward(chunks: list[Chunk], d_o: Tensor, at: Rounding, scale: float) -> list[Tensor]:
+    dS, found = torch.zeros(H, D, D, dtype=torch.float64), []
+    rows = [part.movedim(0, 1) for part in d_o.split(C)]
+    for x, d, S in reversed(list(zip(chunks, rows, states(chunks, at), strict=True))):
+        A, later = at("A", x.inverse), at("dS", dS)
+        Ab = A * x.beta[:, None]
+        Ag, Pg = at("Ag", Ab * x.gates), at("Pg", scale * x.gates * x.scores)
+        d_written = at("dV'", x.decay_out * (x.k @ later) + Pg.mT @ d)
+        dv, U = Ag.mT @ d_written, x.k @ S
+        W = at("W", x.v - x.decay_in * U)
+        written, dVg = at("V'", Ag @ W), at("dVg", -x.decay_in * dv)
+        dPg, dAb = d @ written.mT, (d_written @ W.mT) * x.gates
+        dP, crossing = at("dP", scale * x.gates * dPg), Pg * dPg + dAb * Ab
+        dq_read, dk_written = scale * x.decay_in * (d @ S.mT), x.decay_out * (written @ later.mT)
+        dA = -(at("A'dAr", A.mT @ at("dAr", dAb * x.beta[:, None])) @ A.mT).tril(-1)
+        dAt = dA * x.beta[..., None]
+        dAs = at("dAt", dAt + at("dAt", dAt).mT)
+        dG = (-x.decay_in * dv * at("U", U)).sum(-1) + (x.q * dq_read).sum(-1)
+        dG = dG + crossing.sum(-1) - crossing.sum(-2) - (x.k * dk_written).sum(-1)
+        dG[:, -1] += (x.k * dk_written).sum((-1, -2)) + (x.decay_all * dS * S).sum((-1, -2))
+        found.append((
+            dq_read + dP @ x.k, dk_written + dVg @ S.mT + dP.mT @ x.q + dAs @ x.k, dv,
+            dG.flip(-1).cumsum(-1).flip(-1), at("dbeta", dAb * A).sum(-2) + (dA * x.kk).sum(-1),
+        ))  # fmt: skip
+        dOg = at("dOg", scale * x.decay_in * d)
+        dS = x.decay_all * dS + x.k.mT @ dVg + x.q.mT @ dOg
+    return [torch.cat(parts, 1).movedim(0, 1) for parts in zip(*reversed(found), strict=True)]
+
+
+def run(inputs: list[Tensor], d_o: Tensor, at: Rounding) -> list[Tensor]:
+    chunks = [Chunk(*parts) for parts in zip(*(x.split(C) for x in inputs), strict=True)]
+    scale = D**-0.5
+    return [forward(chunks, at, scale), *backward(chunks, d_o, at, scale)]
+
+
+def truth(inputs: list[Tensor], d_o: Tensor) -> list[Tensor]:
+    """From the package's own rule in fp64."""
+    leaves = [x[None].requires_grad_() for x in inputs]
+    o, _ = torch_chunk_gated_delta_rule(*leaves)
+    return [x[0] for x in (o.detach(), *torch.autograd.grad(o, leaves, d_o[None]))]
+
+
+def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Relative, in the Frobenius norm, of what leaves the rule: o, dq, dk, dv as bf16."""
+    found = [x.bfloat16().double() for x in found[:4]] + found[4:]
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
+
+
+def problem(tokens: int, A_log: float) -> tuple[list[Tensor], Tensor]:
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(tokens, H, D), dim=-1) for _ in range(2))
+    rate = (A_log + 0.3 * normal(H)).exp()
+    g = -rate * torch.nn.functional.softplus(normal(tokens, H) + normal(H))
+    return [q, k, normal(tokens, H, D), g, normal(tokens, H).sigmoid()], normal(tokens, H, D)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=777)
+    tokens = parser.parse_args().tokens
+    variants = {label: Rounding(EVERYWHERE - set(points)) for label, points in WITHOUT.items()}
+    variants["fp16"] = Rounding(dtype=torch.float16)
+    rows = [["decay", "operands", *NAMES]]
+    for decay, A_log in RATES.items():
+        inputs, d_o = problem(tokens, A_log)
+        exact = truth(inputs, d_o)
+        inputs[:3] = (x.bfloat16().double() for x in inputs[:3])
+        d_o = d_o.bfloat16().double()
+        plain = errors(run(inputs, d_o, Rounding(())), exact)
+        for label, at in variants.items():
+            ratios = (
+                a / b for a, b in zip(errors(run(inputs, d_o, at), exact), plain, strict=True)
+            )
+            rows.append([decay, label, *(f"{ratio:.2f}" for ratio in ratios)])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Keeps fp32 matrix products in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_REDUCED = ("tf32", "bf16")
+
+
+@contextmanager
+def full_fp32_matmul(device_type: str) -> Iterator[None]:
+    """fp32 products with 24-bit factors, whatever autocast and the TF32 switches say.
+
+    ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.set_float32_matmul_precision`` are for
+    the model's own projections; sums over thousands of tokens with 11-bit factors are another
+    model. The switches are torch's global ones: they are read when a product is launched, and put
+    back at the end.
+    """
+    matmul = torch.backends.cuda.matmul if device_type == "cuda" else torch.backends.mkldnn.matmul
+    with torch.autocast(device_type, enabled=False):
+        if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
+            with _legacy_full_fp32(device_type):
+                yield
+        elif (kept := matmul.fp32_precision) not in _REDUCED:
+            yield
+        else:
+            matmul.fp32_precision = "ieee"
+            try:
+                yield
+            finally:
+                matmul.fp32_precision = kept
+
+
+@contextmanager
+def _legacy_full_fp32(device_type: str) -> Iterator[None]:
+    kept = torch.get_float32_matmul_precision()
+    if kept == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(kept)

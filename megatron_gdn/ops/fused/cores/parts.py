@@ -1,0 +1,119 @@
+"""Sequences cut into parts, so that one long sequence can occupy a whole GPU.
+
+A core runs the parts side by side. What a part does to the state that enters it is an affine map,
+and :mod:`.fold` chains the maps of one sequence.
+
+Legend: N sequences, P parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+# One sequence alone is cut so that its parts times its heads fill about one H200 of 132
+# multiprocessors. A constant, not the count of the GPU at hand: the cut decides rounding.
+FULL_GPU = 128
+_FEWEST_CHUNKS = 32
+
+
+class Link(NamedTuple):
+    """The parts at one place of their sequences, int64, with the parts just before them."""
+
+    part: Tensor
+    previous: Tensor
+    sequence: Tensor | None  # None: every sequence has a part at this place
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Tables of N sequences cut into P parts; every cut lies a multiple of 64 tokens into its
+    sequence.
+
+    Attributes:
+        sequences: int32 ``[N + 1]``, where sequences begin, and the end.
+        offsets: int32 ``[P + 1]``, where parts begin, and the end.
+        first: int32 ``[N + 1]``, the first part of every sequence, and P.
+        owner: int32 ``[P]``, the sequence of every part.
+        opens, closes: bool ``[P]``, whether the part is the first or last of a sequence of more
+            than one part; both true for the only part of a sequence.
+        chunks: int32 ``[P, 1]``, chunks of 64 tokens per part, rounded up.
+        ragged: bool ``[P, 1]``, whether the part ends inside a chunk.
+        opening, closing: int64 ``[N]``, the first and the last part of every sequence.
+        links: for each place in a sequence but the first, see :class:`Link`.
+    """
+
+    sequences: Tensor
+    offsets: Tensor
+    first: Tensor
+    owner: Tensor
+    opens: Tensor
+    closes: Tensor
+    chunks: Tensor
+    ragged: Tensor
+    opening: Tensor
+    closing: Tensor
+    links: tuple[Link, ...]
+
+    @property
+    def are_sequences(self) -> bool:
+        """No sequence is cut."""
+        return not self.links
+
+    @classmethod
+    def build(cls, sequences: Sequence[int], offsets: Sequence[int], device: torch.device) -> Parts:
+        """From the offsets of sequences (none empty) and of parts (every sequence's included)."""
+        starts, ends = set(sequences[:-1]), set(sequences[1:])
+        first = [part for part, start in enumerate(offsets[:-1]) if start in starts]
+        first.append(len(offsets) - 1)
+        owner = [n for n, (a, b) in enumerate(pairwise(first)) for _ in range(a, b)]
+        places = [part - first[n] for part, n in enumerate(owner)]
+        lengths = [end - start for start, end in pairwise(offsets)]
+
+        def table(values, dtype=torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        links = []
+        for place in range(1, max(places) + 1):
+            part = [p for p, at in enumerate(places) if at == place]
+            sequence = None
+            if len(part) < len(first) - 1:
+                sequence = table([owner[p] for p in part], torch.int64)
+            previous = table([p - 1 for p in part], torch.int64)
+            links.append(Link(table(part, torch.int64), previous, sequence))
+        return cls(
+            sequences=table(sequences),
+            offsets=table(offsets),
+            first=table(first),
+            owner=table(owner),
+            opens=table([start in starts for start in offsets[:-1]], torch.bool),
+            closes=table([end in ends for end in offsets[1:]], torch.bool),
+            chunks=table([[-(-length // CHUNK)] for length in lengths]),
+            ragged=table([[length % CHUNK != 0] for length in lengths], torch.bool),
+            opening=table(first[:-1], torch.int64),
+            closing=table([p - 1 for p in first[1:]], torch.int64),
+            links=tuple(links),
+        )
+
+
+def parts_by_length(sequences: Sequence[int], value_heads: int) -> list[int]:
+    """Part offsets where the cut of a sequence depends on its length and the heads alone.
+
+    A sequence alone is cut into as many parts as fill a GPU of 128 multiprocessors; parts shorter
+    than 32 chunks (fewer where heads are so few that even more parts leave the GPU empty) are not
+    worth their cost, since neighbours fill the GPU as well.
+    """
+    most = max(1, FULL_GPU // value_heads)
+    fewest = max(8, min(_FEWEST_CHUNKS, value_heads))
+    offsets: list[int] = []
+    for start, end in pairwise(sequences):
+        chunks = -(-(end - start) // CHUNK)
+        step = max(-(-chunks // most), fewest) * CHUNK
+        offsets.extend(range(start, end, step))
+    return [*offsets, sequences[-1]]

@@ -1,0 +1,186 @@
+"""Packing of rows into one message per rank, and back (Triton): one read and one write of the data.
+
+The plain-torch twin, with the same signatures, is :mod:`.pack_torch`.
+
+    whole rows    ``[s, B, P]``: this rank's tokens, the columns of all ranks; any strides of s, B
+    messages      ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this rank
+    full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
+    place         int32: the row of ``full`` that holds token t
+
+A message lies as it is sent; what a rank keeps for itself goes from whole to full rows directly.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, P width of a whole
+row, p width of one rank's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .pack_kernels import carry_columns_kernel, sum_copies_kernel
+from .shares import HeadShares, Strip, alignment, strips
+
+_WARPS, _COLUMNS = 8, 1024
+_TILE_BYTES = 32 << 10  # eight 16-byte loads per thread, under way together
+_PER_PROCESSOR = 2  # as many as fit at once
+# Programs that run beside a transfer leave it this many multiprocessors; NCCL takes up to 32.
+_LEFT_TO_TRANSFERS = 32
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
+    """How many programs walk over the tiles; copies come out the same for any number."""
+    if device.type != "cuda":
+        return min(tiles, 3)
+    processors = _processors(device)
+    if beside_transfer:
+        return min(tiles, max(1, processors - _LEFT_TO_TRANSFERS))
+    return min(tiles, _PER_PROCESSOR * processors)
+
+
+def _rows_at_once(whole: Tensor, cut: tuple[Strip, ...]) -> int:
+    """Rows of a tile, so that its widest block is of some size; short sequences make more tiles."""
+    tile = _TILE_BYTES if whole.shape[0] * whole.shape[1] >= 4096 else _TILE_BYTES // 4
+    widest = max(strip.block for strip in cut) * whole.element_size()
+    return max(1, min(128, tile // widest))
+
+
+def _strides(whole: Tensor) -> tuple[int, int, int]:
+    """Strides of tokens and batch rows in units of what divides both, and that unit."""
+    assert whole.stride(2) == 1 or whole.shape[2] == 1
+    stride_s = whole.stride(0) if whole.shape[0] > 1 else 0
+    stride_b = whole.stride(1) if whole.shape[1] > 1 else 0
+    align = alignment(stride_s, stride_b)
+    return stride_s // align, stride_b // align, align
+
+
+def _carry(
+    whole: Tensor,
+    own: Tensor,
+    place: Tensor | None,
+    cut: tuple[Strip, ...],
+    *,
+    messages: int,
+    first: int = 0,
+    skipped: int | None = None,
+    pack: bool,
+    beside_transfer: bool = False,
+) -> None:
+    assert own.is_contiguous() and own.dtype == whole.dtype
+    tokens, batch, _ = whole.shape
+    rows = tokens * batch
+    if not rows or not messages or not cut:
+        return
+    stride_s, stride_b, align = _strides(whole)
+    at_once = _rows_at_once(whole, cut)
+    tiles = triton.cdiv(rows, at_once) * messages
+    carry_columns_kernel[(_programs(tiles, whole.device, beside_transfer),)](
+        whole, own, place, first, first + messages if skipped is None else skipped,
+        tokens, batch, tiles, stride_s, stride_b,
+        STRIPS=cut, OWN_WIDTH=own.shape[-1], ALIGN=align, ROWS=at_once,
+        PLACED=place is not None, PACK=pack, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def pack_peers(
+    whole: Tensor,
+    messages: Tensor,
+    shares: HeadShares,
+    rank: int,
+    *,
+    beside_transfer: bool = False,
+) -> None:
+    """Write to every peer's message its columns of ``whole``.
+
+    ``beside_transfer`` leaves processors to a transfer that is under way.
+    """
+    _carry(
+        whole, messages, None, strips(shares, _COLUMNS),
+        messages=shares.ranks - 1, skipped=rank, pack=True, beside_transfer=beside_transfer,
+    )  # fmt: skip
+
+
+def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
+    """Write ``rank``'s columns of ``whole`` to the rows ``place`` of ``full``."""
+    _carry(
+        whole, full, place, strips(shares, _COLUMNS),
+        messages=1, first=rank, pack=True, beside_transfer=True,
+    )  # fmt: skip
+
+
+def _on_one_rank(shares: HeadShares) -> tuple[Strip, ...]:
+    return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
+
+
+def unpack_own(full: Tensor, whole: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
+    """The reverse of :func:`pack_own`, for the columns that no other rank holds too."""
+    _carry(
+        whole, full, place, _on_one_rank(shares),
+        messages=1, first=rank, pack=False, beside_transfer=True,
+    )  # fmt: skip
+
+
+def unpack_peers(
+    messages: Tensor,
+    full: Tensor,
+    whole: Tensor,
+    shares: HeadShares,
+    rank: int,
+    place: Tensor,
+    *,
+    beside_transfer: bool = False,
+) -> None:
+    """Write to ``whole`` the columns that peers hold, summed where several ranks hold the same.
+
+    The sum takes the ranks in ascending order, this one's share from ``full``, in fp32 (fp64 for
+    fp64), and is rounded once.
+    """
+    _carry(
+        whole, messages, None, _on_one_rank(shares),
+        messages=shares.ranks - 1, skipped=rank, pack=False, beside_transfer=beside_transfer,
+    )  # fmt: skip
+    tokens, batch, _ = whole.shape
+    rows = tokens * batch
+    stride_s, stride_b, align = _strides(whole)
+    for copies in sorted({c for c in shares.copies if c > 1}):
+        cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
+        at_once = max(1, _rows_at_once(whole, cut) // 2)  # the sums are wider than what they read
+        tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
+        if tiles:
+            sum_copies_kernel[(_programs(tiles, whole.device, beside_transfer),)](
+                whole, messages, full, place, rank, tokens, batch, tiles,
+                stride_s, stride_b,
+                STRIPS=cut, OWN_WIDTH=full.shape[-1], ALIGN=align, ROWS=at_once, COPIES=copies,
+                WIDE=tl.float64 if whole.dtype == torch.float64 else tl.float32, num_warps=_WARPS,
+            )  # fmt: skip
+
+
+def _whole_rows(messages: Tensor) -> tuple[Tensor, tuple[Strip, ...]]:
+    """The messages as one run of rows that are carried whole."""
+    width = messages.shape[-1]
+    return messages.flatten(0, 1), strips(HeadShares.even(1, (width,)), _COLUMNS)
+
+
+def place_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
+    """``full[place] = messages``, rows of all messages end to end."""
+    rows, cut = _whole_rows(messages)
+    _carry(rows, full, place, cut, messages=1, pack=True, beside_transfer=beside_transfer)
+
+
+def take_rows(
+    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
+    """``messages = full[place]``, the reverse of :func:`place_rows`."""
+    rows, cut = _whole_rows(messages)
+    _carry(rows, full, place, cut, messages=1, pack=False, beside_transfer=beside_transfer)

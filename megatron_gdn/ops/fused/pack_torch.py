@@ -1,0 +1,82 @@
+"""The plain-torch twin of :mod:`.pack`: same signatures, any device.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, P width of a whole
+row, p width of one rank's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .shares import HeadShares
+
+
+def pack_peers(
+    whole: Tensor,
+    messages: Tensor,
+    shares: HeadShares,
+    rank: int,
+    *,
+    beside_transfer: bool = False,
+) -> None:
+    """As :func:`.pack.pack_peers`."""
+    for message, peer in zip(messages, shares.peers(rank), strict=True):
+        for piece in shares.pieces(peer):
+            message[..., piece.own_columns] = whole[..., piece.columns]
+
+
+def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
+    """As :func:`.pack.pack_own`."""
+    for piece in shares.pieces(rank):
+        full[place, :, piece.own_columns] = whole[..., piece.columns]
+
+
+def unpack_own(full: Tensor, whole: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
+    """As :func:`.pack.unpack_own`."""
+    for piece in shares.pieces(rank):
+        if piece.copies == 1:
+            whole[..., piece.columns] = full[place, :, piece.own_columns]
+
+
+def unpack_peers(
+    messages: Tensor,
+    full: Tensor,
+    whole: Tensor,
+    shares: HeadShares,
+    rank: int,
+    place: Tensor,
+    *,
+    beside_transfer: bool = False,
+) -> None:
+    """As :func:`.pack.unpack_peers`."""
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    totals: dict[slice, Tensor] = {}
+    received = dict(zip(shares.peers(rank), messages, strict=True))
+    for other in range(shares.ranks):
+        for piece in shares.pieces(other):
+            if piece.copies == 1 and other == rank:
+                continue
+            rows = full[place] if other == rank else received[other]
+            rows = rows[..., piece.own_columns]
+            if piece.copies == 1:
+                whole[..., piece.columns] = rows
+                continue
+            key = piece.columns.start, piece.columns.stop
+            totals[key] = totals.get(key, 0) + rows.to(wide)
+    for (start, stop), total in totals.items():
+        whole[..., start:stop] = total
+
+
+def place_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
+    """As :func:`.pack.place_rows`."""
+    full[place] = messages.flatten(0, 1)
+
+
+def take_rows(
+    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
+) -> None:
+    """As :func:`.pack.take_rows`."""
+    torch.index_select(full, 0, place, out=messages.flatten(0, 1))

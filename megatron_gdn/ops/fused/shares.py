@@ -1,0 +1,107 @@
+"""How the columns of a row are shared out over ranks, as plain numbers for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """The columns of one section that one rank holds: where in the whole row, where in its own."""
+
+    whole: int
+    own: int
+    width: int
+    copies: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.whole, self.whole + self.width)
+
+    @property
+    def own_columns(self) -> slice:
+        return slice(self.own, self.own + self.width)
+
+
+class HeadShares(NamedTuple):
+    """Sections of a row, each cut by itself into equal pieces of whole heads.
+
+    A section of ``c`` copies is cut into ``ranks / c`` pieces and rank r holds piece ``r // c``:
+    with one copy every column lives on one rank, with more each lives on ``c`` neighbours. A rank's
+    own row is its pieces, in the order of the sections.
+
+    Attributes:
+        ranks: how many ranks share the heads.
+        sections: widths of the sections of the whole row.
+        copies: of each section.
+    """
+
+    ranks: int
+    sections: tuple[int, ...]
+    copies: tuple[int, ...]
+
+    @classmethod
+    def even(cls, ranks: int, sections: Sequence[int]) -> HeadShares:
+        """Every column on one rank."""
+        return cls(ranks, tuple(sections), (1,) * len(sections))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the pieces, the sections of a rank's own row."""
+        return tuple(w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True))
+
+    @property
+    def whole_width(self) -> int:
+        return sum(self.sections)
+
+    @property
+    def own_width(self) -> int:
+        return sum(self.widths)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What ``rank`` holds, section by section."""
+        pieces, whole, own = [], 0, 0
+        for section, width, copies in zip(self.sections, self.widths, self.copies, strict=True):
+            pieces.append(Piece(whole + rank // copies * width, own, width, copies))
+            whole, own = whole + section, own + width
+        return pieces
+
+    def peers(self, rank: int) -> list[int]:
+        return [other for other in range(self.ranks) if other != rank]
+
+
+class Strip(NamedTuple):
+    """``repeats`` blocks of columns side by side, each a power of two wide.
+
+    It starts at column ``whole + (rank // copies) * step`` of the whole row and at ``own`` of a
+    rank's row.
+    """
+
+    whole: int
+    own: int
+    step: int
+    copies: int
+    block: int
+    repeats: int
+
+
+@lru_cache(maxsize=64)
+def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
+    """The pieces cut into blocks of at most ``most`` columns, so that kernels need no masks."""
+    cut = []
+    for whole, own, width, copies in shares.pieces(0):
+        done, block = 0, most
+        while done < width:
+            while block > width - done:
+                block //= 2
+            repeats = (width - done) // block
+            cut.append(Strip(whole + done, own + done, width, copies, block, repeats))
+            done += repeats * block
+    return tuple(cut)
+
+
+def alignment(*strides: int) -> int:
+    """The largest power of two, at most 16, that divides every stride."""
+    return gcd(16, *strides)

@@ -1,0 +1,112 @@
+"""What stands in the way of each package's kernels on a device; the one place for these facts."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
+FLA_IS_TIMED = (
+    "fla picks its kernels by timing them, so another run or rank may add in another order"
+)
+_FLASH_QLA_OLDEST = (0, 1, 3)  # earlier ones race, and round dg through bf16
+_FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+
+
+class Obstacle(NamedTuple):
+    """Why a backend cannot run, and the error to raise when it is asked for by name.
+
+    ``error`` is ImportError where another installation would help, else ValueError.
+    """
+
+    why: str
+    error: type[Exception] = ValueError
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """``"3.7.1rc1+cu130"`` -> ``(3, 7, 11)``: good enough to compare releases."""
+    numbers = []
+    for part in text.split("+")[0].split(".")[:3]:
+        digits = "".join(c for c in part if c.isdigit())
+        numbers.append(int(digits or 0))
+    return tuple(numbers)
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def why_not_flash_qla(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+) -> Obstacle | None:
+    """Why FlashQLA cannot train these heads here, and the fix; None when it can."""
+    if device.type != "cuda":
+        return Obstacle(f"flash_qla runs on a GPU, not on {device}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle(f"flash_qla takes bf16 or fp16, not {dtype}")
+    if (key_dim, value_dim) != (128, 128):
+        return Obstacle(
+            f"flash_qla takes head dims of 128, not key_head_dim={key_dim} and "
+            f"value_head_dim={value_dim}"
+        )
+    if torch.cuda.get_device_capability(device) not in _FLASH_QLA_CAPABILITIES:
+        return Obstacle("flash_qla trains on compute capability 9.0, 10.0 and 10.3 only")
+    return _flash_qla_package()
+
+
+@cache
+def _flash_qla_package() -> Obstacle | None:
+    if find_spec("flash_qla") is None:
+        why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
+        return Obstacle(why, ImportError)
+    installed = installed_version("flash-qla")
+    if installed is None:
+        why = "flash_qla carries no version; install flash-qla 0.1.3 or newer from a wheel"
+        return Obstacle(why, ImportError)
+    if version_tuple(installed) < _FLASH_QLA_OLDEST:
+        why = f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 or newer"
+        return Obstacle(why, ImportError)
+    return None
+
+
+def why_not_fla(
+    device: torch.device, dtype: torch.dtype, key_dim: int | None = None
+) -> Obstacle | None:
+    """Why fla's kernels cannot train on this device, and the fix; None when they can."""
+    if device.type != "cuda":
+        return Obstacle(f"fla runs on a GPU, not on {device}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle(f"fla would round {dtype} to tf32")
+    if key_dim is not None and key_dim > 256:
+        return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
+    return _fla_package(torch.cuda.get_device_capability(device)[0])
+
+
+@cache
+def _fla_package(major: int) -> Obstacle | None:
+    if find_spec("fla") is None:
+        why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
+        return Obstacle(why, ImportError)
+    triton = installed_version("triton")
+    if triton is None:
+        why = "flash-linear-attention needs triton, which is not installed"
+        return Obstacle(why, ImportError)
+    if (
+        major == 9
+        and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
+        and find_spec("tilelang") is None
+    ):
+        # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
+        why = (
+            f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
+            f"3.7.1 or newer"
+        )
+        return Obstacle(why, ImportError)
+    return None

@@ -1,0 +1,178 @@
+"""Runs a computation again and again and says which tensor differs first, when, and by how much."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .pressure import Competitor, poison_free_memory
+
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two tensors of one name whose bits are not equal.
+
+    Attributes:
+        name: which one.
+        where: what was compared with what ("repeat 17", "process 1", ...).
+        elements, of: how many elements differ, of how many.
+        largest: the largest difference of two elements; NaN where one of them is.
+        relative: that, against the largest element of the first tensor.
+    """
+
+    name: str
+    where: str
+    elements: int
+    of: int
+    largest: float
+    relative: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} differs in {self.where}: {self.elements} of {self.of} elements, by up to "
+            f"{self.largest:.3g} ({self.relative:.3g} of the largest)"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`check_repeats` saw.
+
+    Attributes:
+        repeats: runs made, the first included; fewer than asked for when one differed.
+        difference: the first tensor of the first run that differed; None when all were equal.
+        also: the other tensors that differed in that run.
+        digests: name -> sha256 of the first run's tensor, to compare processes by.
+        seconds: how long it took.
+    """
+
+    repeats: int
+    difference: Difference | None
+    also: tuple[Difference, ...] = ()
+    digests: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.repeats} repeats equal in {len(self.digests)} tensors"
+        others = f" (and {', '.join(d.name for d in self.also)})" if self.also else ""
+        return f"{self.difference}{others}"
+
+
+def _bits(x: Tensor) -> Tensor:
+    """NaN equals NaN of the same bits, and -0 is not 0."""
+    x = x.detach().contiguous()
+    return x.view(_AS_INTEGER[x.element_size()])
+
+
+def difference_of(name: str, where: str, expected: Tensor, actual: Tensor) -> Difference | None:
+    """How two tensors of one shape differ; None when they are equal bit for bit."""
+    assert (expected.shape, expected.dtype) == (actual.shape, actual.dtype), name
+    unequal = int((_bits(expected) != _bits(actual)).sum())
+    if unequal == 0:
+        return None
+    gap = (actual.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    return Difference(name, where, unequal, expected.numel(), gap, gap / scale if scale else gap)
+
+
+def digest(x: Tensor) -> str:
+    """sha256 over shape, dtype and bits."""
+    found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
+    found.update(_bits(x).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_repeats(
+    run: Callable[[], Mapping[str, Tensor]],
+    repeats: int,
+    *,
+    poison: bool = True,
+    compete: bool = True,
+    digests: bool = True,
+) -> Report:
+    """Call ``run`` ``repeats`` times and compare every result with the first, bit for bit.
+
+    Between runs the allocator's free memory is filled with garbage, another one each time; during
+    them a side stream competes for the device. Results are compared on the device; stops at the
+    first run that differs.
+
+    Args:
+        run: returns tensors by name, the same names each time, in the order in which they are
+            computed: the first to differ is reported first. They must be tensors of its own, not
+            buffers that the next call writes to.
+        poison: fill free memory, see :func:`poison_free_memory`.
+        compete: see :class:`Competitor`.
+        digests: also hash the first run's tensors, for :func:`compare_processes`.
+    """
+    began = time.monotonic()
+    first = {name: x.detach().clone() for name, x in run().items()}
+    device = next(iter(first.values())).device
+    competitor = Competitor(device) if compete else None
+    hashes = {name: digest(x) for name, x in first.items()} if digests else {}
+    for repeat in range(1, repeats):
+        if poison:
+            poison_free_memory(device, repeat)
+        if competitor is not None:
+            competitor.start(repeat)
+        now = run()
+        assert now.keys() == first.keys(), now.keys() ^ first.keys()
+        found = _differences(first, now, f"repeat {repeat}")
+        if found:
+            seconds = time.monotonic() - began
+            return Report(repeat + 1, found[0], tuple(found[1:]), hashes, seconds)
+        del now
+    return Report(repeats, None, (), hashes, time.monotonic() - began)
+
+
+def _differences(
+    first: Mapping[str, Tensor], now: Mapping[str, Tensor], where: str
+) -> list[Difference]:
+    """One wait for the device when all is equal, however many tensors there are."""
+    equal = torch.stack([(_bits(x) == _bits(now[name])).all() for name, x in first.items()])
+    suspects = [name for name, same in zip(first, equal.tolist(), strict=True) if not same]
+    found = [difference_of(name, where, first[name], now[name]) for name in suspects]
+    return [difference for difference in found if difference is not None]
+
+
+def forward_backward(
+    module: nn.Module, x: Tensor, d_out: Tensor | None = None, **arguments: Any
+) -> Callable[[], dict[str, Tensor]]:
+    """A ``run`` for :func:`check_repeats`: the output of ``module(x)`` and every gradient.
+
+    Args:
+        x: the input; its gradient is named ``dx``.
+        d_out: gradient of the output; the same random numbers on every call when None.
+        arguments: passed on to the module, whose first result is the output.
+
+    The gradients follow in the order in which a backward pass makes them: those of the last
+    parameters first, ``dx`` at the end.
+    """
+    x = x.detach().clone().requires_grad_()
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+
+    def run() -> dict[str, Tensor]:
+        out = module(x, **arguments)
+        out = out[0] if isinstance(out, tuple) else out
+        seed = d_out
+        if seed is None:
+            generator = torch.Generator(out.device).manual_seed(0)
+            seed = torch.empty_like(out).normal_(generator=generator)
+        leaves = [*reversed(parameters.values()), x]
+        grads = torch.autograd.grad(out, leaves, seed)
+        names = [*reversed(parameters), "dx"]
+        return {"output": out.detach(), **dict(zip(names, grads, strict=True))}
+
+    return run

@@ -1,0 +1,98 @@
+"""Sequences run in segments, states and their gradients carried by hand; shared by the tests.
+
+Legend: N segments, B batch, S seq, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.fused.cores import RuleInputs
+
+NAMES = ("o", "q", "k", "v", "g", "beta")
+
+
+def documents_of(lengths, device="cpu") -> Documents:
+    offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
+
+
+class PlainRule:
+    """The chunk rule of plain torch over sequences of these lengths: the oracle.
+
+    Batch rows when there are several; else documents in the one row.
+    """
+
+    def __init__(self, inputs: RuleInputs, lengths) -> None:
+        self.inputs, self.offsets = inputs, torch.tensor([0, *lengths]).cumsum(0).tolist()
+        if inputs.k.shape[0] > 1:
+            self.offsets = None
+
+    def zeros(self) -> Tensor:
+        k, v = self.inputs.k, self.inputs.v
+        count = k.shape[0] if self.offsets is None else len(self.offsets) - 1
+        wide = torch.promote_types(v.dtype, torch.float32)
+        return v.new_zeros(count, v.shape[2], k.shape[-1], v.shape[-1], dtype=wide)
+
+    def _run(self, inputs, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch_chunk_gated_delta_rule(
+            *inputs, initial_state=initial, output_final_state=True, cu_seqlens=self.offsets
+        )
+
+    def forward(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._run(self.inputs, initial)
+
+    def backward(self, d_o, initial=None, d_final=None) -> tuple[list[Tensor], Tensor]:
+        zeros = self.zeros()
+        initial = zeros if initial is None else initial.to(zeros.dtype)
+        d_final = zeros if d_final is None else d_final.to(zeros.dtype)
+        leaves = [x.detach().requires_grad_() for x in (*self.inputs, initial)]
+        with torch.enable_grad():
+            outputs = self._run(leaves[:-1], leaves[-1])
+        *grads, d_initial = torch.autograd.grad(outputs, leaves, (d_o, d_final))
+        return grads, d_initial
+
+    def through(self) -> Tensor:
+        """``[N, H, K, K]``: with v = 0 the final state is linear in the initial one."""
+        v, K = self.inputs.v, self.inputs.k.shape[-1]
+        silent = PlainRule(self.inputs._replace(v=v.new_zeros(*v.shape[:3], K)), ())
+        silent.offsets = self.offsets
+        zeros = silent.zeros()
+        return silent.forward(zeros + torch.eye(K, dtype=zeros.dtype, device=zeros.device))[1]
+
+
+def by_key_head(grads, groups: int) -> list[Tensor]:
+    """Sums the value heads that share a key head in dq and dk, where a core left that to us."""
+    summed = []
+    for grad in grads[:2]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        summed.append(grad.unflatten(2, (groups, -1)).sum(3, dtype=wide))
+    return [*summed, *grads[2:]]
+
+
+def run_whole(core, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
+    """Output and every gradient of a core."""
+    o, saved, plan = core.forward(inputs, documents, True)
+    grads = core.backward(d_o, inputs._replace(g=None), saved, plan, documents)
+    return [o, *by_key_head(grads, inputs.k.shape[2])]
+
+
+def run_in_segments(core, inputs: RuleInputs, d_o: Tensor, documents: Documents) -> list[Tensor]:
+    """The same for one sequence whose segments are handed to the core as documents."""
+    local, through, work = core.transition(inputs, documents)
+    entering = torch.zeros_like(local)
+    for n in range(1, len(local)):
+        entering[n] = through[n - 1] @ entering[n - 1] + local[n - 1]
+    o, saved, plan = core.forward(inputs, documents, True, initial=entering, work=work)
+    inputs = inputs._replace(g=None)
+    d_local, work = core.d_initial(d_o, inputs, saved, plan, documents)
+    leaving = torch.zeros_like(d_local)
+    for n in reversed(range(1, len(local))):
+        leaving[n - 1] = through[n].mT @ leaving[n] + d_local[n]
+    grads = core.backward(
+        d_o, inputs, saved, plan, documents, initial=entering, d_final=leaving, work=work
+    )
+    return [o, *by_key_head(grads, inputs.k.shape[2])]

@@ -1,0 +1,183 @@
+"""FlashQLA's core around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused.cores import RuleInputs, flash_qla, flash_qla_plan, flash_qla_states
+from megatron_gdn.ops.fused.cores.fold import entering_states, leaving_gradients
+from megatron_gdn.ops.fused.cores.parts import CHUNK
+
+from .states import NAMES, PlainRule, by_key_head, documents_of, run_in_segments, run_whole
+
+HEADS, K, V = (2, 4), 3, 5
+
+
+@dataclass
+class StandInContext:
+    cu_seqlens: torch.Tensor | None = None
+    is_intra: bool = False
+    intra_cp_cu_seqlens: torch.Tensor | None = None
+    seq_map_r2c: torch.Tensor | None = None
+    seq_map_c2r: torch.Tensor | None = None
+    ht_mask: torch.Tensor | None = None
+    ht_mask_bwd: torch.Tensor | None = None
+
+
+class StandIn:
+    """The stages that the core calls, each by the plain rule over the sequences it is given.
+
+    ``cut`` is what FlashQLA's cost model answers.
+    """
+
+    CHUNK_SIZE = CHUNK
+    FlashQLACPContext = StandInContext
+
+    def __init__(self, cut=None) -> None:
+        self.cut = cut
+
+    def build_cp_context(self, cu_seqlens=None, **_):
+        if cu_seqlens is None or self.cut is None:
+            return StandInContext(cu_seqlens)
+        return StandInContext(cu_seqlens, True, torch.tensor(self.cut, dtype=torch.int32))
+
+    def chunk_local_cumsum(self, g, chunk_size, cu_seqlens=None, reverse=False, zero_last_chunk=0):
+        if reverse:
+            return g  # the stand-in of the backward has per-token gradients already
+        return g + 1  # to the other stand-ins, which take it away again
+
+    def kkt_solve(self, k, b, cu_seqlens, chunk_size):
+        return k.new_zeros(*b.shape, chunk_size)
+
+    def get_warmup_chunks_bidi(self, g, cu_seqlens, ht_mask_fwd, ht_mask_bwd, **_):
+        assert not ht_mask_fwd.any() and not ht_mask_bwd.any()
+        chunks = ((cu_seqlens.diff() + CHUNK - 1) // CHUNK)[:, None].repeat(1, g.shape[-1])
+        short = torch.where(cu_seqlens.diff()[:, None] % CHUNK > 0, 1, chunks)
+        return short, chunks, None, None
+
+    def _rule(self, k, v, b, g, cu_seqlens, q=None):
+        rows, tokens = k.shape[:2]
+        lengths = (tokens,) * rows if cu_seqlens is None else cu_seqlens.diff().tolist()
+        return PlainRule(RuleInputs(k if q is None else q, k, v, g - 1, b), lengths)
+
+    def fused_gdr_h(self, k, v, a, g, b, initial_state=None, num_warmup_chunks=None,
+                    cu_seqlens=None, **_):  # fmt: skip
+        rule = self._rule(k, v, b, g, cu_seqlens)
+        if num_warmup_chunks is None:
+            return initial_state, None, None  # as the states; the backward goes on from it
+        assert torch.equal(
+            num_warmup_chunks[:, :1], (cu_seqlens.diff()[:, None] + CHUNK - 1) // CHUNK
+        )
+        return None, rule.forward()[1].float(), rule.through().float()
+
+    def fused_gdr_fwd(self, q, k, v, a, g, b, initial_state=None, cu_seqlens=None, **_):
+        return self._rule(k, v, b, g, cu_seqlens, q).forward(initial_state)[0], None, None
+
+    def fused_gdr_dh(self, q, k, a, g, b, do, dht, cu_seqlens, num_warmup_chunks, **_):
+        rule = self._rule(k, torch.zeros_like(do), b, g, cu_seqlens, q)
+        return None, rule.backward(do, d_final=dht)[1].float()
+
+    def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
+        grads, d_initial = self._rule(k, v, b, g, cu_seqlens, q).backward(do, h, dht)
+        return *grads, d_initial
+
+    def chunk_gated_delta_rule_fwd(self, q, k, v, g, beta, cp_context, **_):
+        o = self._rule(k, v, beta, g + 1, cp_context.cu_seqlens, q).forward()[0]
+        return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, None, None
+
+    def cp_preprocess_bwd(self, context, q, k, v, a, g, beta, do, dht, initial_state, **_):
+        if not context.is_intra:
+            return initial_state, dht
+        parts = SimpleNamespace(**{f.name: getattr(context, f.name) for f in fields(context)})
+        parts = flash_qla_plan.Parts.build(
+            parts.cu_seqlens.tolist(), parts.intra_cp_cu_seqlens.tolist(), k.device
+        )
+        rule = self._rule(k, v, beta, g, parts.offsets, q)
+        local, through, d_local = rule.forward()[1], rule.through(), rule.backward(do)[1]
+        return (
+            entering_states(local, through, parts, initial_state),
+            leaving_gradients(d_local, through, parts, dht),
+        )
+
+
+@pytest.fixture
+def core(request, monkeypatch):
+    """A core over stand-ins; by parameter: whether it is batch invariant, where the model cuts."""
+    invariant, cut = request.param
+    stand_in = StandIn(cut)
+    for module in (flash_qla, flash_qla_plan, flash_qla_states):
+        monkeypatch.setattr(module, "stages", lambda: stand_in)
+    monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
+    monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
+    flash_qla_plan.plan_of.cache_clear()
+    yield flash_qla.FlashQlaCore(batch_invariant=invariant)
+    flash_qla_plan.plan_of.cache_clear()
+
+
+def random_inputs(S, B=1):
+    make = torch.Generator().manual_seed(3)
+    G, H = HEADS
+
+    def normal(*shape):
+        return torch.randn(B, S, *shape, generator=make, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(G, K), dim=-1) for _ in range(2))
+    inputs = RuleInputs(q, k, normal(H, V), -normal(H).abs() * 0.05, normal(H).sigmoid())
+    return inputs, normal(H, V)
+
+
+def check(got, exact):
+    for name, a, b in zip(NAMES, got, exact, strict=True):
+        # fp32 states between the parts; everything else is fp64.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+LENGTHS, CUT = (130, 1, 300), [0, 64, 130, 131, 259, 431]
+KINDS = {"uncut": (False, None), "cut": (False, CUT), "invariant": (True, CUT)}
+
+
+@pytest.mark.parametrize("core", KINDS.values(), ids=KINDS, indirect=True)
+def test_documents_with_and_without_states(core):
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    documents = documents_of(LENGTHS)
+    apart = PlainRule(inputs, LENGTHS)
+    check(run_whole(core, inputs, d_o, documents), [apart.forward()[0], *apart.backward(d_o)[0]])
+    joined = PlainRule(inputs, (sum(LENGTHS),))
+    got = run_in_segments(core, inputs, d_o, documents)
+    check(got, [joined.forward()[0], *joined.backward(d_o)[0]])
+
+
+ROWS = {"uncut": (False, None), "cut": (False, [0, 64, 100, 164, 200]),
+        "invariant": (True, [0, 64, 100, 164, 200])}  # fmt: skip
+
+
+@pytest.mark.parametrize("core", ROWS.values(), ids=ROWS, indirect=True)
+def test_batch_rows_with_and_without_states(core):
+    inputs, d_o = random_inputs(100, B=2)
+    rule = PlainRule(inputs, (100, 100))
+    check(run_whole(core, inputs, d_o), [rule.forward()[0], *rule.backward(d_o)[0]])
+
+    initial, d_final = (torch.randn(2, HEADS[1], K, V, dtype=torch.float64) for _ in range(2))
+    silent = inputs._replace(g=None)
+    grads, d_initial = rule.backward(d_o, initial, d_final)
+    for transition_first in (True, False):
+        local, through, work = core.transition(inputs, None)
+        torch.testing.assert_close(local.double(), rule.forward()[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(through.double(), rule.through(), rtol=1e-5, atol=1e-6)
+        work = work if transition_first else None
+        o, saved, plan = core.forward(inputs, None, True, initial, work)
+        d_local, work = core.d_initial(d_o, silent, saved, plan, None)
+        torch.testing.assert_close(
+            d_local + through.double().mT @ d_final, d_initial, rtol=1e-5, atol=1e-6
+        )
+        work = work if transition_first else None
+        got = core.backward(d_o, silent, saved, plan, None, initial, d_final, work)
+        check([o, *by_key_head(got, HEADS[0])], [rule.forward(initial)[0], *grads])
+
+    _, saved, plan = core.forward(inputs, None, True)
+    d_local, _ = core.d_initial(d_o, silent, saved, plan, None)
+    torch.testing.assert_close(d_local.double(), rule.backward(d_o)[1], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,219 @@
+"""GPU cores that pass states, and FlashQLA's batch invariance, in bf16 against the fp64 chunk rule.
+
+Heads 16/32 throughout: every other ratio is one to two minutes of compiling.
+
+Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused import HeadSizes, resolve_core
+from megatron_gdn.ops.fused.cores import RuleInputs
+
+from .states import NAMES, PlainRule, by_key_head, documents_of, run_in_segments, run_whole
+from .test_gpu_mixer import errors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+HEADS = (16, 32)
+CORES = ("flash_qla", "fla")
+# Two roundings to bf16 of 2^-9 each in every product, four products between a chunk's input and
+# the state: what a state or its gradient may differ by, relative to its norm.
+STATE_TOLERANCE = 4 * 2 * 2**-9
+DECAYS = ("strong", "mixed", "none")
+SEGMENTS = {
+    "short": (1, 63, 64, 65, 700, 1, 130),
+    "long": (4096, 2100, 1),
+    "halves": (2500, 2500),
+}
+
+
+def core_named(name: str, **options):
+    if name == "flash_qla" and options:
+        pytest.importorskip("flash_qla")
+        from megatron_gdn.ops.fused.cores.flash_qla import FlashQlaCore
+
+        return FlashQlaCore(**options)
+    sizes = HeadSizes(*HEADS, 128, 128)
+    try:
+        return resolve_core(name, device="cuda", dtype=torch.bfloat16, sizes=sizes).core
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def make_inputs(S, B=1, decay="mixed", seed=0):
+    """bf16 inputs of the rule, and d_o.
+
+    Decay: "strong" is A = 16 with a softplus around 3; "none" forgets nothing; "mixed" has heads
+    of every kind, from a half-life of 10^5 tokens to one of less than a token.
+    """
+    make = torch.Generator(device="cuda").manual_seed(seed)
+    G, H = HEADS
+
+    def normal(*shape):
+        return torch.randn(B, S, *shape, generator=make, device="cuda")
+
+    q, k = (torch.nn.functional.normalize(normal(G, 128), dim=-1).bfloat16() for _ in range(2))
+    if decay == "strong":
+        g = -16 * torch.nn.functional.softplus(normal(H) + 3)
+    elif decay == "none":
+        g = normal(H) * 0 - 1e-7
+    else:
+        rate = torch.logspace(-5, 1, H, device="cuda")
+        g = -rate * torch.nn.functional.softplus(normal(H))
+    inputs = RuleInputs(q, k, normal(H, 128).bfloat16(), g, normal(H).sigmoid())
+    return inputs, normal(H, 128).bfloat16()
+
+
+def widened(inputs: RuleInputs) -> RuleInputs:
+    return RuleInputs(*(x.double() for x in inputs))
+
+
+def relative(got, exact) -> float:
+    return errors([got], [exact])[0]
+
+
+def exact_run(inputs, d_o) -> list[torch.Tensor]:
+    rule = PlainRule(widened(inputs), (inputs.k.shape[1],) * inputs.k.shape[0])
+    grads, _ = rule.backward(d_o.double())
+    return [rule.forward()[0], *by_key_head(grads, HEADS[0])]
+
+
+@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_a_sequence_in_segments_is_as_exact_as_in_one(case, decay, name):
+    core, lengths = core_named(name), SEGMENTS[case]
+    inputs, d_o = make_inputs(sum(lengths), decay=decay)
+    exact = exact_run(inputs, d_o)
+    whole = errors(run_whole(core, inputs, d_o), exact)
+    pieces = errors(run_in_segments(core, inputs, d_o, documents_of(lengths, "cuda")), exact)
+    lines = [f"{n}: {a:.2e}, in one {b:.2e}" for n, a, b in zip(NAMES, pieces, whole, strict=True)]
+    print("\n" + "\n".join(lines))
+    bad = [x for x, a, b in zip(lines, pieces, whole, strict=True) if not a <= 1.2 * b + 1e-6]
+    assert not bad, "; ".join(bad)
+
+
+@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_transition_and_d_initial_agree_with_the_plain_rule(decay, name):
+    core, lengths = core_named(name), (1, 63, 64, 200, 3000, 129)
+    inputs, d_o = make_inputs(sum(lengths), decay=decay)
+    documents = documents_of(lengths, "cuda")
+    local, through, work = core.transition(inputs, documents)
+    exact = PlainRule(widened(inputs), lengths)
+    exact_local, exact_through = exact.forward()[1], exact.through()
+    identity = torch.eye(128, device="cuda").norm()
+    found = {"local": relative(local, exact_local)}
+    # Against the norm of a map that forgets nothing: that is what a rounding of through is
+    # multiplied by, however little of it is left.
+    drift = (through.double() - exact_through).flatten(2).norm(dim=-1) / identity
+    found["through"] = drift.max().item()
+
+    make = torch.Generator(device="cuda").manual_seed(5)
+    initial = torch.randn(local.shape, generator=make, device="cuda")
+    for label, given in (("without", None), ("with", work)):
+        o, saved, plan = core.forward(inputs, documents, True, initial=initial, work=given)
+        found[f"o {label} work"] = relative(o, exact.forward(initial.double())[0])
+        d_local, _ = core.d_initial(d_o, inputs._replace(g=None), saved, plan, documents)
+        exact_d = exact.backward(d_o.double(), initial.double())[1]
+        found[f"d_initial {label} work"] = relative(d_local, exact_d)
+    o, saved, plan = core.forward(inputs, documents, True)
+    d_local, _ = core.d_initial(d_o, inputs._replace(g=None), saved, plan, documents)
+    found["d_initial of a forward without states"] = relative(d_local, exact_d)
+    print("\n" + "\n".join(f"{name}: {error:.2e}" for name, error in found.items()))
+    bad = {name: error for name, error in found.items() if not error <= STATE_TOLERANCE}
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_states_and_their_gradients_of_batch_rows(name):
+    core = core_named(name)
+    inputs, d_o = make_inputs(333, B=3)
+    exact = PlainRule(widened(inputs), (333,) * 3)
+    local, through, work = core.transition(inputs, None)
+    make = torch.Generator(device="cuda").manual_seed(5)
+    initial, d_final = (torch.randn(local.shape, generator=make, device="cuda") for _ in range(2))
+    o, saved, plan = core.forward(inputs, None, True, initial=initial, work=work)
+    silent = inputs._replace(g=None)
+    d_local, work = core.d_initial(d_o, silent, saved, plan, None)
+    grads = core.backward(d_o, silent, saved, plan, None, initial, d_final, work)
+    exact_grads, d_initial = exact.backward(d_o.double(), initial.double(), d_final.double())
+    got_d = d_local + through.mT @ d_final
+    got = [o, *by_key_head(grads, HEADS[0]), local, got_d]
+    wanted = [exact.forward(initial.double())[0], *exact_grads, exact.forward()[1], d_initial]
+    found = dict(zip((*NAMES, "local", "d_initial"), errors(got, wanted), strict=True))
+    own = dict(zip(NAMES, errors(run_whole(core, inputs, d_o), exact_run(inputs, d_o)),
+                   strict=True))  # fmt: skip
+    print(found, own)
+    bad = {n: e for n, e in found.items() if not e <= max(STATE_TOLERANCE, 1.2 * own.get(n, 0))}
+    assert not bad, bad
+
+
+def test_a_core_with_states_waits_for_nothing():
+    core, lengths = core_named("flash_qla"), (1, 63, 3000, 2)
+    inputs, d_o = make_inputs(sum(lengths))
+    run_in_segments(core, inputs, d_o, documents_of(lengths, "cuda"))
+    fresh = documents_of((2, 62, 3001, 1), "cuda")
+    assert fresh.cu_seqlens.is_cuda
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_in_segments(core, inputs, d_o, fresh)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def part(inputs: RuleInputs, d_o, start, length):
+    cut = slice(start, start + length)
+    return RuleInputs(*(x[:, cut].clone() for x in inputs)), d_o[:, cut].clone()
+
+
+# Neighbours that make the batch just short of, and well over, what FlashQLA calls a full GPU (its
+# forward kernel changes tiles there), and that bring cut sequences into a batch of short ones.
+NEIGHBOURS = {"few": ((), (40,)), "many": ((9, 300, 64, 65), (1, 700)), "long": ((5000,), (8200,))}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [1, 63, 777, 4500])
+def test_batch_invariant_bits_of_a_document_do_not_depend_on_its_neighbours(length, decay):
+    core = core_named("flash_qla", batch_invariant=True)
+    inputs, d_o = make_inputs(5000 + 4500 + 8200, decay=decay)
+    mine = part(inputs, d_o, 1000, length)
+    alone = run_whole(core, *mine)
+    for place, (before, after) in NEIGHBOURS.items():
+        lengths = (*before, length, *after)
+        start = sum(before)
+        around, d_around = part(inputs, d_o, 0, sum(lengths))
+        for whole, x in zip((*around, d_around), (*mine[0], mine[1]), strict=True):
+            whole[:, start : start + length] = x
+        among = run_whole(core, around, d_around, documents_of(lengths, "cuda"))
+        for tensor, a, b in zip(NAMES, alone, among, strict=True):
+            assert torch.equal(a, b[:, start : start + length]), (place, tensor)
+
+
+def test_batch_invariant_bits_of_a_row_do_not_depend_on_the_batch():
+    core = core_named("flash_qla", batch_invariant=True)
+    inputs, d_o = make_inputs(777, B=4)
+    together = run_whole(core, inputs, d_o)
+    for row in (0, 3):
+        one = RuleInputs(*(x[row : row + 1].contiguous() for x in inputs))
+        alone = run_whole(core, one, d_o[row : row + 1].contiguous())
+        for tensor, a, b in zip(NAMES, alone, together, strict=True):
+            assert torch.equal(a[0], b[row]), (row, tensor)
+
+
+def test_batch_invariance_costs_no_accuracy():
+    inputs, d_o = make_inputs(4500)
+    exact = exact_run(inputs, d_o)
+    usual = errors(run_whole(core_named("flash_qla"), inputs, d_o), exact)
+    core = core_named("flash_qla", batch_invariant=True)
+    invariant = errors(run_whole(core, inputs, d_o), exact)
+    print(usual, invariant)
+    assert all(a <= 1.2 * b for a, b in zip(invariant, usual, strict=True))

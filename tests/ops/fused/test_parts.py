@@ -1,0 +1,98 @@
+"""Sequences cut into parts: where the cuts lie, and the maps of parts chained into the whole's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.fused.cores.fold import (
+    compose,
+    entering_states,
+    initial_gradients,
+    leaving_gradients,
+)
+from megatron_gdn.ops.fused.cores.parts import CHUNK, FULL_GPU, Parts, parts_by_length
+
+from .states import PlainRule
+
+CPU = torch.device("cpu")
+
+
+def offsets_of(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+
+def random_inputs(tokens, seed=0):
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(1, tokens, 1, 5), dim=-1) for _ in range(2))
+    v, g = normal(1, tokens, 2, 7), -normal(1, tokens, 2).abs() * 0.02
+    return RuleInputs(q, k, v, g, normal(1, tokens, 2).sigmoid()), normal(1, tokens, 2, 7)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 32, 48, 64, 200])
+@pytest.mark.parametrize("length", [1, 64, 4096, 4097, 8192, 32768, 100_001])
+def test_the_cut_of_a_sequence_depends_on_its_length_alone(length, heads):
+    alone = parts_by_length([0, length], heads)
+    among = parts_by_length(offsets_of([9000, length, 1]), heads)
+    assert [x - 9000 for x in among if 9000 <= x <= 9000 + length] == alone
+    assert all((x - alone[0]) % CHUNK == 0 for x in alone[:-1])
+    assert len(alone) - 1 <= max(1, FULL_GPU // heads)
+
+
+def test_tables_of_parts():
+    parts = Parts.build([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128], CPU)
+    assert parts.first.tolist() == [0, 1, 3, 4]
+    assert parts.owner.tolist() == [0, 1, 1, 2]
+    assert parts.opens.tolist() == [True, True, False, True]
+    assert parts.closes.tolist() == [True, False, True, True]
+    assert parts.chunks.flatten().tolist() == [1, 8, 8, 2]
+    assert parts.ragged.flatten().tolist() == [True, False, True, False]
+    assert parts.opening.tolist() == [0, 1, 3] and parts.closing.tolist() == [0, 2, 3]
+    assert [[x.tolist() for x in link] for link in parts.links] == [[[2], [1], [1]]]
+    assert not parts.are_sequences
+
+
+LENGTHS = {"uncut": [5, 1, 130], "cut": [64, 300, 1, 257], "one": [500]}
+CUTS = {
+    "uncut": [0, 5, 6, 136],
+    "cut": [0, 64, 128, 320, 364, 365, 429, 493, 557, 622],
+    "one": [0, 64, 448, 500],
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_the_maps_of_parts_chain_into_those_of_sequences(case):
+    lengths, cut = LENGTHS[case], CUTS[case]
+    parts = Parts.build(offsets_of(lengths), cut, CPU)
+    inputs, d_o = random_inputs(sum(lengths))
+    whole = PlainRule(inputs, lengths)
+    pieces = PlainRule(inputs, torch.tensor(cut).diff().tolist())
+    local, through = pieces.forward()[1], pieces.through()
+
+    for got, exact in zip(
+        compose(local, through, parts), (whole.forward()[1], whole.through()), strict=True
+    ):
+        torch.testing.assert_close(got, exact)
+
+    make = torch.Generator().manual_seed(1)
+    initial, d_final = (
+        torch.randn(whole.zeros().shape, generator=make, dtype=torch.float64) for _ in range(2)
+    )
+    entering = entering_states(local, through, parts, initial)
+    torch.testing.assert_close(pieces.forward(entering)[0], whole.forward(initial)[0])
+    entering = entering_states(local, through, parts, None)
+    torch.testing.assert_close(pieces.forward(entering)[0], whole.forward()[0])
+
+    d_local = pieces.backward(d_o)[1]
+    torch.testing.assert_close(initial_gradients(d_local, through, parts), whole.backward(d_o)[1])
+    for d_last in (None, d_final):
+        leaving = leaving_gradients(d_local, through, parts, d_last)
+        entering = entering_states(local, through, parts, initial)
+        got = pieces.backward(d_o, entering, leaving)[0]
+        for a, b in zip(got, whole.backward(d_o, initial, d_last)[0], strict=True):
+            torch.testing.assert_close(a, b)

@@ -1,0 +1,97 @@
+"""Chunks are computed in groups; how they are grouped is not seen in the results."""
+
+import pytest
+import torch
+
+from megatron_gdn.ops import chunk_math, chunk_table, recurrent_gated_delta_rule, triangular
+from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
+from megatron_gdn.ops.chunk_table import ChunkTable
+from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
+
+from .test_gated_delta_rule import (
+    FP32,
+    NAMES,
+    OFFSETS,
+    assert_agree,
+    make_inputs,
+    outputs_and_gradients,
+)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Groups of two chunks, filled up, and the ways through that a GPU takes."""
+
+    def build(lengths, chunk_size, heads, device):
+        return chunk_table._build(tuple(lengths), chunk_size, 2, device, True)
+
+    def running_sum(x):
+        return x[..., None, :].expand(*x.shape, x.shape[-1]).tril().sum(-1)
+
+    monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
+    monkeypatch.setattr(chunk_math, "running_sum", running_sum)
+    monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, 16.0])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_groups_agree_with_the_recurrence(as_on_a_gpu, packed, decay):
+    batch, sequences, offsets = (1, 6, OFFSETS) if packed else (3, 3, None)
+    inputs = make_inputs(batch, 300, 3, 6, 16, 8, decay, sequences, torch.float32)
+    wide = [x.double() for x in inputs]
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, wide, offsets)
+    assert_agree(outputs_and_gradients(chunk_rule, inputs, offsets), expected, FP32)
+
+
+def test_a_document_has_the_same_bits_alone_beside_others_and_elsewhere(as_on_a_gpu):
+    lengths = (100, 1, 70, 129)
+    starts = (0, 100, 101, 171)
+    inputs = make_inputs(1, 300, 2, 4, 16, 8, 1.0, 4, torch.float32)
+
+    def run(order):
+        spans = [slice(starts[n], starts[n] + lengths[n]) for n in order]
+        taken = [torch.cat([x[:, span] for span in spans], 1) for x in inputs[:5]]
+        offsets = [0, *torch.tensor([lengths[n] for n in order]).cumsum(0).tolist()]
+        leaves = [x.clone().requires_grad_() for x in (*taken, inputs[5][list(order)])]
+        o, final = chunk_rule(
+            *leaves[:5], initial_state=leaves[5], output_final_state=True, cu_seqlens=offsets
+        )
+        weight = torch.sin(torch.arange(300.0))[torch.cat([torch.arange(300)[s] for s in spans])]
+        gradients = torch.autograd.grad((o * weight[:, None, None]).sum() + final.sum(), leaves)
+        where = order.index(3)
+        mine = slice(offsets[where], offsets[where + 1])
+        tokens = [x[:, mine] for x in (o, *gradients[:5])]
+        return dict(zip(NAMES, (tokens[0], final[where], *tokens[1:], gradients[5][where]),
+                        strict=True))  # fmt: skip
+
+    alone = run((3,))
+    for order in ((0, 1, 2, 3), (3, 0, 2, 1), (1, 3), (2, 3, 0)):
+        for name, value in run(order).items():
+            assert torch.equal(value, alone[name]), (order, name)
+
+
+def test_repeated_keys_without_decay_stay_accurate():
+    """All tokens of a chunk overwrite one another: L is full of ones."""
+    inputs = make_inputs(1, 200, 2, 4, 16, 8, 0.0, dtype=torch.float32)
+    inputs[1][:] = inputs[1][:, :1]
+    inputs[4][:] = 1.0
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
+    assert_agree(outputs_and_gradients(chunk_rule, inputs), expected, FP32)
+
+
+@pytest.mark.parametrize(
+    ("device", "switch"),
+    [("cuda", torch.backends.cuda.matmul), ("cpu", torch.backends.mkldnn.matmul)],
+)
+def test_reduced_precision_switches_are_off_inside_and_as_before_outside(device, switch):
+    kept = switch.fp32_precision
+    switch.fp32_precision = "tf32"
+    try:
+        with full_fp32_matmul(device):
+            assert switch.fp32_precision == "ieee"
+        assert switch.fp32_precision == "tf32"
+        with pytest.raises(KeyError), full_fp32_matmul(device):
+            raise KeyError
+        assert switch.fp32_precision == "tf32"
+    finally:
+        switch.fp32_precision = kept

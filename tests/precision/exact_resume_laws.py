@@ -1,0 +1,115 @@
+"""Run on every rank: ten steps of training, and the same ten with a checkpoint in the middle."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.megatron_on_cpu import (
+    resume_distributed_optimizer_with_torch_adam,
+    use_torch_norm_after_the_last_hybrid_layer,
+)
+from megatron_gdn.testing import digest
+from tests.distributed.layer_laws import thd
+from tests.parallel import parallel
+from tests.precision.training import VOCABULARY, Training, build_model, load, save, wrap
+
+LENGTHS = (8, 24, 16)
+STEPS, MIDDLE = 10, 5
+
+
+def train_step(training: Training, step: int, lengths: tuple[int, ...], packed: bool) -> float:
+    """One optimizer step over two micro-batches, each shared by the context-parallel ranks."""
+    groups = parallel_state
+    cp, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
+    device = training.A_log.device
+    held = local_indices(lengths if packed else [sum(lengths)], cp, rank).to(device)
+    rows = torch.randint(
+        0, VOCABULARY, (2, 1 if packed else 2, sum(lengths) + 1),
+        generator=torch.Generator().manual_seed(step),
+    ).to(device)  # fmt: skip
+
+    def forward_step(batches, model):
+        batch = next(batches)
+        losses = model(
+            batch[:, :-1][:, held],
+            held.expand(len(batch), -1),
+            None,
+            labels=batch[:, 1:][:, held],
+            packed_seq_params=thd(lengths, device) if packed else None,
+        )
+
+        def loss_function(losses):
+            total = losses.float().sum()
+            count = torch.tensor(losses.numel(), dtype=torch.int, device=device)
+            return total, count, total.detach()
+
+        return losses, loss_function
+
+    training.ddp.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    totals = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(rows),
+        model=[training.ddp],
+        num_microbatches=2,
+        seq_length=sum(lengths),
+        micro_batch_size=rows.shape[1],
+        forward_only=False,
+    )
+    training.optimizer.step()
+    total = torch.stack(totals).sum()
+    dist.all_reduce(total, group=groups.get_context_parallel_group())
+    return total.item()
+
+
+def bits(training: Training) -> dict[str, str]:
+    """sha256 of every weight, fp32 master and optimizer moment that this rank holds."""
+    found = {name: digest(p) for name, p in training.model.named_parameters()}
+    inner = training.megatron_optimizer.optimizer
+    for group, settings in enumerate(inner.param_groups):
+        for index, master in enumerate(settings["params"]):
+            place = f"optimizer {group}.{index}"
+            found[f"{place} master"] = digest(master)
+            for name, value in inner.state[master].items():
+                found[f"{place} {name}"] = digest(torch.as_tensor(value))
+    return found
+
+
+def start(kind: str, options: dict) -> Training:
+    use_torch_norm_after_the_last_hybrid_layer()  # on GPUs without Transformer Engine too
+    resume_distributed_optimizer_with_torch_adam()
+    model = build_model(**options)
+    return wrap(kind, model.cuda() if torch.cuda.is_available() else model)
+
+
+def train(kind: str, tp: int, cp: int, packed: bool, folder: str | None, lengths=LENGTHS, **sizes):
+    """Losses of ten steps and the bits at their end; through a checkpoint if given a folder.
+
+    Everything runs under torch's switch, which raises at an op without a fixed order.
+    """
+    options = {"tp": tp, "context_parallel_size": cp, "deterministic_mode": True, **sizes}
+    torch.use_deterministic_algorithms(True)
+    try:
+        with parallel(tp=tp, cp=cp):
+            training = start(kind, options)
+            first = MIDDLE if folder else STEPS
+            losses = [train_step(training, step, lengths, packed) for step in range(first)]
+            if folder:
+                save(training, folder)
+                training = start(kind, {**options, "seed": 99})
+                load(training, folder)
+                rest = range(MIDDLE, STEPS)
+                losses += [train_step(training, step, lengths, packed) for step in rest]
+            layer = training.model.decoder.layers[0].self_attention
+            return {"losses": losses, "bits": bits(training), "backend": layer.backend}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_same_run(whole: list[dict], resumed: list[dict]) -> None:
+    for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        assert one["losses"] == other["losses"] and len(set(one["losses"])) == STEPS
+        assert one["bits"] == other["bits"], rank
+        assert sum("exp_avg_sq" in name for name in one["bits"]) > 10

@@ -1,0 +1,117 @@
+"""The harness finds what is planted, names it, and finds nothing in the package's own mixer."""
+
+import pytest
+import torch
+
+from megatron_gdn.testing import (
+    check_batch_invariance,
+    check_repeats,
+    compare_processes,
+    difference_of,
+    forward_backward,
+    in_processes,
+    poison_free_memory,
+)
+from tests.testing import planted
+
+
+def test_a_shuffled_sum_is_found_and_is_the_only_one():
+    x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
+    report = check_repeats(forward_backward(planted.WithShuffledSum(), x), 20)
+    assert not report.equal
+    difference = report.difference
+    assert (difference.name, difference.where) == ("weight", f"repeat {report.repeats - 1}")
+    assert not report.also and set(report.digests) == {"output", "weight", "dx"}
+    assert 1 <= difference.elements <= difference.of == 8
+    assert 0 < difference.relative < 1e-4
+    assert "weight differs in repeat" in str(report)
+
+
+def test_a_read_of_memory_never_written_is_found():
+    report = check_repeats(planted.reads_what_it_never_wrote, 20)
+    assert report.difference.name == "buffer" and report.difference.elements <= 2048
+
+
+def test_poison_alternates_between_nan_and_numbers():
+    seen = []
+    for round in range(4):
+        assert poison_free_memory("cpu", round) > 1 << 20
+        seen.append(torch.empty(1 << 14).isnan().float().mean().item())
+    assert max(seen[0], seen[2]) > 0.5 and max(seen[1], seen[3]) < 0.5
+
+
+def test_the_mixer_repeats_in_two_processes():
+    reports = in_processes(planted.check_mixer, 5)
+    assert all(report.equal and report.repeats == 5 for report in reports), reports
+    assert compare_processes(reports) is None
+    assert set(reports[0].digests) == {"output", "conv", "A_log", "dt_bias", "gamma", "dx"}
+
+
+def test_a_result_that_depends_on_the_process_is_found():
+    reports = in_processes(planted.check_process_number)
+    assert all(report.equal for report in reports)
+    assert compare_processes(reports) == "pid differs between process 0 and process 1"
+
+
+def test_memory_from_malloc_is_garbage_in_the_processes():
+    assert in_processes(planted.malloc_hands_out_garbage, processes=1) == [True]
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="process 0(.|\n)*no luck in 0(.|\n)*no luck in 1"):
+        in_processes(planted.fail)
+
+
+def test_bits_are_compared_not_values():
+    nan = torch.tensor([float("nan"), 0.0])
+    assert difference_of("x", "here", nan, nan.clone()) is None
+    zero = difference_of("x", "here", torch.zeros(2), torch.tensor([0.0, -0.0]))
+    assert zero.elements == 1 and zero.largest == 0
+
+
+def packed_run(module):
+    def run(x, offsets, d_out):
+        return forward_backward(lambda_module(module, offsets), x, d_out)()
+
+    return run
+
+
+def lambda_module(module, offsets):
+    class Packed(torch.nn.Module):
+        def forward(self, x):
+            return module(x, offsets)
+
+    return Packed()
+
+
+LENGTHS = (70, 1, 64, 130)
+
+
+def documents(width):
+    return [torch.randn(n, 1, width, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+
+
+def test_a_document_keeps_its_bits_among_others():
+    width = planted.SIZES.value_heads * planted.SIZES.value_dim
+    found = check_batch_invariance(
+        packed_run(planted.Mixer()),
+        [planted.rows(n, seed=n) for n in LENGTHS],
+        documents(width),
+    )
+    assert found == []
+
+
+def test_a_document_that_feels_its_neighbours_is_found():
+    def leaky(x, offsets):
+        return x - 1e-3 * x.mean(0)
+
+    xs = documents(4)
+    found = check_batch_invariance(packed_run(leaky), xs, documents(4))
+    assert {"output", "dx"} == {difference.name for difference in found}
+    assert found[0].where == "first"
+
+    def by_position(x, offsets):
+        return x * torch.arange(len(x))[:, None, None]
+
+    found = check_batch_invariance(packed_run(by_position), xs, documents(4))
+    assert {difference.where for difference in found} == {"last", "in the middle"}

@@ -1,0 +1,77 @@
+"""Routes of the head exchange: pure tables, checked against the definition of the layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.context_parallel import SequenceLayout, local_indices
+from megatron_gdn.context_parallel.route import route
+
+CPU = torch.device("cpu")
+CASES = [
+    ((48,), 2, "zigzag"),
+    ((48,), 4, "zigzag"),
+    ((8, 0, 24, 16), 4, "zigzag"),
+    ((3, 0, 29, 16), 4, "zigzag_buffer"),
+    ((7, 5), 3, "contiguous"),
+    ((12,) * 9, 3, "zigzag"),
+    ((0,), 2, "zigzag"),
+]
+cases = pytest.mark.parametrize(("lengths", "cp", "layout"), CASES)
+waves_of = pytest.mark.parametrize("waves", [1, 2, 3])
+
+
+@cases
+@waves_of
+def test_waves_cut_every_ranks_tokens_in_order(lengths, cp, layout, waves):
+    layout = SequenceLayout(layout)
+    for rank in range(cp):
+        held = local_indices(lengths, cp, rank, layout)
+        others = [local_indices(lengths, cp, r, layout) for r in range(cp) if r != rank]
+        made = route(lengths, cp, rank, layout, CPU, waves)
+        assert len(made) <= waves
+        assert torch.equal(torch.cat([held[:0], *(w.own_place for w in made)]).long(), held)
+        for wave in made:
+            peers = torch.cat([other[wave.tokens] for other in others])
+            assert torch.equal(wave.peer_place.long(), peers)
+
+
+@cases
+@waves_of
+def test_runs_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths, cp, layout, waves):
+    layout = SequenceLayout(layout)
+    for rank in range(cp):
+        for wave in route(lengths, cp, rank, layout, CPU, waves):
+            for peer, runs in enumerate(wave.runs):
+                covered = []
+                for run in runs:
+                    assert run.local == len(covered) and run.tokens > 0
+                    assert not covered or run.sequence != covered[-1] + 1, "two runs are one"
+                    covered += range(run.sequence, run.sequence + run.tokens)
+                assert covered == local_indices(lengths, cp, peer, layout)[wave.tokens].tolist()
+
+
+def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
+    def most(lengths, layout=SequenceLayout.ZIGZAG):
+        (wave,) = route(lengths, 4, 0, layout, CPU)
+        return max(len(runs) for runs in wave.runs)
+
+    assert most((1024,)) == 2
+    assert most((64, 32, 128)) == 6
+    assert most((64, 32, 128), SequenceLayout.CONTIGUOUS) == 1
+    assert most((64, 32, 128), SequenceLayout.ZIGZAG_BUFFER) == 2
+
+
+def test_every_rank_finds_the_same_mean_run():
+    """Ranks have different numbers of runs: the last one's two chunks are neighbours."""
+    waves = [route((64,) * 3, 4, rank, SequenceLayout.ZIGZAG, CPU)[0] for rank in range(4)]
+    assert [len(runs) for runs in waves[0].runs] == [4, 6, 6, 3]
+    assert {wave.mean_run for wave in waves} == {8.0}
+
+
+def test_a_route_is_built_once_for_the_same_values():
+    def built():
+        return route((16, 32), 2, 1, SequenceLayout.ZIGZAG, CPU)
+
+    assert built() is built()
