@@ -78,21 +78,19 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        cp_comm_type, pp_layer_offset, is_mtp_layer: what Megatron passes to every mixer; accepted,
-            and of no meaning here.
+        cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; of no meaning here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits; see
             :func:`megatron_gdn.ops.fused.resolve_core`.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
-            itself: Megatron's and TE's default), ``"zigzag_buffer"`` (the whole packed buffer,
-            ``--dataloader-inter-document-masking``) or ``"contiguous"``.
+            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
-        recompute_norm_out: likewise the normed output, out_proj's input; also switched on by
-            Megatron's ``--recompute-modules gdn_norm_out``.
+        recompute_norm_out: likewise the normed output, out_proj's input; Megatron's
+            ``--recompute-modules gdn_norm_out`` switches it on too.
 
     The last five are given through ``ModuleSpec(params={...})``.
 
@@ -147,10 +145,10 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self._name_sizes(GDNDims.from_config(config))
         device = device_for(config)
         self._choose_backend(backend, device)
-        self.linear_cp_mode = LinearCpMode.of(linear_cp_mode, config)
         self.context_parallel = ContextParallel(
             self.dims, pg_collection.cp, self.cp_layout,
-            mode=self.linear_cp_mode, core=self.core, element_size=config.params_dtype.itemsize,
+            mode=LinearCpMode.of(linear_cp_mode, config), core=self.core,
+            element_size=config.params_dtype.itemsize,
         )  # fmt: skip
         self._build(submodules, name, device)
         self.recompute_norm_out = recompute_norm_out or (

@@ -7,7 +7,8 @@ A piece of a sequence turns the state before it into the state after it by an af
 and what a piece needs from the others is the state that enters it: the maps of all earlier pieces,
 applied in order to zero. The backward asks the same of the transposed maps from the other end.
 
-Three ways, with the same result up to rounding, each in a fixed order of operations:
+Three ways, with the same result up to rounding, each in a fixed order of operations and in full
+fp32, since rounding in a chain of maps compounds:
 
     gather_and_fold   one all-gather of all maps; every rank folds them up to its own nodes.
                       Traffic, memory and work grow with the number of ranks.
@@ -25,13 +26,14 @@ kinds of columns of a map.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..ops.fp32_matmul import full_fp32_matmul
 
 
 class Nodes(NamedTuple):
@@ -53,26 +55,6 @@ class Nodes(NamedTuple):
             for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
             if host == rank
         ]
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """fp32 matrix products without TF32 or autocast: rounding in a chain of maps compounds."""
-    matmul = torch.backends.cuda.matmul
-    name, rounded, exact = (
-        ("fp32_precision", "tf32", "ieee")
-        if hasattr(torch.backends, "fp32_precision")  # from torch 2.9
-        else ("allow_tf32", True, False)
-    )
-    changed = device.type == "cuda" and getattr(matmul, name) == rounded
-    if changed:
-        setattr(matmul, name, exact)
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        if changed:
-            setattr(matmul, name, rounded)
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
@@ -121,7 +103,7 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     entering = maps.new_zeros(h, M, K, value_dim)
     wanted = dict(nodes.of(group.rank()))
     links = (gathered[host, slot] for host, slot in zip(*nodes, strict=True))
-    with full_precision(maps.device):
+    with full_fp32_matmul(maps.device.type):
         for j, state in zip(range(max(wanted) + 1), _fold(links, value_dim), strict=False):
             if j in wanted and state is not None:
                 entering[wanted[j]] = state
@@ -140,7 +122,7 @@ def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proce
     states = maps.new_zeros(size, shares[rank], h, K, value_dim)
     if shares[rank]:
         places = list(zip(*nodes, strict=True))
-        with full_precision(maps.device):
+        with full_fp32_matmul(maps.device.type):
             folded = _fold((links[host, :, slot] for host, slot in places), value_dim)
             for (host, slot), state in zip(places, folded, strict=True):
                 if state is not None:
@@ -227,7 +209,7 @@ def prefix_scan(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessG
         sent = [upto[slot][..., :value_dim] if last else upto[slot] for slot in turn.send_slots]
         rows = torch.stack(sent) if sent else maps[:0, ..., : value_dim if last else None]
         received, _ = exchange_rows(rows, turn.send_counts, turn.receive_counts, group)
-        with full_precision(maps.device):
+        with full_fp32_matmul(maps.device.type):
             for slot, earlier in zip(turn.receive_slots, received, strict=True):
                 known = before[slot]
                 if known is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import Documents
-from ..ops.fused.cores.base import RuleGrads, RuleInputs, StatePassing
+from ..ops.fused.cores.base import RuleGrads, RuleInputs, StatePassing, Transition
 from .affine import Nodes, pack
 from .pieces import pieces_of
 from .zigzag import SequenceLayout
@@ -41,6 +41,9 @@ class StateTable:
         node_count: h.
         first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
             rank's nodes; None where those are all N pieces in this order.
+        leavers: the last pieces by themselves, where they are a small part of many: the indices of
+            their tokens, and their boundaries. None where maps are computed of all pieces at once,
+            which leaves the core work to use again.
         enters, leaves, passes: ``[h * chains, 1, 1, 1]``, 1 where the first piece goes on with a
             document, where the last one's goes on elsewhere, where a state gets from end to end;
             else 0. None where that needs no saying: everywhere but at the ends of the chains.
@@ -51,6 +54,7 @@ class StateTable:
     node_count: int
     first: Tensor | None
     last: Tensor | None
+    leavers: tuple[Tensor, Documents] | None
     enters: Tensor | None
     leaves: Tensor | None
     passes: Tensor | None
@@ -107,6 +111,16 @@ def state_table(
             return None
         return per_row(x).view(-1, 1, 1, 1).to(device=device, dtype=torch.float32)
 
+    leavers, leaving = None, pieces.length[mine][last]
+    if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
+        begin = pieces.local_start[mine][last]
+        tokens = [
+            torch.arange(b, b + n) for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
+        ]
+        leavers = (
+            torch.cat(tokens).to(device),
+            Documents((0, *leaving.cumsum(0).tolist()), device),
+        )
     ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
     return StateTable(
         sequences=Documents((0, *ends_of_pieces), device),
@@ -114,6 +128,7 @@ def state_table(
         node_count=h,
         first=pieces_of_all_rows(first),
         last=pieces_of_all_rows(last),
+        leavers=leavers,
         enters=mask(enters, starts),
         leaves=mask(leaves, ends),
         passes=mask(passes, starts | ends),
@@ -154,6 +169,21 @@ class StatePassingCore:
         maps = pack(local, through).unflatten(0, (self._table.node_count, -1)).flatten(1, 2)
         return self._exchange(maps, local.shape[-1], nodes, self._group).view(local.shape)
 
+    def _maps(self, inputs: RuleInputs) -> Transition:
+        """What this rank's nodes do to a state, ``[h * chains, H, K, .]``."""
+        table = self._table
+        if table.leavers is None:
+            local, through, work = self._core.transition(inputs, table.sequences)
+            last = table.last
+        else:
+            tokens, pieces = table.leavers
+            theirs = RuleInputs(*(x.index_select(1, tokens) for x in inputs))
+            local, through, _ = self._core.transition(theirs, pieces)
+            last, work = None, None
+        return Transition(
+            _take(local, last, table.leaves), _take(through, last, table.passes), work
+        )
+
     @property
     def _count(self) -> int:
         return len(self._table.sequences.lengths)
@@ -163,9 +193,7 @@ class StatePassingCore:
     ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
         table, rows = self._table, inputs.v.shape[:2]
         inputs = _end_to_end(inputs)
-        local, through, work = self._core.transition(inputs, table.sequences)
-        local = _take(local, table.last, table.leaves)
-        through = _take(through, table.last, table.passes)
+        local, through, work = self._maps(inputs)
         entering = self._chain(local, through, table.nodes)
         o, saved, plan = self._core.forward(
             inputs, table.sequences, keep,

@@ -54,6 +54,13 @@ def test_a_rank_of_nothing_but_padding_equals_one_rank(pools):
     equal(pools, 1, 4, lengths=(12, 20), real_lengths=(12, 3), layout="contiguous")
 
 
+@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
+@pytest.mark.parametrize("last", [2, 19], ids=["short", "long"])
+def test_runs_of_several_documents_equal_one_rank(pools, layout, last):
+    """Maps are computed of the last piece of a run alone, or of all pieces at once."""
+    equal(pools, 1, 2, lengths=(20 - last, last + 3, 0, 17), layout=layout)
+
+
 @pytest.mark.parametrize("rates", [(1e-4, 2e-4), (16, 20)], ids=["no decay", "strong decay"])
 @pytest.mark.parametrize("lengths", [None, (8, 24, 16, 8)], ids=["batch", "packed"])
 def test_any_decay_equals_one_rank(pools, rates, lengths):

@@ -54,6 +54,12 @@ def test_chunkwise_repeats_bitwise_in_deterministic_mode(gpus, lengths):
     assert all(gpus.run(laws.chunkwise_repeats_bitwise, lengths))
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+@pytest.mark.parametrize("lengths", [None, (64, 192, 4, 252)], ids=["batch", "packed"])
+def test_chunkwise_waits_for_nothing(gpus, lengths, layout):
+    gpus.run(laws.chunkwise_waits_for_nothing, lengths, layout)
+
+
 @pytest.mark.parametrize("lengths", [None, (64, 192, 4, 256)], ids=["batch", "packed"])
 def test_two_ranks_that_share_one_key_head_are_as_exact_as_one(gpus, lengths):
     as_exact_as_one(gpus, 1, 2, False, lengths, mode="headwise", key_heads=1)

@@ -116,29 +116,47 @@ def bf16_error_of_two_ranks_is_that_of_one(
         return {"backend": layer.backend, "errors": report}
 
 
+def _chunkwise_pass(lengths, layout="zigzag", **changes):
+    """A chunkwise layer in bf16 over both ranks, as a function that runs it back and forth."""
+    groups = ProcessGroupCollection(
+        tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
+    )
+    torch.manual_seed(7)
+    torch.cuda.manual_seed(7)
+    config = make_config(
+        bf16=True, params_dtype=torch.bfloat16, context_parallel_size=2, **GPU, **changes
+    )
+    layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise", "cp_layout": layout})
+    tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
+    x = torch.randn(tokens // 2, batch, 256, device="cuda").bfloat16()
+    packed = thd(lengths, "cuda") if lengths else None
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        out, _ = layer(leaf, None, packed_seq_params=packed)
+        grads = torch.autograd.grad(out.float().square().sum(), [leaf, *layer.parameters()])
+        return [out, *grads]
+
+    return run
+
+
+def chunkwise_waits_for_nothing(lengths, layout) -> None:
+    """Once a micro-batch is known, no call of either pass waits for the GPU."""
+    with parallel(cp=2):
+        run = _chunkwise_pass(lengths, layout)
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def chunkwise_repeats_bitwise(lengths) -> bool:
     """Two forward and backward passes over two GPUs, of which one runs beside other work."""
     with parallel(cp=2):
-        groups = ProcessGroupCollection(
-            tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
-        )
-        torch.manual_seed(7)
-        torch.cuda.manual_seed(7)
-        config = make_config(
-            bf16=True, params_dtype=torch.bfloat16, context_parallel_size=2,
-            deterministic_mode=True, **GPU,
-        )  # fmt: skip
-        layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise"})
-        tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
-        x = torch.randn(tokens // 2, batch, 256, device="cuda").bfloat16()
-
-        def run():
-            leaf = x.clone().requires_grad_()
-            packed = thd(lengths, "cuda") if lengths else None
-            out, _ = layer(leaf, None, packed_seq_params=packed)
-            grads = torch.autograd.grad(out.float().square().sum(), [leaf, *layer.parameters()])
-            return [out, *grads]
-
+        run = _chunkwise_pass(lengths, deterministic_mode=True)
         first = run()
         with torch.cuda.stream(torch.cuda.Stream()):
             noise = torch.randn(2048, 2048, device="cuda")

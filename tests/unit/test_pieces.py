@@ -145,6 +145,12 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(cut, rows):
     for rank, table in enumerate(tables):
         count = rows * len(held[rank])
         assert len(table.sequences.lengths) == count
+        if table.leavers is not None:
+            tokens, pieces_alone = table.leavers
+            stretches = torch.arange(pieces.tokens).split(list(table.sequences.lengths))
+            last = [stretches[i] for i in table.last.tolist()]
+            assert torch.equal(tokens, torch.cat(last))
+            assert list(pieces_alone.lengths) == [len(x) for x in last]
         got = _put(forward[rank].flatten(), table.first, count)
         torch.testing.assert_close(got, entering[:, held[rank]].flatten())
         got = _put(backward[rank].flatten(), table.last, count)

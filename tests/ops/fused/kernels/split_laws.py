@@ -1,0 +1,72 @@
+"""Run on two ranks: the mixer over pieces of sequences, by the kernels and by their twins."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn.context_parallel import Chunkwise, local_indices
+from megatron_gdn.mixer import heads_of
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.fused import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+
+from .conftest import INTERPRETED, _numpy_scalars_as_indices
+
+DIMS = GDNDims(
+    hidden_size=8,
+    num_key_heads=1,
+    num_value_heads=2,
+    key_head_dim=16,
+    value_head_dim=8,
+    conv_kernel_dim=4,
+)
+
+
+def kernels_equal_their_twins_over_pieces(
+    layout: str, lengths: tuple[int, ...] | None, dtype: torch.dtype
+) -> dict[str, tuple[float, float]]:
+    """Relative error against fp64 of everything the mixer gives: (kernels, twins)."""
+    if INTERPRETED and not hasattr(_numpy_scalars_as_indices, "done"):
+        _numpy_scalars_as_indices()
+        _numpy_scalars_as_indices.done = True
+    group, rank = dist.group.WORLD, dist.get_rank()
+    scheme = Chunkwise(DIMS, group, SequenceLayout.parse(layout))
+    tokens, rows = (20, 2) if lengths is None else (sum(lengths), 1)
+    documents = None
+    if lengths is not None:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        documents = Documents.from_cu_seqlens(offsets, tokens)
+    held = local_indices(lengths or (tokens,), group.size(), rank, scheme._layout)
+    torch.manual_seed(0)
+    sizes = heads_of(DIMS)
+    proj = torch.randn(tokens, rows, sizes.width).to(dtype)[held]
+    weights = [
+        torch.randn(sizes.conv_width, 1, 4).to(dtype) * 0.5,
+        torch.randn(sizes.conv_width).to(dtype),
+        torch.randn(2),
+        torch.randn(2),
+        1 + 0.3 * torch.randn(8).to(dtype),
+    ]
+    weight = torch.randn(tokens, rows, sizes.z_column - 2 * 16)[held]
+
+    def run(kernels: str, wide: bool) -> dict[str, torch.Tensor]:
+        leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in (proj, *weights)]
+        *tensors, gamma = leaves
+        mixed = gated_delta_mixer(
+            *tensors, sizes, core=TorchCore(), norm=GatedNorm(gamma),
+            split=scheme.split(leaves[0], documents), kernels=kernels,
+        )  # fmt: skip
+        grads = torch.autograd.grad((mixed.double() * weight.double()).sum(), leaves)
+        names = ("d_proj", "d_weight", "d_bias", "dA_log", "d_dt_bias", "d_gamma")
+        return {"mixed": mixed.detach(), **dict(zip(names, grads, strict=True))}
+
+    exact, twins, kernels = run("torch", True), run("torch", False), run("triton", False)
+
+    def error(got: torch.Tensor, true: torch.Tensor) -> float:
+        return ((got.double() - true).norm() / true.norm()).item()
+
+    return {
+        name: (error(kernels[name], true), error(twins[name], true)) for name, true in exact.items()
+    }

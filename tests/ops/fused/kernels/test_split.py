@@ -1,0 +1,31 @@
+"""The kernels under chunkwise context parallelism, on two ranks of gloo in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+from .conftest import INTERPRETED
+from .kernel_cases import FP32
+from .split_laws import kernels_equal_their_twins_over_pieces
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="ranks of gloo; tests/gpu has nccl's")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("layout", "lengths"), [("zigzag", None), ("zigzag", (4, 12, 4)), ("contiguous", (3, 1, 16))]
+)
+def test_kernels_over_pieces_are_as_exact_as_their_twins(ranks, layout, lengths, dtype):
+    for errors in ranks.run(kernels_equal_their_twins_over_pieces, layout, lengths, dtype):
+        for name, (kernels, twins) in errors.items():
+            assert kernels <= FP32 or kernels <= 1.2 * twins, (name, kernels, twins)
