@@ -27,13 +27,15 @@ from ..ops.fused.shares import HeadShares
 from .route import Wave, route
 from .zigzag import SequenceLayout
 
-# Rows travel in two waves from this many bytes on: one is packed (or unpacked) while the other is
-# under way. Fewer bytes are sooner through than a second round of messages is started.
+# Rows travel in waves of at least this many bytes: one is packed (or unpacked) while the other is
+# under way. Fewer bytes are sooner through than a second round of messages is started. On 4 H200,
+# two waves take 0.75 of one wave's time at 600 MB, and 1.3 times it at 150 MB.
 MOST_WAVES = 2
-WAVE_BYTES = 64 << 20
-# Every message costs the host some 30 microseconds. Shorter ones than this are not worth them: the
-# rows are then sent as one message per peer, and put in order by a second pass.
-MESSAGE_BYTES = 4 << 20
+WAVE_BYTES = 96 << 20
+# Every message costs the host some 30 microseconds, and NCCL is slower with many. Shorter ones than
+# this are not worth it: the rows are then sent as one message per peer, and put in order by a
+# second pass. On 4 H200, runs of 30 to 100 MB take 0.85 of the blocks' time, runs of 3 MB 3.5 times.
+MESSAGE_BYTES = 28 << 20
 
 
 class Exchange(NamedTuple):
