@@ -245,7 +245,7 @@ def cost(args) -> None:
                 forward().backward(grad)
 
             slow = backend == "upstream" and deterministic
-            settings = {"warmup": 1, "repeats": 5} if slow else {"warmup": 5, "repeats": 20}
+            settings = {"warmup": 1, "repeats": 5} if slow else {"warmup": 20, "repeats": 20}
             torch.use_deterministic_algorithms(switch)
             timed = [time_ms(run, **settings) for run in (forward, both)]
             x.grad = None

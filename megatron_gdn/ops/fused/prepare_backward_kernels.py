@@ -59,10 +59,13 @@ def _walk_one_token(
     # What token t sends back to t - delay; a token of another document receives nothing.
     waiting = (taps[W - 1][None, :] * dpre_RD,)
     for delay in tl.static_range(1, W):
-        sent_RD = taps[W - 1 - delay][None, :] * dpre_RD
+        sent_RD = dpre_RD
         if PACKED:
-            sent_RD = tl.where((seen_R >= delay)[:, None], sent_RD, 0.0)
-        waiting = waiting + (pending[delay - 1] + sent_RD,)
+            # Masked before the product, so that product and sum can be one fused operation here
+            # as they are where nothing is masked: a document's bits must not depend on whether a
+            # boundary is near.
+            sent_RD = tl.where((seen_R >= delay)[:, None], dpre_RD, 0.0)
+        waiting = waiting + (pending[delay - 1] + taps[W - 1 - delay][None, :] * sent_RD,)
     return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
 
 

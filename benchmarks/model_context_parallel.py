@@ -1,0 +1,149 @@
+"""How the cost of context parallelism grows: a formula, its constants from measurements, a plot.
+
+    python3 benchmarks/model_context_parallel.py
+
+Prints the formula's figures beside those measured, and writes docs/context_parallel.png. Per layer,
+forward + backward, of one rank with s tokens of one sequence, cp ranks:
+
+    layer      s * token                                         the layer on one GPU
+    wire       2 * bytes received / bandwidth                    the backward sends as much again
+    headwise   layer + wire((cp - 1) / cp * s * (P + H V) * 2) * passes
+    chunkwise  layer + states + s * halo-free work on maps
+               + wire(exchange) + 2 * steps * step               see context_parallel/choice.py
+
+``exchange`` and ``steps`` are those of gather, share or scan, whichever is the least. Up to a
+node's GPUs bytes go over NVLink; of more ranks, the share that leaves the node goes over a network
+card per GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  the backend must be chosen first
+
+HERE = Path(__file__).parent
+P, V_WIDTH, HEADS, DIM = 12352, 4096, 32, 128  # 16 key and 32 value heads of 128
+MAP = HEADS * DIM * 2 * DIM * 4  # bytes of one state map
+GPUS_PER_NODE = 8
+NETWORK = 50e9  # bytes per second and GPU: one 400 Gbit/s card each, an assumption
+STEP_MS = 0.012  # one batched product of a fold that waits for the one before
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the measurements say."""
+
+    token_ms: float  # the layer on one GPU
+    nvlink: float  # bytes per second that a rank receives in bare collectives
+    passes: float  # our exchange over the bare one
+    states_ms: float  # the rule with states instead of without, and the halo
+
+    @classmethod
+    def measured(cls) -> Constants:
+        layer = read("layer.jsonl")
+        one = by(layer, case="1x32768", layer="ours", core="flash_qla")
+        cp = read("context_parallel.jsonl")
+        wire, chunkwise = (by(cp, case="131072", layer=name) for name in ("wire", "chunkwise"))
+        raw, ours = (by(read("exchange.jsonl"), case="131072", what=w) for w in ("raw", "ours"))
+        s, ranks = 131072 // wire["cp"], wire["cp"]
+        token = median(one) / 32768
+        nvlink = 2 * row_bytes(s, ranks) / median(wire) * 1e3
+        travel = 2 * (ranks - 1) * 2 * MAP / nvlink * 1e3 + 4 * ranks * STEP_MS
+        return cls(
+            token, nvlink, ours["forward_backward"]["median"] / raw["forward_backward"]["median"],
+            median(chunkwise) - s * token - travel,
+        )  # fmt: skip
+
+
+def read(name: str) -> list[dict]:
+    lines = (HERE / "results" / name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def by(records: list[dict], **what) -> dict:
+    """The last record that matches."""
+    return [r for r in records if all(r.get(k) == v for k, v in what.items())][-1]
+
+
+def median(record: dict) -> float:
+    return record["forward_backward"]["median"]
+
+
+def row_bytes(s: float, cp: int) -> float:
+    """Received by one rank in one headwise forward."""
+    return (cp - 1) / cp * s * (P + V_WIDTH) * 2
+
+
+def wire_ms(received: float, cp: int, nvlink: float) -> float:
+    """Of bytes that come in equal parts from every peer."""
+    if cp <= GPUS_PER_NODE:
+        return received / nvlink * 1e3
+    outside = (cp - GPUS_PER_NODE) / (cp - 1)
+    return max(received * outside / NETWORK, received * (1 - outside) / nvlink) * 1e3
+
+
+def headwise_ms(s: float, cp: int, c: Constants) -> float:
+    return s * c.token_ms + 2 * wire_ms(row_bytes(s, cp), cp, c.nvlink) * c.passes
+
+
+def chunkwise_ms(s: float, cp: int, c: Constants) -> float:
+    nodes, own = 2 * cp, 2 * MAP
+    network = c.nvlink if cp <= GPUS_PER_NODE else NETWORK
+    scan_steps = math.ceil(math.log2(nodes))
+    ways = [
+        wire_ms((cp - 1) / cp * 1.5 * own, cp, c.nvlink) + nodes * STEP_MS,  # share
+        scan_steps * (own / network * 1e3 + 2 * STEP_MS),  # scan
+    ]
+    if cp <= 8:
+        ways.append(wire_ms((cp - 1) * own, cp, c.nvlink) + nodes * STEP_MS)  # gather
+    return s * c.token_ms + c.states_ms + 2 * min(ways)
+
+
+def compare(c: Constants) -> None:
+    print(f"{c.token_ms * 1e3:.3f} us per token, wire {c.nvlink / 1e9:.0f} GB/s, exchange "
+          f"{c.passes:.2f} of the bare one, states {c.states_ms:.2f} ms")  # fmt: skip
+    print("tokens  cp  scheme     measured ms  formula ms")
+    for r in read("context_parallel.jsonl"):
+        model = {"headwise": headwise_ms, "chunkwise": chunkwise_ms}.get(r["layer"])
+        if model is not None and r["case"].isdigit():
+            formula = model(int(r["case"]) / r["cp"], r["cp"], c)
+            print(f"{r['case']:7} {r['cp']:2}  {r['layer']:9}  {median(r):11.2f}  {formula:10.2f}")
+
+
+def draw(c: Constants, image: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    ranks = [2**n for n in range(1, 9)]
+    for axis, local, title in (
+        (axes[0], lambda cp: 2**20 / cp, "1,048,576 tokens over cp ranks"),
+        (axes[1], lambda cp: 32768, "32,768 tokens on each of cp ranks"),
+    ):
+        for name, model in (("headwise", headwise_ms), ("chunkwise", chunkwise_ms)):
+            legal = [cp for cp in ranks if name == "chunkwise" or cp <= HEADS]
+            axis.plot(legal, [model(local(cp), cp, c) for cp in legal], marker=".", label=name)
+        axis.plot(ranks, [local(cp) * c.token_ms for cp in ranks], ls=":", label="no exchange")
+        for r in read("context_parallel.jsonl"):
+            s = int(r["case"]) / r["cp"] if r["case"].isdigit() else None
+            if r["layer"] in ("headwise", "chunkwise") and s == local(r["cp"]):
+                axis.plot(r["cp"], median(r), "kx")
+        axis.set(xscale="log", yscale="log", xlabel="cp", title=title)
+        axis.set_xticks(ranks, [str(cp) for cp in ranks])
+        axis.legend()
+    axes[0].set_ylabel("forward + backward of one layer, ms")
+    figure.savefig(image, dpi=110)
+
+
+def main() -> None:
+    constants = Constants.measured()
+    compare(constants)
+    draw(constants, HERE.parent / "docs" / "context_parallel.png")
+
+
+if __name__ == "__main__":
+    main()
