@@ -22,14 +22,15 @@ class ChunkGroup:
 
     Attributes:
         slots: which slots of the table these chunks are.
-        token: int64 ``[slots]``, the token in each; empty slots repeat some token.
+        token: int64 ``[slots]``, the token in each; empty slots repeat some token. A slice when
+            the tokens follow each other.
         empty: bool ``[slots]``, or None when no slot is empty.
         begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
         chunks: how many chunks there are; the rest, up to the group's size, is empty.
     """
 
     slots: slice
-    token: Tensor
+    token: Tensor | slice
     empty: Tensor | None
     begins: dict[int, int]
     ends: dict[int, int]
@@ -61,17 +62,29 @@ class ChunkTable:
         return _build(tuple(lengths), chunk_size, at_once, device, device.type == "cuda")
 
     def to_chunks(
-        self, x: Tensor, group: ChunkGroup, heads: tuple[int, ...], dtype: torch.dtype
+        self,
+        x: Tensor,
+        group: ChunkGroup,
+        heads: tuple[int, ...],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, *heads, C]`` or ``[n, *heads, C, D]``.
 
         Empty slots are zero, which makes them tokens that write nothing and do not decay.
         """
-        rows = x.flatten(0, 1).index_select(0, group.token)
+        rows = x.flatten(0, 1)
+        if isinstance(group.token, slice):
+            rows = rows[group.token]
+        else:
+            rows = rows.index_select(0, group.token)
         if group.empty is not None:
-            rows = rows.masked_fill(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
-        chunks = rows.view(-1, self.chunk_size, *heads, *rows.shape[2:]).movedim(1, 1 + len(heads))
-        return chunks.to(dtype, memory_format=torch.contiguous_format).contiguous()
+            rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
+        chunks = rows.unflatten(0, (-1, self.chunk_size)).unflatten(2, heads)
+        chunks = chunks.movedim(1, 1 + len(heads))
+        if out is None:
+            out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
+        return out.copy_(chunks)
 
     def rows_like(self, x: Tensor) -> Tensor:
         """Room for every slot's row of a tensor like ``x``, to be filled by :meth:`put`."""
@@ -79,12 +92,9 @@ class ChunkTable:
         return x.new_empty(last, *x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """Write ``[n, *heads, C]`` or ``[n, *heads, C, D]`` to the group's slots."""
+        """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's slots."""
         tokens = rows[group.slots].unflatten(0, (-1, self.chunk_size))
-        heads = chunks.dim() - tokens.dim() + 1
-        tokens.view(*tokens.shape[:2], *chunks.shape[1 : 1 + heads], *tokens.shape[3:]).copy_(
-            chunks.movedim(1 + heads, 1)
-        )
+        tokens.copy_(chunks.unflatten(0, (-1, tokens.shape[2])).movedim(2, 1))
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
         """The rows of the tokens, in the shape of ``like``."""
@@ -116,11 +126,13 @@ def _build(
     for start in range(0, n, at_once):
         stop = min(start + at_once, padded)
         slots = slice(start * C, stop * C)
+        full = not empty[slots].any()
+        first, last = token[slots][0].item(), token[slots][-1].item()
         groups.append(
             ChunkGroup(
                 slots=slots,
-                token=token[slots].to(device),
-                empty=empty[slots].to(device) if empty[slots].any() else None,
+                token=slice(first, last + 1) if full else token[slots].to(device),
+                empty=None if full else empty[slots].to(device),
                 begins={c - start: s for c, s in begins.items() if start <= c < stop},
                 ends={c - start: s for c, s in ends.items() if start <= c < stop},
                 chunks=min(stop, n) - start,

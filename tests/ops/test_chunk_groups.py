@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.ops import chunk_math, chunk_table, recurrent_gated_delta_rule, triangular
+from megatron_gdn.ops import chunk_table, recurrent_gated_delta_rule, triangular
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
 from megatron_gdn.ops.chunk_table import ChunkTable
 from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
@@ -25,11 +25,7 @@ def as_on_a_gpu(monkeypatch):
     def build(lengths, chunk_size, heads, device):
         return chunk_table._build(tuple(lengths), chunk_size, 2, device, True)
 
-    def running_sum(x):
-        return x[..., None, :].expand(*x.shape, x.shape[-1]).tril().sum(-1)
-
     monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
-    monkeypatch.setattr(chunk_math, "running_sum", running_sum)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
 
 
