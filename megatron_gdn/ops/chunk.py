@@ -64,6 +64,28 @@ class ChunkedRule(NamedTuple):
                 table.put(rows, group, x.output(S))
         return table.to_tokens(rows, v), final
 
+    def final_states(self, q, k, v, g, beta, state: Tensor) -> Tensor:
+        """What :meth:`forward` returns second, without the output."""
+        table = self._table(v)
+        final, carried = state.clone(), None
+        ends = state.flatten(1, 2), final.flatten(1, 2)
+        with full_fp32_matmul(v.device.type):
+            for group in table.groups:
+                x = Chunks(table, group, q, k, v, g, beta, self.scale)
+                _, carried = x.walk(carried, *ends)
+        return final
+
+    def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
+        """What :meth:`backward` returns last; it depends on no state."""
+        table = self._table(v)
+        d_initial, d_carried = d_final.clone(), None
+        d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
+        with full_fp32_matmul(v.device.type):
+            for group in reversed(table.groups):
+                x = Chunks(table, group, q, k, v, g, beta, self.scale)
+                *_, d_carried = x.walk_back(x.output_gradient(do)[:, 0], d_carried, *d_ends)
+        return d_initial
+
     def backward(self, do, d_final, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g, beta and the initial states.
 
@@ -90,6 +112,7 @@ class ChunkedRule(NamedTuple):
                 for to, gradient in zip(rows, x.gradients(do_dv, S, dS, d_written), strict=True):
                     table.put(to, x.group, gradient)
         return *(table.to_tokens(x, like) for x, like in zip(rows, inputs, strict=True)), d_initial
+
 
 class _ChunkRule(torch.autograd.Function):
     @staticmethod

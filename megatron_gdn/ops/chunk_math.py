@@ -64,7 +64,7 @@ class Chunks:
         self.key_heads, self.heads = (G,), (G, v.shape[2] // G)
         n = (group.slots.stop - group.slots.start) // C
         self.q_k = v.new_empty(n * G, 2, C, k.shape[3], dtype=wide)
-        both = self.q_k.unflatten(0, (n, G))
+        both = self.q_k.view(n, G, *self.q_k.shape[1:])
         table.to_chunks(q, group, self.key_heads, wide, out=both[:, :, 0])
         table.to_chunks(k, group, self.key_heads, wide, out=both[:, :, 1])
         self.q, self.k = self.q_k.unbind(1)
@@ -83,8 +83,8 @@ class Chunks:
         return self.table.to_chunks(x, self.group, self.heads, dtype).flatten(0, 2)
 
     def _per_key_head(self, x: Tensor) -> Tensor:
-        """``[b, ...]`` -> ``[m, R, ...]``."""
-        return x.unflatten(0, (-1, self.heads[1]))
+        """``[b, ...]`` -> ``[m, R, ...]``, a view."""
+        return x.view(-1, self.heads[1], *x.shape[1:])
 
     @cached_property
     def gamma(self) -> Tensor:
@@ -138,6 +138,20 @@ class Chunks:
         W = torch.empty(k_in.shape, dtype=k_in.dtype, device=k_in.device)
         return W.baddbmm_(self.inverse, k_in, beta=0, alpha=-1)
 
+    @cached_property
+    def _written_k(self) -> Tensor:
+        return self._decayed_k(self.decay_out * self.beta)
+
+    @cached_property
+    def M(self) -> Tensor:
+        M = torch.bmm(self._written_k.mT, self.W)
+        M.diagonal(dim1=-2, dim2=-1).add_(self.decay_in[:, -1:])
+        return M
+
+    def _per_chunk(self, x: Tensor) -> Tensor:
+        """``[b, ...]`` -> ``[n, G * R, ...]``."""
+        return x.view(-1, self.heads[0] * self.heads[1], *x.shape[1:])
+
     def walk(self, carried: Tensor | None, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         """Run the states through the group.
 
@@ -149,20 +163,18 @@ class Chunks:
         Returns:
             The state before every chunk ``[b, K, V]`` and the last one.
         """
-        written_k = self._decayed_k(self.decay_out * self.beta).mT
-        self.M = torch.bmm(written_k, self.W)
-        self.M.diagonal(dim1=-2, dim2=-1).add_(self.decay_in[:, -1:])
         states = self._states(initial)
-        torch.bmm(written_k, self.U, out=states[1:].flatten(0, 1))
+        torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
         if carried is not None:
             states[0].copy_(carried)
-        through, at = self.M.unflatten(0, (-1, initial.shape[1])).unbind(0), states.unbind(0)
+        through, at = self._per_chunk(self.M).unbind(0), states.unbind(0)
         for c in range(self.group.chunks):
             if c in self.group.begins:
                 at[c].copy_(initial[self.group.begins[c]])
             at[c + 1].baddbmm_(through[c], at[c])
             if c in self.group.ends:
                 final[self.group.ends[c]].copy_(at[c + 1])
+        del self._written_k  # the last to need it
         return states[:-1].flatten(0, 1), at[self.group.chunks]
 
     def _states(self, like: Tensor) -> Tensor:
@@ -180,14 +192,14 @@ class Chunks:
     def output_gradient(self, do: Tensor) -> Tensor:
         """``[b, 2, C, V]``: do, and room for dv beside it."""
         both = torch.empty(len(self.v), 2, *self.v.shape[1:], dtype=self.v.dtype, device=do.device)
-        to = both[:, 0].unflatten(0, (-1, *self.heads))
+        to = both.view(-1, *self.heads, *both.shape[1:])[:, :, :, 0]
         self.table.to_chunks(do, self.group, self.heads, self.v.dtype, out=to)
         return both
 
     def walk_back(
         self, do: Tensor, carried: Tensor | None, d_final: Tensor, d_initial: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The reverse of :meth:`walk`, which comes first.
+        """The reverse of :meth:`walk`.
 
         Args:
             do: ``[b, C, V]``.
@@ -207,7 +219,7 @@ class Chunks:
         before.baddbmm_(self.W.mT, d_written * self.beta[..., None])
         # Nothing leaves the empty chunks behind the last one; they must only be finite.
         states[-1].zero_() if carried is None else states[-1].copy_(carried)
-        through = self.M.mT.unflatten(0, (-1, d_final.shape[1])).unbind(0)
+        through = self._per_chunk(self.M).mT.unbind(0)
         at = states.unbind(0)
         for c in reversed(range(self.group.chunks)):
             if c in self.group.ends:
@@ -239,7 +251,7 @@ class Chunks:
 
         decay_in = self._per_key_head(torch.stack([self.decay_in, -self.decay_in], 1))
         decay_out = self._per_key_head(self.decay_out)
-        read = self._per_key_head(torch.bmm(do_dv.flatten(1, 2), S.mT)).unflatten(2, (2, C))
+        read = torch.bmm(do_dv.flatten(1, 2), S.mT).view(-1, *decay_in.shape[1:], S.shape[-2])
         kept = self._per_key_head(torch.bmm(written, dS.mT))
         dg = _dg(
             crossing=crossing.flatten(0, 1),

@@ -80,8 +80,7 @@ class ChunkTable:
             rows = rows.index_select(0, group.token)
         if group.empty is not None:
             rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
-        chunks = rows.unflatten(0, (-1, self.chunk_size)).unflatten(2, heads)
-        chunks = chunks.movedim(1, 1 + len(heads))
+        chunks = rows.view(-1, self.chunk_size, *heads, *rows.shape[2:]).movedim(1, 1 + len(heads))
         if out is None:
             out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
         return out.copy_(chunks)
@@ -93,7 +92,8 @@ class ChunkTable:
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
         """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's slots."""
-        tokens = rows[group.slots].unflatten(0, (-1, self.chunk_size))
+        tokens = rows[group.slots]
+        tokens = tokens.view(-1, self.chunk_size, *tokens.shape[1:])
         tokens.copy_(chunks.unflatten(0, (-1, tokens.shape[2])).movedim(2, 1))
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:

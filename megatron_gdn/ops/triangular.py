@@ -54,7 +54,8 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
 
 def _diagonal_blocks(matrices: Tensor, rows: int) -> Tensor:
     """``[b, C, C]`` -> ``[b, C / rows, rows, rows]``, a view."""
-    blocks = matrices.unflatten(1, (-1, rows)).unflatten(3, (-1, rows))
+    b, C, _ = matrices.shape
+    blocks = matrices.view(b, C // rows, rows, C // rows, rows)
     return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
