@@ -53,7 +53,7 @@ def _upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 class Chunks:
-    """The chunks of one group and everything that does not need the state, made when first asked."""
+    """The chunks of one group; what does not need the state is made when first asked for."""
 
     def __init__(
         self, table: ChunkTable, group: ChunkGroup, q, k, v, g, beta, scale: float

@@ -75,7 +75,8 @@ def _by_growing_blocks(L: Tensor) -> Tensor:
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
-    first, *later = (L.reshape(-1, C, C) * corners[:, None]).unbind(0)
+    corners = corners.view(-1, *(1,) * (L.dim() - 2), C, C)
+    first, *later = (L * corners).flatten(1, -3).unbind(0)
     inverse = identity - first
     for B in later:
         inverse = torch.baddbmm(inverse, torch.bmm(inverse, B), inverse, alpha=-1)
