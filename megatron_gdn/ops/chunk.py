@@ -55,7 +55,7 @@ class ChunkedRule(NamedTuple):
     def forward(self, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
         """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``."""
         table = self._table(v)
-        rows, final, carried = table.rows_like(v), state.clone(), None
+        rows, final, carried = table.rows_like(v), _copy(state), None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
@@ -67,7 +67,7 @@ class ChunkedRule(NamedTuple):
     def final_states(self, q, k, v, g, beta, state: Tensor) -> Tensor:
         """What :meth:`forward` returns second, without the output."""
         table = self._table(v)
-        final, carried = state.clone(), None
+        final, carried = _copy(state), None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
@@ -78,7 +78,7 @@ class ChunkedRule(NamedTuple):
     def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
         """What :meth:`backward` returns last; it depends on no state."""
         table = self._table(v)
-        d_initial, d_carried = d_final.clone(), None
+        d_initial, d_carried = _copy(d_final), None
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in reversed(table.groups):
@@ -95,7 +95,7 @@ class ChunkedRule(NamedTuple):
         table = self._table(v)
         inputs = (q, k, v, g, beta)
         d_final = d_final.to(state.dtype)
-        d_initial, final = d_final.clone(), torch.empty_like(state)
+        d_initial, final = _copy(d_final), state.new_empty(state.shape)
         ends = state.flatten(1, 2), final.flatten(1, 2)
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
         rows = ChunkGrads(*(table.rows_like(x) for x in inputs))
@@ -112,6 +112,10 @@ class ChunkedRule(NamedTuple):
                 for to, gradient in zip(rows, x.gradients(do_dv, S, dS, d_written), strict=True):
                     table.put(to, x.group, gradient)
         return *(table.to_tokens(x, like) for x, like in zip(rows, inputs, strict=True)), d_initial
+
+
+def _copy(state: Tensor) -> Tensor:
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 class _ChunkRule(torch.autograd.Function):

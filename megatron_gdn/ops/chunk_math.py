@@ -167,13 +167,19 @@ class Chunks:
         torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
         if carried is not None:
             states[0].copy_(carried)
+        # After the last chunk of a sequence comes the initial state of the next one; the final
+        # state grows where it belongs.
+        if self.group.end_index is not None:
+            last, sequences = self.group.end_index
+            final.index_copy_(0, sequences, states[1:].index_select(0, last))
+        if self.group.begin_index is not None:
+            first, sequences = self.group.begin_index
+            states.index_copy_(0, first, initial.index_select(0, sequences))
         through, at = self._per_chunk(self.M).unbind(0), states.unbind(0)
+        ends = self.group.ends
         for c in range(self.group.chunks):
-            if c in self.group.begins:
-                at[c].copy_(initial[self.group.begins[c]])
-            at[c + 1].baddbmm_(through[c], at[c])
-            if c in self.group.ends:
-                final[self.group.ends[c]].copy_(at[c + 1])
+            after = final[ends[c]] if c in ends else at[c + 1]
+            after.baddbmm_(through[c], at[c])
         del self._written_k  # the last to need it
         return states[:-1].flatten(0, 1), at[self.group.chunks]
 
@@ -220,13 +226,16 @@ class Chunks:
         # Nothing leaves the empty chunks behind the last one; they must only be finite.
         states[-1].zero_() if carried is None else states[-1].copy_(carried)
         through = self._per_chunk(self.M).mT.unbind(0)
-        at = states.unbind(0)
+        if self.group.begin_index is not None:
+            first, sequences = self.group.begin_index
+            d_initial.index_copy_(0, sequences, states.index_select(0, first))
+        if self.group.end_index is not None:
+            last, sequences = self.group.end_index
+            states[1:].index_copy_(0, last, d_final.index_select(0, sequences))
+        at, begins = states.unbind(0), self.group.begins
         for c in reversed(range(self.group.chunks)):
-            if c in self.group.ends:
-                at[c + 1].copy_(d_final[self.group.ends[c]])
-            at[c].baddbmm_(through[c], at[c + 1])
-            if c in self.group.begins:
-                d_initial[self.group.begins[c]].copy_(at[c])
+            before = d_initial[begins[c]] if c in begins else at[c]
+            before.baddbmm_(through[c], at[c + 1])
         return states[1:].flatten(0, 1), d_written, at[0]
 
     def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:

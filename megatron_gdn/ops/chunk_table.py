@@ -28,6 +28,8 @@ class ChunkGroup:
             the tokens follow each other.
         empty: bool ``[slots]``, or None when no slot is empty.
         begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
+        begin_index, end_index: the same as two int64 tensors each, chunks and sequences; None when
+            there are none.
         chunks: how many chunks there are; the rest, up to the group's size, is empty.
     """
 
@@ -36,6 +38,8 @@ class ChunkGroup:
     empty: Tensor | None
     begins: dict[int, int]
     ends: dict[int, int]
+    begin_index: tuple[Tensor, Tensor] | None
+    end_index: tuple[Tensor, Tensor] | None
     chunks: int
 
 
@@ -103,6 +107,13 @@ class ChunkTable:
         return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
 
 
+def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    if not sequences:
+        return None
+    chunks, numbers = torch.tensor([list(sequences), list(sequences.values())]).to(device)
+    return chunks, numbers
+
+
 @lru_cache(maxsize=32)
 def _build(
     lengths: tuple[int, ...], C: int, at_once: int, device: torch.device, fill_up: bool
@@ -130,13 +141,17 @@ def _build(
         slots = slice(start * C, stop * C)
         full = not empty[slots].any()
         first, last = token[slots][0].item(), token[slots][-1].item()
+        first_chunks = {c - start: s for c, s in begins.items() if start <= c < stop}
+        last_chunks = {c - start: s for c, s in ends.items() if start <= c < stop}
         groups.append(
             ChunkGroup(
                 slots=slots,
                 token=slice(first, last + 1) if full else token[slots].to(device),
                 empty=None if full else empty[slots].to(device),
-                begins={c - start: s for c, s in begins.items() if start <= c < stop},
-                ends={c - start: s for c, s in ends.items() if start <= c < stop},
+                begins=first_chunks,
+                ends=last_chunks,
+                begin_index=_index(first_chunks, device),
+                end_index=_index(last_chunks, device),
                 chunks=min(stop, n) - start,
             )
         )
