@@ -2,8 +2,8 @@
 
 A sequence is cut into chunks of C tokens. Inside a chunk everything is a matrix product; only the
 state at chunk boundaries is computed one chunk after the other (:mod:`.chunk_math` has the
-equations). The backward is in closed form and computes again what it needs, one group of chunks at
-a time, so nothing of size T * C outlives either pass. Every reduction has a fixed order, so results
+equations). The backward is in closed form; it walks forward again and keeps what that takes until
+it has walked back, so nothing of size T * C outlives either pass. Every reduction has a fixed order, so results
 repeat bit for bit; every product has a fixed shape on a GPU, so a sequence's results do not depend
 on the others of its batch either.
 
@@ -89,8 +89,8 @@ class ChunkedRule(NamedTuple):
     def backward(self, do, d_final, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g, beta and the initial states.
 
-        What the walk forward computed is kept until the walk back comes by: some 0.4 MiB per chunk
-        and head of 128 x 128, within this call only.
+        What the walk forward computed is kept until the walk back comes by: some 0.36 MiB per chunk
+        and value head of 128 x 128, within this call only.
         """
         table = self._table(v)
         inputs = (q, k, v, g, beta)

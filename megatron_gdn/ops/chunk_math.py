@@ -161,7 +161,7 @@ class Chunks:
                 ends.
 
         Returns:
-            The state before every chunk ``[b, K, V]`` and the last one.
+            The state before every chunk ``[b, K, V]`` and the last one; :attr:`v` is dropped.
         """
         states = self._states(initial)
         torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
@@ -180,12 +180,12 @@ class Chunks:
         for c in range(self.group.chunks):
             after = final[ends[c]] if c in ends else at[c + 1]
             after.baddbmm_(through[c], at[c])
-        del self._written_k  # the last to need it
+        del self._written_k, self.v  # nobody needs them from here on
         return states[:-1].flatten(0, 1), at[self.group.chunks]
 
     def _states(self, like: Tensor) -> Tensor:
         """Room for the states before and after every chunk, ``[n + 1, G * R, K, V]``."""
-        return like.new_empty(len(self.v) // like.shape[1] + 1, *like.shape[1:])
+        return like.new_empty(len(self.beta) // like.shape[1] + 1, *like.shape[1:])
 
     def correction(self, S: Tensor) -> Tensor:
         """x, asked for once: it takes the place of U."""
@@ -197,9 +197,10 @@ class Chunks:
 
     def output_gradient(self, do: Tensor) -> Tensor:
         """``[b, 2, C, V]``: do, and room for dv beside it."""
-        both = torch.empty(len(self.v), 2, *self.v.shape[1:], dtype=self.v.dtype, device=do.device)
+        b, C = self.beta.shape
+        both = self.beta.new_empty(b, 2, C, do.shape[-1])
         to = both.view(-1, *self.heads, *both.shape[1:])[:, :, :, 0]
-        self.table.to_chunks(do, self.group, self.heads, self.v.dtype, out=to)
+        self.table.to_chunks(do, self.group, self.heads, both.dtype, out=to)
         return both
 
     def walk_back(
