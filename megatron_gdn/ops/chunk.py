@@ -3,9 +3,9 @@
 A sequence is cut into chunks of C tokens. Inside a chunk everything is a matrix product; only the
 state at chunk boundaries is computed one chunk after the other (:mod:`.chunk_math` has the
 equations). The backward is in closed form; it walks forward again and keeps what that takes until
-it has walked back, so nothing of size T * C outlives either pass. Every reduction has a fixed order, so results
-repeat bit for bit; every product has a fixed shape on a GPU, so a sequence's results do not depend
-on the others of its batch either.
+it has walked back, so nothing of size T * C outlives either pass. Every reduction has a fixed
+order, so results repeat bit for bit; every product has a fixed shape on a GPU, so a sequence's
+results do not depend on the others of its batch either.
 
 Legend: N sequences, n chunks, T tokens, G key heads, R value heads per key head, H = G * R, K key
 dim, V value dim.

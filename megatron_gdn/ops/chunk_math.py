@@ -224,8 +224,9 @@ class Chunks:
         before = states[:-1].flatten(0, 1)
         torch.bmm(self._in[:, 0].mT, do, out=before)
         before.baddbmm_(self.W.mT, d_written * self.beta[..., None])
-        # Nothing leaves the empty chunks behind the last one; they must only be finite.
-        states[-1].zero_() if carried is None else states[-1].copy_(carried)
+        # Without it the last chunk ends a sequence, or is empty and its gradients go nowhere.
+        if carried is not None:
+            states[-1].copy_(carried)
         through = self._per_chunk(self.M).mT.unbind(0)
         if self.group.begin_index is not None:
             first, sequences = self.group.begin_index
