@@ -1,32 +1,33 @@
 """The chunk form of the gated delta rule on a group of chunks.
 
-With G the running sum of g in a chunk, Gamma_ij = exp(G_i - G_j) for i >= j, and S the state before
-the chunk:
+With G the running sum of g in a chunk, Gamma_ij = exp(G_i - G_j) for i >= j, B = diag(beta) and S
+the state before the chunk:
 
-    (I + L) v'   = beta (v - exp(G) k S)          L_ij = beta_i (k_i . k_j) Gamma_ij,  j < i
-    o            = exp(G) q S + P v'              P_ij = (q_i . k_j) Gamma_ij,         j <= i
-    S_next       = exp(G_C) S + (exp(G_C - G) k)^T v'
+    (I + A B) x  = v - exp(G) k S                A_ij = (k_i . k_j) Gamma_ij,  j < i
+    o            = exp(G) q S + P B x            P_ij = (q_i . k_j) Gamma_ij,  j <= i
+    S_next       = exp(G_C) S + (exp(G_C - G) k)^T B x
 
-(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) v' is what each token really writes. It
-is affine in S, and so is the state after the chunk:
+(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) x is what each token has to correct, its
+v less what the state already returns for its k; B x is what it writes. x is affine in S, and so is
+the state after the chunk:
 
-    v'           = U - W S      U = (I + L)^-1 beta v,    W = (I + L)^-1 beta exp(G) k
-    S_next       = M S + Z      Z = (exp(G_C - G) k)^T U, M = exp(G_C) I - (exp(G_C - G) k)^T W
+    x            = U + W S      U = (I + A B)^-1 v,          W = -(I + A B)^-1 exp(G) k
+    S_next       = M S + Z      Z = (exp(G_C - G) B k)^T U,  M = exp(G_C) I + (exp(G_C - G) B k)^T W
 
 All but S is computed for many chunks at once; the walk from state to state is one product per
-chunk. Its gradient walks back with M^T.
+chunk. Its gradient walks back with M^T. What is wanted of queries and of keys alike is computed in
+one launch for both, queries before keys.
 
-Legend: n chunks of the group, G key heads, R value heads per key head, C tokens of a chunk, K key
-dim, V value dim, N sequences. Tensors are [n, G, 1, C, K] (query, key) or [n, G, R, C, ...].
+Legend: n chunks of the group, G key heads, R value heads per key head, m = n * G, b = m * R,
+C tokens of a chunk, K key dim, V value dim, N sequences.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .chunk_table import ChunkGroup, ChunkTable
@@ -41,142 +42,166 @@ class ChunkGrads(NamedTuple):
     beta: Tensor
 
 
-def add_product_(target: Tensor, a: Tensor, b: Tensor, times: float = 1) -> Tensor:
-    """``target += times * a @ b`` for tensors with equal leading dimensions, in one launch."""
-    product = (a.flatten(0, -3), b.flatten(0, -3))
-    target.view(-1, *target.shape[-2:]).baddbmm_(*product, alpha=times)
-    return target
+@lru_cache(maxsize=32)
+def _upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros.
 
-
-def running_sum(x: Tensor) -> Tensor:
-    """``cumsum(-1)`` over the few tokens of a chunk."""
-    if not x.is_cuda:
-        return x.cumsum(-1)
-    # On a GPU torch's own promises no order of additions.
-    return x[..., None, :].expand(*x.shape, x.shape[-1]).tril().sum(-1)
+    ``x @ _upto(C, 0)`` is a running sum; torch's own promises no order of additions on a GPU.
+    """
+    with torch.inference_mode(False):
+        return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
 
 
 class Chunks:
-    """The chunks of one group and everything that does not need the state, made when first asked.
-
-    Args:
-        inverse: ``(I + L)^-1``, when known from an earlier pass.
-    """
+    """The chunks of one group; what does not need the state is made when first asked for."""
 
     def __init__(
-        self, table: ChunkTable, group: ChunkGroup, q, k, v, g, beta, scale: float,
-        inverse: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, table: ChunkTable, group: ChunkGroup, q, k, v, g, beta, scale: float
+    ) -> None:
         wide = torch.promote_types(v.dtype, torch.float32)
-        groups, repeats = k.shape[2], v.shape[2] // k.shape[2]
-        heads = (groups, repeats)
-        self.group, self.scale = group, scale
-        self.k = table.to_chunks(k, group, (groups,), wide)[:, :, None]
-        self.q = table.to_chunks(q, group, (groups,), wide)[:, :, None].mul_(scale)
-        self.v = table.to_chunks(v, group, heads, wide)
-        self.beta = table.to_chunks(beta, group, heads, wide)[..., None]
+        G, C = k.shape[2], table.chunk_size
+        self.table, self.group, self.scale = table, group, scale
+        self.key_heads, self.heads = (G,), (G, v.shape[2] // G)
+        n = (group.slots.stop - group.slots.start) // C
+        self.q_k = v.new_empty(n * G, 2, C, k.shape[3], dtype=wide)
+        both = self.q_k.view(n, G, *self.q_k.shape[1:])
+        table.to_chunks(q, group, self.key_heads, wide, out=both[:, :, 0])
+        table.to_chunks(k, group, self.key_heads, wide, out=both[:, :, 1])
+        self.q, self.k = self.q_k.unbind(1)
+        self.q.mul_(scale)
+        self.v = self._of_value_heads(v, wide)
+        self.beta = self._of_value_heads(beta, wide)
         # G is summed and subtracted in fp64: after a strong decay G is in the thousands, and the
         # difference of two fp32 numbers of that size has lost the digits that exp() magnifies.
-        G = running_sum(table.to_chunks(g, group, heads, torch.float64))
-        self.decay_in = G.exp().to(wide)[..., None]  # from the chunk's start to token i
-        self.decay_out = (G[..., -1:] - G).exp().to(wide)[..., None]  # from token i to its end
-        self.decay_all = G[..., -1:, None].exp().to(wide)
-        self._G, self._wide = G, wide
-        if inverse is not None:
-            self.inverse = inverse
+        g = self._of_value_heads(g, torch.float64)
+        self._G = g @ _upto(C, 0, g.dtype, g.device)
+        self.decay_in = self._G.exp().to(wide)  # [b, C], from the chunk's start to token i
+        self.decay_out = (self._G[:, -1:] - self._G).exp_().to(wide)  # from token i to its end
+
+    def _of_value_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[B, T, H, ...]`` -> ``[b, C, ...]``."""
+        return self.table.to_chunks(x, self.group, self.heads, dtype).flatten(0, 2)
+
+    def _per_key_head(self, x: Tensor) -> Tensor:
+        """``[b, ...]`` -> ``[m, R, ...]``, a view."""
+        return x.view(-1, self.heads[1], *x.shape[1:])
 
     @cached_property
     def gamma(self) -> Tensor:
-        """exp(G_i - G_j) on and below the diagonal, else 0."""
+        """exp(G_i - G_j) on and below the diagonal, else 0: ``[b, C, C]``."""
         G = self._G
-        above = torch.ones(G.shape[-1], G.shape[-1], dtype=torch.bool, device=G.device).triu(1)
+        C = G.shape[-1]
+        pairs = self.beta.new_empty(*G.shape, C)
+        torch.sub(G[:, :, None], G[:, None, :], out=pairs)  # in fp64, rounded as it is stored
         # Masked before exp: above the diagonal the exponent is positive and may overflow.
-        pairs = (G[..., :, None] - G[..., None, :]).to(self._wide)
-        return pairs.masked_fill_(above, float("-inf")).exp_()
+        return pairs.masked_fill_(_upto(C, 1, torch.bool, G.device), float("-inf")).exp_()
 
     @cached_property
-    def qk(self) -> Tensor:
-        return self.q @ self.k.mT
+    def qk_kk(self) -> Tensor:
+        """q_i . k_j and k_i . k_j: ``[m, 2, C, C]``."""
+        return torch.bmm(self.q_k.flatten(1, 2), self.k.mT).view(*self.q_k.shape[:3], -1)
 
     @cached_property
-    def kk(self) -> Tensor:
-        return self.k @ self.k.mT
+    def _P_A(self) -> Tensor:
+        P_A = self.qk_kk[:, None] * self._per_key_head(self.gamma)[:, :, None]
+        return _without_diagonal_of_second(P_A.flatten(0, 1))
 
-    @cached_property
+    @property
     def P(self) -> Tensor:
-        return self.qk * self.gamma
+        return self._P_A[:, 0]
 
-    @cached_property
-    def kk_before(self) -> Tensor:
-        """(k_i . k_j) Gamma_ij below the diagonal: L without beta."""
-        return (self.kk * self.gamma).tril_(-1)
+    @property
+    def A(self) -> Tensor:
+        return self._P_A[:, 1]
 
     @cached_property
     def inverse(self) -> Tensor:
-        """(I + L)^-1."""
-        return unit_lower_inverse(self.beta * self.kk_before)
+        """(I + A B)^-1."""
+        return unit_lower_inverse(self.A * self.beta[:, None, :])
 
     @cached_property
-    def q_in(self) -> Tensor:
-        return self.decay_in * self.q
+    def _in(self) -> Tensor:
+        """exp(G) q and exp(G) k: ``[b, 2, C, K]``."""
+        decay = self._per_key_head(self.decay_in)[:, :, None, :, None]
+        return (self.q_k[:, None] * decay).flatten(0, 1)
 
-    @cached_property
-    def k_in(self) -> Tensor:
-        return self.decay_in * self.k
-
-    @cached_property
-    def k_out(self) -> Tensor:
-        return self.decay_out * self.k
-
-    @cached_property
-    def inverse_beta(self) -> Tensor:
-        """(I + L)^-1 diag(beta)."""
-        return self.inverse * self.beta.mT
+    def _decayed_k(self, decay: Tensor) -> Tensor:
+        return (self.k[:, None] * self._per_key_head(decay)[..., None]).flatten(0, 1)
 
     @cached_property
     def U(self) -> Tensor:
-        return self.inverse_beta @ self.v
+        return torch.bmm(self.inverse, self.v)
 
     @cached_property
     def W(self) -> Tensor:
-        return self.inverse_beta @ self.k_in
+        k_in = self._in[:, 1]
+        W = torch.empty(k_in.shape, dtype=k_in.dtype, device=k_in.device)
+        return W.baddbmm_(self.inverse, k_in, beta=0, alpha=-1)
+
+    @cached_property
+    def _written_k(self) -> Tensor:
+        return self._decayed_k(self.decay_out * self.beta)
 
     @cached_property
     def M(self) -> Tensor:
-        K = self.k.shape[-1]
-        M = self.v.new_zeros(*self.v.shape[:3], K, K)
-        M.diagonal(dim1=-2, dim2=-1).copy_(self.decay_all.squeeze(-1))
-        return add_product_(M, self.k_out.mT, self.W, times=-1)
+        M = torch.bmm(self._written_k.mT, self.W)
+        M.diagonal(dim1=-2, dim2=-1).add_(self.decay_in[:, -1:])
+        return M
+
+    def _per_chunk(self, x: Tensor) -> Tensor:
+        """``[b, ...]`` -> ``[n, G * R, ...]``."""
+        return x.view(-1, self.heads[0] * self.heads[1], *x.shape[1:])
 
     def walk(self, carried: Tensor | None, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         """Run the states through the group.
 
         Args:
-            carried: ``[G, R, K, V]``, the state that the chunks before left; None at the start.
-            initial, final: ``[N, G, R, K, V]``, read where a sequence begins, written where it
+            carried: ``[G * R, K, V]``, the state that the chunks before left; None at the start.
+            initial, final: ``[N, G * R, K, V]``, read where a sequence begins, written where it
                 ends.
 
         Returns:
-            The state before every chunk ``[n, G, R, K, V]`` and the last one.
+            The state before every chunk ``[b, K, V]`` and the last one; :attr:`v` is dropped.
         """
-        after = (self.k_out.mT @ self.U).unbind(0)
-        through, state, before = self.M.unbind(0), carried, []
+        states = self._states(initial)
+        torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
+        if carried is not None:
+            states[0].copy_(carried)
+        # After the last chunk of a sequence comes the initial state of the next one; the final
+        # state grows where it belongs.
+        if self.group.end_index is not None:
+            last, sequences = self.group.end_index
+            final.index_copy_(0, sequences, states[1:].index_select(0, last))
+        if self.group.begin_index is not None:
+            first, sequences = self.group.begin_index
+            states.index_copy_(0, first, initial.index_select(0, sequences))
+        through, at = self._per_chunk(self.M).unbind(0), states.unbind(0)
+        ends = self.group.ends
         for c in range(self.group.chunks):
-            if c in self.group.begins:
-                state = initial[self.group.begins[c]]
-            before.append(state)
-            state = add_product_(after[c], through[c], state)
-            if c in self.group.ends:
-                final[self.group.ends[c]] = state
-        before += [state] * (len(after) - len(before))
-        return torch.stack(before), state
+            after = final[ends[c]] if c in ends else at[c + 1]
+            after.baddbmm_(through[c], at[c])
+        del self._written_k, self.v  # nobody needs them from here on
+        return states[:-1].flatten(0, 1), at[self.group.chunks]
 
-    def written(self, S: Tensor) -> Tensor:
-        """v' ``[n, G, R, C, V]``."""
-        return add_product_(self.U.clone(), self.W, S, times=-1)
+    def _states(self, like: Tensor) -> Tensor:
+        """Room for the states before and after every chunk, ``[n + 1, G * R, K, V]``."""
+        return like.new_empty(len(self.beta) // like.shape[1] + 1, *like.shape[1:])
+
+    def correction(self, S: Tensor) -> Tensor:
+        """x, asked for once: it takes the place of U."""
+        return self.U.baddbmm_(self.W, S)
 
     def output(self, S: Tensor) -> Tensor:
-        return add_product_(self.q_in @ S, self.P, self.written(S))
+        written = self.correction(S).mul_(self.beta[..., None])
+        return torch.bmm(self._in[:, 0], S).baddbmm_(self.P, written)
+
+    def output_gradient(self, do: Tensor) -> Tensor:
+        """``[b, 2, C, V]``: do, and room for dv beside it."""
+        b, C = self.beta.shape
+        both = self.beta.new_empty(b, 2, C, do.shape[-1])
+        to = both.view(-1, *self.heads, *both.shape[1:])[:, :, :, 0]
+        self.table.to_chunks(do, self.group, self.heads, both.dtype, out=to)
+        return both
 
     def walk_back(
         self, do: Tensor, carried: Tensor | None, d_final: Tensor, d_initial: Tensor
@@ -184,58 +209,79 @@ class Chunks:
         """The reverse of :meth:`walk`.
 
         Args:
-            do: ``[n, G, R, C, V]``.
+            do: ``[b, C, V]``.
             carried: gradient of the state after the group; None at the end.
-            d_final, d_initial: ``[N, G, R, K, V]``, read where a sequence ends, written where it
+            d_final, d_initial: ``[N, G * R, K, V]``, read where a sequence ends, written where it
                 begins.
 
         Returns:
-            The gradient of the state after every chunk ``[n, G, R, K, V]``, the adjoint ``a`` of
-            the right side of the triangular system ``[n, G, R, C, V]``, and the gradient of the
-            state before the group.
+            The gradient of the state after every chunk ``[b, K, V]``, that of what each token
+            writes into its own chunk's output ``[b, C, V]``, and that of the state before the
+            group.
         """
-        right = self.P.mT @ do
-        before = self.q_in.mT @ do
-        before = add_product_(before, self.W.mT, right, times=-1).unbind(0)
-        through, state, after = self.M.mT.unbind(0), carried, []
+        d_written = torch.bmm(self.P.mT, do)
+        states = self._states(d_final)
+        before = states[:-1].flatten(0, 1)
+        torch.bmm(self._in[:, 0].mT, do, out=before)
+        before.baddbmm_(self.W.mT, d_written * self.beta[..., None])
+        # Without it the last chunk ends a sequence, or is empty and its gradients go nowhere.
+        if carried is not None:
+            states[-1].copy_(carried)
+        through = self._per_chunk(self.M).mT.unbind(0)
+        if self.group.begin_index is not None:
+            first, sequences = self.group.begin_index
+            d_initial.index_copy_(0, sequences, states.index_select(0, first))
+        if self.group.end_index is not None:
+            last, sequences = self.group.end_index
+            states[1:].index_copy_(0, last, d_final.index_select(0, sequences))
+        at, begins = states.unbind(0), self.group.begins
         for c in reversed(range(self.group.chunks)):
-            if c in self.group.ends:
-                state = d_final[self.group.ends[c]]
-            after.append(state)
-            state = add_product_(before[c], through[c], state)
-            if c in self.group.begins:
-                d_initial[self.group.begins[c]] = state
-        after = after[::-1]
-        after += [after[-1]] * (len(before) - len(after))
-        dS = torch.stack(after)
-        return dS, self.inverse.mT @ add_product_(right, self.k_out, dS), state
+            before = d_initial[begins[c]] if c in begins else at[c]
+            before.baddbmm_(through[c], at[c + 1])
+        return states[1:].flatten(0, 1), d_written, at[0]
 
-    def gradients(self, do: Tensor, S: Tensor, dS: Tensor, a: Tensor) -> ChunkGrads:
-        """From the states before every chunk and what :meth:`walk_back` returns."""
-        written = self.written(S)
-        dv = self.beta * a
-        # What the token had to correct, v - (what the state already returns for k).
-        returned = add_product_(self.k_in @ S, self.kk_before, written)
-        dbeta = (a * (self.v - returned)).sum(-1)
-        dqk = (do @ written.mT).mul_(self.gamma)
-        minus_dkk = (dv @ written.mT).mul_(self.gamma).tril_(-1)
+    def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:
+        """From the states before every chunk and what :meth:`walk_back` returns.
 
-        q_read = (do @ S.mT).mul_(self.decay_in)
-        k_read = (dv @ S.mT).mul_(-self.decay_in)
-        k_written = (written @ dS.mT).mul_(self.decay_out)
+        Args:
+            do_dv: ``[b, 2, C, V]``, do and room for dv.
+        """
+        beta, C = self.beta[..., None], self.beta.shape[-1]
+        x = self.correction(S)
+        written = x * beta
+        d_written.baddbmm_(self._decayed_k(self.decay_out), dS)
+        dv = do_dv[:, 1].baddbmm_(self.inverse.mT, d_written * beta, beta=0)
+        # The gradient of (B x)_i less what reached it through the tokens after i.
+        dbeta = d_written.baddbmm_(self.A.mT, dv, alpha=-1).mul_(x).sum(-1)
+
+        pairs = torch.bmm(do_dv.flatten(1, 2), written.mT).view(-1, 2, C, C)
+        pairs = _without_diagonal_of_second(pairs.mul_(self.gamma[:, None]))
+        pairs = self._per_key_head(pairs)
+        qk, kk = self.qk_kk[:, None].unbind(2)
+        crossing = (pairs[:, :, 0] * qk).addcmul_(pairs[:, :, 1], kk, value=-1)
+
+        decay_in = self._per_key_head(torch.stack([self.decay_in, -self.decay_in], 1))
+        decay_out = self._per_key_head(self.decay_out)
+        read = torch.bmm(do_dv.flatten(1, 2), S.mT).view(-1, *decay_in.shape[1:], S.shape[-2])
+        kept = self._per_key_head(torch.bmm(written, dS.mT))
         dg = _dg(
-            crossing=(dqk * self.qk).addcmul_(minus_dkk, self.kk, value=-1),
-            read=(self.q * q_read + self.k * k_read).sum(-1),
-            written=(self.k * k_written).sum(-1),
-            through=(self.decay_all * S * dS).sum((-1, -2)),
+            crossing=crossing.flatten(0, 1),
+            read=((read * self.q_k[:, None]).sum(-1) * decay_in).sum(2).flatten(0, 1),
+            written=((kept * self.k[:, None]).sum(-1) * decay_out).flatten(0, 1),
+            through=(S * dS).sum((-1, -2)) * self.decay_in[:, -1],
         )
+        read.mul_(decay_in[..., None])[:, :, 1].addcmul_(kept, decay_out[..., None])
         # Value heads that share a key add up before the products, not after them.
-        q, k = self.q.squeeze(2), self.k.squeeze(2)
-        dqk, minus_dkk = dqk.sum(2), minus_dkk.sum(2)
-        dq = add_product_(q_read.sum(2), dqk, k).mul_(self.scale)
-        dk = add_product_((k_read + k_written).sum(2), minus_dkk + minus_dkk.mT, k, times=-1)
-        dk = add_product_(dk, dqk.mT, q)
+        (dq, dk), (dqk, minus_dkk) = read.sum(1).unbind(1), pairs.sum(1).unbind(1)
+        dq.baddbmm_(dqk, self.k).mul_(self.scale)
+        dk.baddbmm_(minus_dkk + minus_dkk.mT, self.k, alpha=-1).baddbmm_(dqk.mT, self.q)
         return ChunkGrads(dq, dk, dv, dg, dbeta)
+
+
+def _without_diagonal_of_second(pairs: Tensor) -> Tensor:
+    """``[b, 2, C, C]``: no token corrects itself."""
+    pairs[:, 1].diagonal(dim1=-2, dim2=-1).zero_()
+    return pairs
 
 
 def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Tensor:
@@ -246,14 +292,14 @@ def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Ten
     accuracy when decay is so strong that almost nothing crosses.
 
     Args:
-        crossing: ``[..., C, C]``, reader i against writer j; entries with j >= i are ignored.
-        read: ``[..., C]``, token i reading the state from before the chunk.
-        written: ``[..., C]``, the state after the chunk receiving what token j wrote.
-        through: ``[...]``, the state before the chunk against the state after it.
+        crossing: ``[b, C, C]``, reader i against writer j; entries with j >= i are ignored.
+        read: ``[b, C]``, token i reading the state from before the chunk.
+        written: ``[b, C]``, the state after the chunk receiving what token j wrote.
+        through: ``[b]``, the state before the chunk against the state after it.
     """
-    earlier = crossing.new_ones(crossing.shape[-2:]).triu(1)
+    C = crossing.shape[-1]
+    to_later = _upto(C, 0, crossing.dtype, crossing.device)
+    earlier = _upto(C, 1, crossing.dtype, crossing.device)
     # Column t of the product: what reader i gets from the writers j < t. Then the readers i >= t.
-    crossed = (crossing @ earlier).tril_().sum(-2)
-    earlier_writers = F.pad(running_sum(written)[..., :-1], (1, 0))
-    later_readers = running_sum(read.flip(-1)).flip(-1)
-    return crossed + later_readers + earlier_writers + through[..., None]
+    crossed = (crossing.flatten(0, 1) @ earlier).view(crossing.shape).tril_().sum(-2)
+    return crossed.addmm_(read, to_later.mT).addmm_(written, earlier).add_(through[:, None])

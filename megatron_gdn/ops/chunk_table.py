@@ -12,8 +12,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the chip.
-_AT_ONCE = 1024
+# Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the chip, and to
+# keep the host ahead of it. Not a power of two: lengths that are, cut into documents, make a few
+# chunks more than a power of two, and would fill up almost one group more than uncut.
+_AT_ONCE = 1536
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,17 +24,22 @@ class ChunkGroup:
 
     Attributes:
         slots: which slots of the table these chunks are.
-        token: int64 ``[slots]``, the token in each; empty slots repeat some token.
+        token: int64 ``[slots]``, the token in each; empty slots repeat some token. A slice when
+            the tokens follow each other.
         empty: bool ``[slots]``, or None when no slot is empty.
         begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
+        begin_index, end_index: the same as two int64 tensors each, chunks and sequences; None when
+            there are none.
         chunks: how many chunks there are; the rest, up to the group's size, is empty.
     """
 
     slots: slice
-    token: Tensor
+    token: Tensor | slice
     empty: Tensor | None
     begins: dict[int, int]
     ends: dict[int, int]
+    begin_index: tuple[Tensor, Tensor] | None
+    end_index: tuple[Tensor, Tensor] | None
     chunks: int
 
 
@@ -61,17 +68,28 @@ class ChunkTable:
         return _build(tuple(lengths), chunk_size, at_once, device, device.type == "cuda")
 
     def to_chunks(
-        self, x: Tensor, group: ChunkGroup, heads: tuple[int, ...], dtype: torch.dtype
+        self,
+        x: Tensor,
+        group: ChunkGroup,
+        heads: tuple[int, ...],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, *heads, C]`` or ``[n, *heads, C, D]``.
 
         Empty slots are zero, which makes them tokens that write nothing and do not decay.
         """
-        rows = x.flatten(0, 1).index_select(0, group.token)
+        rows = x.flatten(0, 1)
+        if isinstance(group.token, slice):
+            rows = rows[group.token]
+        else:
+            rows = rows.index_select(0, group.token)
         if group.empty is not None:
-            rows = rows.masked_fill(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
+            rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
         chunks = rows.view(-1, self.chunk_size, *heads, *rows.shape[2:]).movedim(1, 1 + len(heads))
-        return chunks.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        if out is None:
+            out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
+        return out.copy_(chunks)
 
     def rows_like(self, x: Tensor) -> Tensor:
         """Room for every slot's row of a tensor like ``x``, to be filled by :meth:`put`."""
@@ -79,16 +97,21 @@ class ChunkTable:
         return x.new_empty(last, *x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """Write ``[n, *heads, C]`` or ``[n, *heads, C, D]`` to the group's slots."""
-        tokens = rows[group.slots].unflatten(0, (-1, self.chunk_size))
-        heads = chunks.dim() - tokens.dim() + 1
-        tokens.view(*tokens.shape[:2], *chunks.shape[1 : 1 + heads], *tokens.shape[3:]).copy_(
-            chunks.movedim(1 + heads, 1)
-        )
+        """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's slots."""
+        tokens = rows[group.slots]
+        tokens = tokens.view(-1, self.chunk_size, *tokens.shape[1:])
+        tokens.copy_(chunks.unflatten(0, (-1, tokens.shape[2])).movedim(2, 1))
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
         """The rows of the tokens, in the shape of ``like``."""
         return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
+
+
+def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    if not sequences:
+        return None
+    chunks, numbers = torch.tensor([list(sequences), list(sequences.values())]).to(device)
+    return chunks, numbers
 
 
 @lru_cache(maxsize=32)
@@ -116,13 +139,19 @@ def _build(
     for start in range(0, n, at_once):
         stop = min(start + at_once, padded)
         slots = slice(start * C, stop * C)
+        full = not empty[slots].any()
+        first, last = token[slots][0].item(), token[slots][-1].item()
+        first_chunks = {c - start: s for c, s in begins.items() if start <= c < stop}
+        last_chunks = {c - start: s for c, s in ends.items() if start <= c < stop}
         groups.append(
             ChunkGroup(
                 slots=slots,
-                token=token[slots].to(device),
-                empty=empty[slots].to(device) if empty[slots].any() else None,
-                begins={c - start: s for c, s in begins.items() if start <= c < stop},
-                ends={c - start: s for c, s in ends.items() if start <= c < stop},
+                token=slice(first, last + 1) if full else token[slots].to(device),
+                empty=None if full else empty[slots].to(device),
+                begins=first_chunks,
+                ends=last_chunks,
+                begin_index=_index(first_chunks, device),
+                end_index=_index(last_chunks, device),
                 chunks=min(stop, n) - start,
             )
         )

@@ -16,6 +16,8 @@ Legend: C rows and columns of a matrix, any number of leading dimensions.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -31,16 +33,30 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
     Returns:
         ``[..., C, C]``, contiguous, in ``L.dtype``.
     """
-    C = L.shape[-1]
-    if C <= _SMALL or C % 2:
-        return _by_growing_blocks(L) if L.is_cuda else _by_substitution(L)
-    half = C // 2
-    both = unit_lower_inverse(torch.stack([L[..., :half, :half], L[..., half:, half:]]))
-    inverse = L.new_zeros(L.shape)
-    inverse[..., :half, :half], inverse[..., half:, half:] = both
-    corner = both[1] @ L[..., half:, :half] @ both[0]
-    torch.neg(corner, out=inverse[..., half:, :half])
-    return inverse
+    C = rows = L.shape[-1]
+    while rows > _SMALL and rows % 2 == 0:
+        rows //= 2
+    small = _by_growing_blocks if L.is_cuda else _by_substitution
+    if rows == C:
+        return small(L)
+    matrices = L.flatten(0, -3)
+    inverse = torch.zeros(matrices.shape, dtype=L.dtype, device=L.device)
+    _diagonal_blocks(inverse, rows).copy_(small(_diagonal_blocks(matrices, rows)))
+    while rows < C:
+        for start in range(0, C, 2 * rows):
+            upper, lower = slice(start, start + rows), slice(start + rows, start + 2 * rows)
+            left = torch.bmm(inverse[:, lower, lower], matrices[:, lower, upper])
+            corner = inverse[:, lower, upper]
+            corner.baddbmm_(left, inverse[:, upper, upper], beta=0, alpha=-1)
+        rows *= 2
+    return inverse.view(L.shape)
+
+
+def _diagonal_blocks(matrices: Tensor, rows: int) -> Tensor:
+    """``[b, C, C]`` -> ``[b, C / rows, rows, rows]``, a view."""
+    b, C, _ = matrices.shape
+    blocks = matrices.view(b, C // rows, rows, C // rows, rows)
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def _by_substitution(L: Tensor) -> Tensor:
@@ -58,14 +74,25 @@ def _by_growing_blocks(L: Tensor) -> Tensor:
     inverse of the joined ones is ``X - X B X``.
     """
     C = L.shape[-1]
-    place = torch.arange(C, device=L.device)
-    below = place[:, None] == place[None, :] + 1
-    inverse = torch.eye(C, dtype=L.dtype, device=L.device)
-    inverse = inverse - torch.where(below & (place[:, None] % 2 == 1), L, 0)
-    rows = 2
-    while rows < C:
-        block = place // rows
-        joined = (block[:, None] % 2 == 1) & (block[:, None] == block[None, :] + 1)
-        inverse = inverse - inverse @ torch.where(joined, L, 0) @ inverse
-        rows *= 2
-    return inverse
+    identity, corners = _identity_and_corners(C, L.dtype, L.device)
+    corners = corners.view(-1, *(1,) * (L.dim() - 2), C, C)
+    first, *later = (L * corners).flatten(1, -3).unbind(0)
+    inverse = identity - first
+    for B in later:
+        inverse = torch.baddbmm(inverse, torch.bmm(inverse, B), inverse, alpha=-1)
+    return inverse.view(L.shape)
+
+
+@lru_cache(maxsize=32)
+def _identity_and_corners(
+    C: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """``[C, C]`` and ``[levels, C, C]``: ones at the corners that join blocks of 1, 2, 4, ..."""
+    with torch.inference_mode(False):
+        place, rows, corners = torch.arange(C), 1, []
+        while rows < C or not corners:
+            block = place // rows
+            odd = block[:, None] % 2 == 1
+            corners.append(odd & (block[:, None] == block[None, :] + 1))
+            rows *= 2
+        return torch.eye(C, dtype=dtype, device=device), torch.stack(corners).to(device, dtype)

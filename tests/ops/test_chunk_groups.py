@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_gdn.ops import chunk_math, chunk_table, recurrent_gated_delta_rule, triangular
+from megatron_gdn.ops import chunk_table, recurrent_gated_delta_rule, triangular
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
+from megatron_gdn.ops.chunk import ChunkedRule
 from megatron_gdn.ops.chunk_table import ChunkTable
 from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
 
@@ -25,11 +27,7 @@ def as_on_a_gpu(monkeypatch):
     def build(lengths, chunk_size, heads, device):
         return chunk_table._build(tuple(lengths), chunk_size, 2, device, True)
 
-    def running_sum(x):
-        return x[..., None, :].expand(*x.shape, x.shape[-1]).tril().sum(-1)
-
     monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
-    monkeypatch.setattr(chunk_math, "running_sum", running_sum)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
 
 
@@ -68,6 +66,48 @@ def test_a_document_has_the_same_bits_alone_beside_others_and_elsewhere(as_on_a_
     for order in ((0, 1, 2, 3), (3, 0, 2, 1), (1, 3), (2, 3, 0)):
         for name, value in run(order).items():
             assert torch.equal(value, alone[name]), (order, name)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that write memory: what a GPU launches at least one kernel for."""
+
+    ALLOCATE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        name = function.overloadpacket.__name__
+        self.count += not views and name not in self.ALLOCATE
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch):
+    """The host must stay ahead of the device: 16 chunks in one group, in one sequence or 16."""
+    chunks, C = 16, 64
+
+    def build(lengths, chunk_size, heads, device):
+        return chunk_table._build(tuple(lengths), chunk_size, chunks, device, True)
+
+    monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
+    monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
+    q, k, v, g, beta, _ = make_inputs(1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16)
+
+    def launches(lengths):
+        rule = ChunkedRule(lengths, C, 1.0)
+        state, counted = rule.zero_state(k, v), []
+        rule.backward(v, state, q, k, v, g, beta, state)  # makes the tables
+        for run in (rule.forward, lambda *x: rule.backward(v, state, *x)):
+            with Launches() as seen:
+                run(q, k, v, g, beta, state)
+            counted.append(seen.count)
+        return counted
+
+    forward, backward = launches((chunks * C,))
+    assert forward <= 60 + chunks and backward <= 115 + 2 * chunks, (forward, backward)
+    assert launches((C,) * chunks) == [forward, backward]
 
 
 def test_repeated_keys_without_decay_stay_accurate():

@@ -30,7 +30,7 @@ class TorchCore:
         wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
         state = rule.zero_state(inputs.k, wide_v)
         state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
-        _, final = rule.forward(*inputs._replace(v=wide_v), state)
+        final = rule.final_states(*inputs._replace(v=wide_v), state)
         local, through = final.flatten(1, 2).split([V, K], dim=-1)
         return Transition(local, through, None)
 
@@ -54,8 +54,10 @@ class TorchCore:
         plan: object,
         documents: Documents | None,
     ) -> tuple[Tensor, None]:
-        *_, d_state = self._backward(d_o, inputs, saved, documents, None, None)
-        return d_state.flatten(1, 2), None
+        (g,) = saved
+        rule = self._rule(inputs.k, documents)
+        nothing = rule.zero_state(inputs.k, inputs.v)
+        return rule.state_gradient(d_o, nothing, *inputs._replace(g=g)).flatten(1, 2), None
 
     def backward(
         self,
@@ -68,14 +70,11 @@ class TorchCore:
         d_final: Tensor | None = None,
         work: object = None,
     ) -> RuleGrads:
-        *grads, _ = self._backward(d_o, inputs, saved, documents, initial, d_final)
-        return RuleGrads(*grads)
-
-    def _backward(self, d_o, inputs, saved, documents, initial, d_final) -> tuple[Tensor, ...]:
         (g,) = saved
         rule = self._rule(inputs.k, documents)
         state, d_state = (_state(rule, inputs, x) for x in (initial, d_final))
-        return rule.backward(d_o, d_state, *inputs._replace(g=g), state)
+        *grads, _ = rule.backward(d_o, d_state, *inputs._replace(g=g), state)
+        return RuleGrads(*grads)
 
 
 def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
