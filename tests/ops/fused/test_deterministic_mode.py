@@ -5,6 +5,7 @@ import torch
 
 from megatron_gdn.ops import Documents, gated_delta_rule, resolve_backend
 from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 
 SIZES = HeadSizes(2, 4, 8, 12)
 
@@ -48,14 +49,16 @@ def test_forward_and_backward_run_and_repeat(deterministic, documents):
 def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(deterministic, monkeypatch):
     settings = torch.utils.deterministic
     seen = []
-    empty_like = torch.empty_like
-    monkeypatch.setattr(
-        torch,
-        "empty_like",
-        lambda *a, **k: seen.append(settings.fill_uninitialized_memory) or empty_like(*a, **k),
-    )
+    for call in ("forward", "backward"):
+        original = getattr(TorchCore, call)
+
+        def watched(*args, original=original, **options):
+            seen.append(settings.fill_uninitialized_memory)
+            return original(*args, **options)
+
+        monkeypatch.setattr(TorchCore, call, watched)
     y, _ = run()
-    assert seen and not any(seen)
+    assert seen == [False, False]
     assert settings.fill_uninitialized_memory
     with pytest.raises(ValueError):
         resolve_core("fla", device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True)
