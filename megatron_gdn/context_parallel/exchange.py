@@ -34,7 +34,7 @@ MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
 # Every message costs the host some 30 microseconds, and NCCL is slower with many. Shorter ones than
 # this are not worth it: the rows are then sent as one message per peer, and put in order by a
-# second pass. On 4 H200, runs of 30 to 100 MB take 0.85 of the blocks' time, runs of 3 MB 3.5 times.
+# second pass. On 4 H200, runs of 30 to 100 MB take 0.85 of the blocks' time, of 3 MB 3.5 times.
 MESSAGE_BYTES = 28 << 20
 
 
