@@ -23,7 +23,7 @@ def _as_one_row(inputs: RuleInputs) -> RuleInputs:
 
 
 def _row(x: Tensor) -> Tensor:
-    return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
+    return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 class FlashQlaCore:
