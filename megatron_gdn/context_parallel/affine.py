@@ -70,7 +70,7 @@ def _apply(maps_MKX: Tensor, state_MKV: Tensor) -> Tensor:
 def _compose(later_MKX: Tensor, earlier_MKX: Tensor, V: int) -> Tensor:
     """The map of ``earlier`` and then ``later``."""
     both_MKX = torch.bmm(later_MKX[..., V:], earlier_MKX)
-    both_MKX[..., :V] += later_MKX[..., :V]
+    both_MKX[..., :V].add_(later_MKX[..., :V])  # `+=` would copy the sum onto itself
     return both_MKX
 
 

@@ -166,6 +166,27 @@ def _share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) 
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
 
 
+class _OwnRows(torch.autograd.Function):
+    """Distinct rows of a parameter: one pass, and the gradient of all sections another."""
+
+    @staticmethod
+    def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
+        ctx.shape = param.shape
+        ctx.save_for_backward(rows)
+        return param.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(0, rows, grad), None
+
+
+@lru_cache(maxsize=16)
+def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
+    columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
+    return torch.tensor([row for rows in columns for row in rows]).to(device)
+
+
 class SingleRank:
     """The scheme for sequences that one rank holds whole: nothing to exchange."""
 
@@ -265,7 +286,10 @@ class Headwise:
             count = len(sections)
             assert tuple(sections) == self._proj.sections[:count]
             shares = HeadShares(self.size, tuple(sections), self._proj.copies[:count])
-        return _share_of_parameter(param, 0, shares, self._group.rank())
+        rank = self._group.rank()
+        if len(shares.sections) == 1:
+            return _share_of_parameter(param, 0, shares, rank)
+        return _OwnRows.apply(param, _own_rows(shares, rank, param.device))
 
     def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""

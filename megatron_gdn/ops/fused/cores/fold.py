@@ -44,7 +44,7 @@ def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tenso
     chain = torch.cat([local[parts.opening], through[parts.opening]], dim=-1)
     for part, _, sequence in parts.links:
         longer = _product(through[part], chain if sequence is None else chain[sequence])
-        longer[..., :V] += local[part]
+        longer[..., :V].add_(local[part])
         chain = longer if sequence is None else chain.index_copy_(0, sequence, longer)
     return chain[..., :V].contiguous(), chain[..., V:].contiguous()
 
@@ -62,7 +62,7 @@ def _compose_few(local: Tensor, through: Tensor, chains: tuple[range, ...]) -> T
             for part in others:
                 made = {"out": out} if part == parts[-1] else {}
                 chain = torch.bmm(throughs_P[part], chain, **made)
-                chain[..., :V] += locals_P[part]
+                chain[..., :V].add_(locals_P[part])  # `+=` would copy the sum onto itself
     return whole
 
 
