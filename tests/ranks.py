@@ -11,15 +11,17 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-TIMEOUT_S = 120
+# Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
+TIMEOUT_S = {"gloo": 120, "nccl": 600}
 
 
-def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
+def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: float) -> None:
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     import torch
@@ -36,7 +38,7 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     pipe.send(("ready", None))
     while True:
@@ -52,10 +54,16 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world (or one nccl world, a GPU each)."""
+    """``size`` processes in one gloo world (or one nccl world, a GPU each).
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    Args:
+        timeout_s: for an answer of all ranks to one call, and for a collective between them; None
+            takes the backend's of ``TIMEOUT_S``. Ranks that take longer are killed.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo", timeout_s: float | None = None) -> None:
         self.size, self.backend = size, backend
+        self.timeout_s = TIMEOUT_S[backend] if timeout_s is None else timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -65,7 +73,9 @@ class RankPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, store, theirs, self.backend), daemon=False
+                target=_serve,
+                args=(rank, self.size, store, theirs, self.backend, self.timeout_s),
+                daemon=False,
             )
             process.start()
             theirs.close()
@@ -74,11 +84,11 @@ class RankPool:
         self._collect()
 
     def _collect(self) -> list[Any]:
-        answers = []
+        answers, deadline = [], time.monotonic() + self.timeout_s
         for rank, pipe in enumerate(self._pipes):
             try:
-                if not pipe.poll(TIMEOUT_S):
-                    raise EOFError("no answer in time")
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError(f"no answer within {self.timeout_s} s")
                 answers.append(pipe.recv())
             except EOFError as error:
                 earlier = [text for kind, text in answers if kind == "raised"]

@@ -25,7 +25,7 @@ kinds of columns of a map.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -70,19 +70,26 @@ def _apply(maps_MKX: Tensor, state_MKV: Tensor) -> Tensor:
 def _compose(later_MKX: Tensor, earlier_MKX: Tensor, V: int) -> Tensor:
     """The map of ``earlier`` and then ``later``."""
     both_MKX = torch.bmm(later_MKX[..., V:], earlier_MKX)
-    both_MKX[..., :V] += later_MKX[..., :V]
+    both_MKX[..., :V].add_(later_MKX[..., :V])  # `+=` would copy the sum onto itself
     return both_MKX
 
 
-def _fold(links_nMKX: Iterable[Tensor], value_dim: int) -> Iterator[Tensor | None]:
-    """The state before each node, one after the other; None stands for the zero before the first.
+def _fold(
+    locals_n: Sequence[Tensor], throughs_n: Sequence[Tensor], entering_n: Sequence[Tensor | None]
+) -> None:
+    """Write the state before each node of a chain where one is wanted, ``[M, K, V]`` views.
 
-    A link is applied when the state after it is asked for, so nothing is computed past the last.
+    Nothing is computed past the last.
     """
     state = None
-    for link_MKX in links_nMKX:
-        yield state
-        state = link_MKX[..., :value_dim] if state is None else _apply(link_MKX, state)
+    for j, out in enumerate(entering_n):
+        if j == 0:
+            state = None if out is None else out.zero_()
+        elif j == 1:
+            state = locals_n[0] if out is None else out.copy_(locals_n[0])
+        else:
+            # Without `out` the result is new memory, else the place where it belongs.
+            state = torch.baddbmm(locals_n[j - 1], throughs_n[j - 1], state, out=out)
 
 
 def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
@@ -98,15 +105,18 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
         ``[h, M, K, V]``; zero for the first node.
     """
     h, M, K, _ = maps.shape
-    gathered = maps.new_empty(group.size(), *maps.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), maps, group=group)
-    entering = maps.new_zeros(h, M, K, value_dim)
-    wanted = dict(nodes.of(group.rank()))
-    links = (gathered[host, slot] for host, slot in zip(*nodes, strict=True))
+    gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
+    dist.all_gather_into_tensor(gathered, maps, group=group)
+    locals_, throughs = (x.unbind() for x in gathered.split([value_dim, K], dim=-1))
+    entering = maps.new_empty(h, M, K, value_dim)
+    slots, wanted = entering.unbind(), dict(nodes.of(group.rank()))
+    places = [host * h + slot for host, slot in zip(*nodes, strict=True)][: max(wanted) + 1]
     with full_fp32_matmul(maps.device.type):
-        for j, state in zip(range(max(wanted) + 1), _fold(links, value_dim), strict=False):
-            if j in wanted and state is not None:
-                entering[wanted[j]] = state
+        _fold(
+            [locals_[place] for place in places],
+            [throughs[place] for place in places],
+            [slots[wanted[j]] if j in wanted else None for j in range(len(places))],
+        )
     return entering
 
 
@@ -119,14 +129,14 @@ def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proce
     by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
     links, _ = exchange_rows(by_chain_MhKX, theirs, mine, group)
     links = links.view(size, shares[rank], h, K, X)
-    states = maps.new_zeros(size, shares[rank], h, K, value_dim)
+    states = maps.new_empty(size, shares[rank], h, K, value_dim)
     if shares[rank]:
-        places = list(zip(*nodes, strict=True))
+        # By node rather than by chain, as views.
+        parts = (*links.split([value_dim, K], dim=-1), states)
+        parts = [[y for one in x.unbind() for y in one.unbind(1)] for x in parts]
+        places = [host * h + slot for host, slot in zip(*nodes, strict=True)]
         with full_fp32_matmul(maps.device.type):
-            folded = _fold((links[host, :, slot] for host, slot in places), value_dim)
-            for (host, slot), state in zip(places, folded, strict=True):
-                if state is not None:
-                    states[host, :, slot] = state
+            _fold(*([x[place] for place in places] for x in parts))
     returned, _ = exchange_rows(states.view(-1, K, value_dim), mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 

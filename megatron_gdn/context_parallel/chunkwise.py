@@ -77,6 +77,8 @@ class Chunkwise:
         self.size, self.dims = group.size(), dims
         self._group, self._layout = group, layout
         self._exchange = exchange
+        # By the documents' identity: hashing and pricing many lengths takes longer than a launch.
+        self._split = lru_cache(maxsize=16)(self._make)
 
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
         return proj_sBP
@@ -98,7 +100,11 @@ class Chunkwise:
         Raises:
             ValueError: a length that the layout cannot cut.
         """
-        tokens, rows = proj_sBP.shape[:2]
+        return self._split(documents, *proj_sBP.shape[:2], proj_sBP.device)
+
+    def _make(
+        self, documents: Documents | None, tokens: int, rows: int, device: torch.device
+    ) -> SplitMicroBatch:
         lengths = _lengths(tokens * self.size, documents)
         exchange = self._exchange
         if exchange is None:
@@ -107,9 +113,9 @@ class Chunkwise:
             exchange = min(prices, key=prices.get)
         where = (lengths, self.size, self._layout, self._group.rank())
         return SplitMicroBatch(
-            _local_pieces(*where, proj_sBP.device),
-            halo_table(*where, self.dims.conv_kernel_dim, proj_sBP.device),
-            state_table(*where, rows, proj_sBP.device),
+            _local_pieces(*where, device),
+            halo_table(*where, self.dims.conv_kernel_dim, device),
+            state_table(*where, rows, device),
             EXCHANGES[exchange],
             self._group,
         )

@@ -15,9 +15,10 @@ B batch, P width of a whole row, p width of one rank's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,18 +37,29 @@ WAVE_BYTES = 96 << 20
 # are not worth it: the rows are then sent as one message per peer, and put in order by a second
 # pass. On 4 H200, runs of 30 to 100 MB take 0.85 of the blocks' time, runs of 3 MB 3.5 times.
 MESSAGE_BYTES = 28 << 20
+# What a rank keeps is carried while the messages travel, by a kernel of its own. Up to this many
+# bytes it is carried with what it sends: copying them takes less time than the launch.
+OWN_BYTES = 16 << 20
 
 
-class Exchange(NamedTuple):
+def limits() -> tuple[int, ...]:
+    """The settings above, as they are now."""
+    return MOST_WAVES, WAVE_BYTES, MESSAGE_BYTES, OWN_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
     """Who takes part, which columns each rank holds, and where the tokens go.
 
-    Runs of at least ``direct_run`` tokens (on average) travel as messages of their own.
+    Runs of at least ``direct_run`` tokens (on average) travel as messages of their own. Where
+    ``at_once``, there is one wave, and nothing to do while it travels.
     """
 
     group: dist.ProcessGroup
     shares: HeadShares
     waves: tuple[Wave, ...]
     direct_run: float
+    at_once: bool
 
     @classmethod
     def of(
@@ -63,19 +75,33 @@ class Exchange(NamedTuple):
         sent_bytes = sum(lengths) // shares.ranks * (shares.ranks - 1) * row_bytes
         waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
         place = (lengths, shares.ranks, group.rank(), layout, rows.device)
-        return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes)
+        at_once = waves == 1 and sum(lengths) // shares.ranks * row_bytes <= OWN_BYTES
+        return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes, at_once)
 
     def sends_runs(self, wave: Wave) -> bool:
         return wave.mean_run >= self.direct_run
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.group.rank()
+
+    @cached_property
+    def own_width(self) -> int:
+        return self.shares.own_width
+
+    @cached_property
+    def whole_width(self) -> int:
+        return self.shares.whole_width
 
 
 def _packing(tensor: Tensor) -> ModuleType:
     """The Triton kernels, or their plain-torch twins where they cannot run."""
-    if tensor.is_cuda and find_spec("triton") is not None:
+    return _packing_on(tensor.is_cuda)
+
+
+@cache
+def _packing_on(gpu: bool) -> ModuleType:
+    if gpu and find_spec("triton") is not None:
         from ..ops.fused import pack
 
         return pack
@@ -86,19 +112,26 @@ def _packing(tensor: Tensor) -> ModuleType:
 
 def _messages(like: Tensor, exchange: Exchange, wave: Wave) -> Tensor:
     peers = exchange.shares.ranks - 1
-    return like.new_empty(peers, wave.size, like.shape[1], exchange.shares.own_width)
+    return like.new_empty(peers, wave.size, like.shape[1], exchange.own_width)
 
 
-def _swap(exchange: Exchange, messages: Tensor) -> tuple[dist.Work, Tensor]:
-    """Start sending ``messages`` to the peers and receiving as much from each."""
+def _rows_of(rows: Tensor, wave: Wave) -> Tensor:
+    return rows if wave.size == rows.shape[0] else rows[wave.tokens]
+
+
+def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
+    """Start sending ``messages`` to the peers and receiving as much from each.
+
+    Where nothing is done meanwhile there is no work to wait for: all is in the stream's order.
+    """
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
     work = dist.all_to_all_single(
         received.flatten(0, 1), messages.flatten(0, 1), rows, rows,
-        group=exchange.group, async_op=True,
+        group=exchange.group, async_op=not exchange.at_once,
     )  # fmt: skip
-    return work, received
+    return [] if work is None else [work], received
 
 
 def _send_runs(
@@ -140,10 +173,10 @@ def _deliver(
     """Start carrying every rank's messages to their rows of ``full``; call the result to finish."""
     if exchange.sends_runs(wave):
         return _wait_for(_send_runs(exchange, wave, messages, full, to_heads=True))
-    work, received = _swap(exchange, messages)
+    works, received = _swap(exchange, messages)
 
     def finish() -> None:
-        work.wait()
+        _wait_for(works)()
         beside = wave is not exchange.waves[-1]
         pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
 
@@ -159,10 +192,10 @@ def _collect(
         return messages, _wait_for(_send_runs(exchange, wave, messages, full, to_heads=False))
     beside = wave is not exchange.waves[0]
     pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
-    work, received = _swap(exchange, messages)
+    works, received = _swap(exchange, messages)
 
     def finish(sent: Tensor = messages) -> None:  # which must not be freed before it has left
-        work.wait()
+        _wait_for(works)()
 
     return received, finish
 
@@ -172,16 +205,18 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
-    full = whole.new_empty(s * shares.ranks, B, shares.own_width)
+    full = whole.new_empty(s * shares.ranks, B, exchange.own_width)
     sent = []
     for wave in exchange.waves:
         messages = _messages(whole, exchange, wave)
-        rows = whole[wave.tokens]
-        pack.pack_peers(rows, messages, shares, rank, beside_transfer=bool(sent))
+        kept = (full, wave.own_place) if exchange.at_once else None
+        pack.pack_peers(
+            _rows_of(whole, wave), messages, shares, rank, own=kept, beside_transfer=bool(sent)
+        )
         # Messages are kept until they have left: their memory must not be given to others.
         sent.append((messages, _deliver(exchange, wave, messages, full, pack)))
-    for wave in exchange.waves:
-        pack.pack_own(whole[wave.tokens], full, shares, rank, wave.own_place)
+    for wave in () if exchange.at_once else exchange.waves:
+        pack.pack_own(_rows_of(whole, wave), full, shares, rank, wave.own_place)
     for _, finish in sent:
         finish()
     return full
@@ -191,15 +226,15 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     pack, shares, rank = _packing(full), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
-    whole = full.new_empty(S // shares.ranks, B, shares.whole_width)
+    whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
     coming = [_collect(exchange, wave, full, pack) for wave in exchange.waves]
-    for wave in exchange.waves:
-        pack.unpack_own(full, whole[wave.tokens], shares, rank, wave.own_place)
+    for wave in () if exchange.at_once else exchange.waves:
+        pack.unpack_own(full, _rows_of(whole, wave), shares, rank, wave.own_place)
     for wave, (messages, finish) in zip(exchange.waves, coming, strict=True):
         finish()
         pack.unpack_peers(
-            messages, full, whole[wave.tokens], shares, rank, wave.own_place,
-            beside_transfer=wave is not exchange.waves[-1],
+            messages, full, _rows_of(whole, wave), shares, rank, wave.own_place,
+            with_own=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
         )  # fmt: skip
     return whole
 
@@ -212,6 +247,8 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        if not torch.is_grad_enabled():  # no second derivative is asked for
+            return _to_sequence(grad, ctx.exchange), None
         return _ToSequence.apply(grad, ctx.exchange), None
 
 
@@ -223,6 +260,8 @@ class _ToSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        if not torch.is_grad_enabled():
+            return _to_heads(grad, ctx.exchange), None
         return _ToHeads.apply(grad, ctx.exchange), None
 
 

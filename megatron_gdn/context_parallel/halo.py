@@ -26,7 +26,10 @@ from ..ops import Documents
 from ..ops.fused.prepared import Preparation, Prepared, PreparedGrads
 from .affine import exchange_rows
 from .pieces import pieces_of
+from .rows import EvenRows, Rows, put, rows_at, stretches, take, zero
 from .zigzag import SequenceLayout
+
+_FEW = 4  # stretches that are added to one by one rather than gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,10 @@ class HaloTable:
         gradient_rows: local rows that a gradient from the small buffers belongs to.
         gradient_sources: ``[rows, most]``, the rows of [small buffer | returned | a zero row] that
             add up to it.
+        received_at, redone_at, again_at: ``received_slots``, ``redone_rows`` and ``redone_slots``
+            as :mod:`.rows` has them.
+        sent_from: ``send_rows`` as the starts and widths of a few stretches, where no row gets
+            more than one gradient; else None.
     """
 
     send_rows: Tensor
@@ -53,6 +60,10 @@ class HaloTable:
     edges: Documents | None
     gradient_rows: Tensor
     gradient_sources: Tensor
+    received_at: Rows
+    redone_at: Rows
+    again_at: Rows
+    sent_from: tuple[tuple[int, int], ...] | None
 
 
 @lru_cache(maxsize=16)
@@ -97,6 +108,7 @@ def halo_table(
         torch.cat([redone_slots, edge_rows + torch.arange(len(sent))]),
         filler=edge_rows + len(sent),
     )
+    sent_from = tuple(stretches(row[sent]))
     edges = None
     if len(mine):
         edges = Documents((0, *edge_length.cumsum(0).tolist()), device)
@@ -110,6 +122,10 @@ def halo_table(
         edges=edges,
         gradient_rows=rows.to(device),
         gradient_sources=sources.to(device),
+        received_at=rows_at(halo_slots[by_giver], device),
+        redone_at=rows_at(redone_rows, device),
+        again_at=rows_at(redone_slots, device),
+        sent_from=sent_from if sources.shape[1] < 2 and len(sent_from) <= _FEW else None,
     )
 
 
@@ -132,7 +148,8 @@ def _by_row(rows: Tensor, sources: Tensor, filler: int) -> tuple[Tensor, Tensor]
 class HaloPreparation:
     """A preparation over pieces: same functions and results as over whole sequences.
 
-    One object serves one forward and its backward: rows received once are used again.
+    One object serves one forward and its backward: rows received once are used again, and the
+    small buffer that the backward computes q from is its gradients' too.
 
     Args:
         preparation: the preparation of whole sequences.
@@ -145,6 +162,7 @@ class HaloPreparation:
     ) -> None:
         self._inner, self._table, self._group = preparation, table, group
         self._received_RBC: Tensor | None = None
+        self._edge_EBP: Tensor | None = None
 
     def prepare_forward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
@@ -153,8 +171,8 @@ class HaloPreparation:
         """As the inner one; ``documents`` are the pieces."""
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
         settings = {"normalise_qk": normalise_qk, "eps": eps}
-        work = None
-        if self._received_RBC is None:
+        work, again = None, self._received_RBC is not None
+        if not again:
             work = self._fetch(proj, sizes.conv_width)
         made = self._inner.prepare_forward(
             proj, *parameters, sizes, documents=documents, parts=parts, **settings
@@ -164,14 +182,16 @@ class HaloPreparation:
         convolved = parts.rstrip("g")
         if self._table.edges is None or not convolved:
             return made
-        again = self._inner.prepare_forward(
-            self._edge_rows(proj, sizes.conv_width), *parameters, sizes,
+        edge_EBP = self._edge_rows(proj, sizes.conv_width)
+        if again:
+            self._edge_EBP = edge_EBP
+        redone = self._inner.prepare_forward(
+            edge_EBP, *parameters, sizes,
             documents=self._table.edges, parts=convolved, **settings,
         )  # fmt: skip
         for name in convolved:
-            whole, edge = getattr(made, name), getattr(again, name)
-            right = edge.index_select(1, self._table.redone_slots).to(whole.dtype)
-            whole.index_copy_(1, self._table.redone_rows, right)
+            whole, edge = getattr(made, name), getattr(redone, name)
+            put(whole, self._table.redone_at, 1, edge, self._table.again_at)
         return made
 
     def prepare_backward(
@@ -185,16 +205,18 @@ class HaloPreparation:
         grads, returning = None, proj.new_empty(0, *proj.shape[1:2], C, dtype=_wide(proj))
         d_edge_EBC = returning
         if table.edges is not None:
-            edge_EBP = self._edge_rows(proj, C)
+            edge_EBP, self._edge_EBP = self._edge_EBP, None
+            if edge_EBP is None:
+                edge_EBP = self._edge_rows(proj, C)
             d_heads = [self._take_edge_gradient(x) for x in (dq, dk, dv)]
-            no_gates = [x.new_zeros(x.shape[0], edge_EBP.shape[0], x.shape[2]) for x in (dg, dbeta)]
+            no_gates = [dg.new_zeros(dg.shape[0], edge_EBP.shape[0], dg.shape[2])] * 2
             d_edge_EBP = torch.empty_like(edge_EBP)
             grads = self._inner.prepare_backward(
                 edge_EBP, *parameters, sizes, *d_heads, *no_gates, d_edge_EBP,
                 documents=table.edges, **settings,
             )  # fmt: skip
             d_edge_EBC = d_edge_EBP[..., :C]
-            returning = d_edge_EBC.index_select(0, table.received_slots)
+            returning = take(d_edge_EBC, table.received_at, 0)
         returned, work = exchange_rows(
             returning, table.receive_counts, table.send_counts, self._group, async_op=True
         )
@@ -203,7 +225,10 @@ class HaloPreparation:
             documents=documents, **settings,
         )  # fmt: skip
         work.wait()
-        if table.gradient_rows.numel():
+        one_by_one = table.edges is None or isinstance(table.redone_at, EvenRows)
+        if one_by_one and table.sent_from is not None:
+            self._add_one_by_one(d_proj[..., :C], d_edge_EBC, returned)
+        elif table.gradient_rows.numel():
             nothing = returned.new_zeros(1, *returned.shape[1:])
             pool = torch.cat([d_edge_EBC, returned, nothing])
             extra = pool[table.gradient_sources].sum(1)
@@ -212,9 +237,22 @@ class HaloPreparation:
             d_conv.index_copy_(0, table.gradient_rows, extra.to(d_proj.dtype))
         if grads is None:
             return rest
-        return PreparedGrads(
-            *(None if a is None else a + b for a, b in zip(rest, grads, strict=True))
+        # The gates are not done again: what belongs to them has no second gradient.
+        return rest._replace(
+            conv_weight=rest.conv_weight + grads.conv_weight,
+            conv_bias=None if conv_bias is None else rest.conv_bias + grads.conv_bias,
         )
+
+    def _add_one_by_one(self, d_conv: Tensor, d_edge_EBC: Tensor, returned: Tensor) -> None:
+        """Add to the few rows that have a gradient elsewhere, in fp32, each rounded once."""
+        table = self._table
+        if table.edges is not None:
+            ours = table.redone_at.of(d_conv, 0)
+            ours.add_(take(d_edge_EBC, table.again_at, 0).reshape(ours.shape))
+        begin = 0
+        for start, width in table.sent_from:
+            d_conv[start : start + width].add_(returned[begin : begin + width])
+            begin += width
 
     def _fetch(self, proj: Tensor, channels: int) -> dist.Work:
         rows = proj[..., :channels].index_select(0, self._table.send_rows)
@@ -231,17 +269,16 @@ class HaloPreparation:
         table = self._table
         edge_EBP = proj.new_zeros(table.edges.total_tokens, *proj.shape[1:], dtype=_wide(proj))
         edge_EBC = edge_EBP[..., :channels]
-        edge_EBC.index_copy_(0, table.received_slots, self._received_RBC.to(edge_EBP.dtype))
-        first = proj[..., :channels].index_select(0, table.redone_rows)
-        edge_EBC.index_copy_(0, table.redone_slots, first.to(edge_EBP.dtype))
+        put(edge_EBC, table.received_at, 0, self._received_RBC)
+        put(edge_EBC, table.again_at, 0, proj[..., :channels], table.redone_at)
         return edge_EBP
 
     def _take_edge_gradient(self, grad: Tensor) -> Tensor:
         """Move the gradient of the redone tokens out of ``grad`` into one of the small buffer."""
         table = self._table
         edge = grad.new_zeros(grad.shape[0], table.edges.total_tokens, *grad.shape[2:])
-        edge.index_copy_(1, table.redone_slots, grad.index_select(1, table.redone_rows))
-        grad.index_fill_(1, table.redone_rows, 0)
+        put(edge, table.again_at, 1, grad, table.redone_at)
+        zero(grad, table.redone_at, 1)
         return edge
 
 

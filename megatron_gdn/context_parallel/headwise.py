@@ -10,6 +10,7 @@ width, d = D / cp; P width of a projection row of one tensor-parallel rank, p of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..dims import GDNDims
 from ..ops import Documents
 from ..ops.fused.shares import HeadShares
-from .exchange import Exchange, to_heads, to_sequence
+from .exchange import Exchange, limits, to_heads, to_sequence
 from .route import positions
 from .zigzag import SequenceLayout
 
@@ -165,6 +166,27 @@ def _share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) 
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
 
 
+class _OwnRows(torch.autograd.Function):
+    """Distinct rows of a parameter: one pass, and the gradient of all sections another."""
+
+    @staticmethod
+    def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
+        ctx.shape = param.shape
+        ctx.save_for_backward(rows)
+        return param.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(0, rows, grad), None
+
+
+@lru_cache(maxsize=16)
+def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
+    columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
+    return torch.tensor([row for rows in columns for row in rows]).to(device)
+
+
 class SingleRank:
     """The scheme for sequences that one rank holds whole: nothing to exchange."""
 
@@ -221,21 +243,31 @@ class Headwise:
         assert self._proj.widths == self.dims.layout.sections
         self._mixed = HeadShares.even(self.size, (dims.v_dim,))
         self._group, self._layout = group, layout
+        # By the documents' identity: hashing and adding up many lengths takes longer than a launch.
+        self._exchange = lru_cache(maxsize=32)(self._make)
 
     def _lengths(self, tokens: int, documents: Documents | None) -> tuple[int, ...]:
         return (tokens,) if documents is None else documents.lengths
 
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
         """``[s, B, P] -> [S, B, p]``, tokens in sequence order, this rank's heads."""
-        lengths = self._lengths(proj_sBP.shape[0] * self.size, documents)
-        exchange = Exchange.of(self._group, self._proj, lengths, self._layout, proj_sBP)
-        return to_heads(proj_sBP, exchange)
+        return to_heads(proj_sBP, self._exchange_of(self._proj, proj_sBP, self.size, documents))
 
     def close(self, mixed_SBV: Tensor, documents: Documents | None) -> Tensor:
         """``[S, B, V / cp] -> [s, B, V]``, the inverse of :meth:`open` for the mixer's output."""
-        lengths = self._lengths(mixed_SBV.shape[0], documents)
-        exchange = Exchange.of(self._group, self._mixed, lengths, self._layout, mixed_SBV)
-        return to_sequence(mixed_SBV, exchange)
+        return to_sequence(mixed_SBV, self._exchange_of(self._mixed, mixed_SBV, 1, documents))
+
+    def _exchange_of(
+        self, shares: HeadShares, rows: Tensor, sharers: int, documents: Documents | None
+    ) -> Exchange:
+        """``rows`` are those of one of ``sharers`` ranks."""
+        tokens, batch = rows.shape[0] * sharers, rows.shape[1]
+        return self._exchange(shares, tokens, batch, rows.dtype, rows.device, documents, limits())
+
+    def _make(self, shares, tokens, batch, dtype, device, documents, limits) -> Exchange:
+        lengths = self._lengths(tokens, documents)
+        like = torch.empty(1, dtype=dtype, device=device).expand(tokens // self.size, batch, 1)
+        return Exchange.of(self._group, shares, lengths, self._layout, like)
 
     def local(self, param: Tensor, sections: Sequence[int] | None = None) -> Tensor:
         """This rank's share of a parameter along its first dimension.
@@ -254,7 +286,10 @@ class Headwise:
             count = len(sections)
             assert tuple(sections) == self._proj.sections[:count]
             shares = HeadShares(self.size, tuple(sections), self._proj.copies[:count])
-        return _share_of_parameter(param, 0, shares, self._group.rank())
+        rank = self._group.rank()
+        if len(shares.sections) == 1:
+            return _share_of_parameter(param, 0, shares, rank)
+        return _OwnRows.apply(param, _own_rows(shares, rank, param.device))
 
     def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""

@@ -166,7 +166,8 @@ class StatePassingCore:
 
     def _chain(self, local: Tensor, through: Tensor, nodes: Nodes) -> Tensor:
         """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``local``."""
-        maps = pack(local, through).unflatten(0, (self._table.node_count, -1)).flatten(1, 2)
+        maps = pack(local, through)
+        maps = maps.view(self._table.node_count, -1, *maps.shape[2:])
         return self._exchange(maps, local.shape[-1], nodes, self._group).view(local.shape)
 
     def _maps(self, inputs: RuleInputs) -> Transition:
@@ -199,7 +200,7 @@ class StatePassingCore:
             inputs, table.sequences, keep,
             initial=_put(entering, table.first, self._count), work=work,
         )  # fmt: skip
-        return o.unflatten(1, rows).squeeze(0), (entering, through, *saved), plan
+        return _in_rows(o, rows), (entering, through, *saved), plan
 
     def backward(
         self,
@@ -211,7 +212,7 @@ class StatePassingCore:
     ) -> RuleGrads:
         table, rows = self._table, inputs.v.shape[:2]
         entering, through, *saved = saved
-        common = (_end_to_end([d_o])[0], _end_to_end(inputs), tuple(saved), plan, table.sequences)
+        common = (_row(d_o), _end_to_end(inputs), tuple(saved), plan, table.sequences)
         d_local, work = self._core.d_initial(*common)
         leaving = self._chain(
             _take(d_local, table.first, table.enters),
@@ -224,10 +225,20 @@ class StatePassingCore:
             d_final=_put(leaving, table.last, self._count),
             work=work,
         )
-        return RuleGrads(*(x.unflatten(1, rows).squeeze(0) for x in grads))
+        return RuleGrads(*(_in_rows(x, rows) for x in grads))
 
 
-def _end_to_end(tensors):
+def _row(x: Tensor | None) -> Tensor | None:
+    if x is None or x.shape[0] == 1:
+        return x
+    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _end_to_end(inputs: RuleInputs) -> RuleInputs:
     """``[B, s, ...]`` to ``[1, B * s, ...]``, without a copy; None stays None."""
-    flat = (x if x is None else x.flatten(0, 1)[None] for x in tensors)
-    return RuleInputs(*flat) if isinstance(tensors, RuleInputs) else list(flat)
+    return inputs if inputs.k.shape[0] == 1 else RuleInputs(*(_row(x) for x in inputs))
+
+
+def _in_rows(x: Tensor, rows: torch.Size) -> Tensor:
+    """The reverse, to ``rows`` = ``[B, s]``."""
+    return x if x.shape[:2] == rows else x.reshape(*rows, *x.shape[2:])

@@ -87,7 +87,7 @@ class Documents:
             )
         return documents
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         offsets = self.offsets
         return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
@@ -97,10 +97,15 @@ class Documents:
         return self.offsets[-1]
 
     @cached_property
+    def filled_offsets(self) -> tuple[int, ...]:
+        """The offsets without empty documents."""
+        pairs = zip(self.offsets, self.offsets[1:], strict=False)
+        return (0, *(end for start, end in pairs if end > start))
+
+    @cached_property
     def cu_seqlens_cpu(self) -> Tensor:
         """int32 ``[M + 1]`` on the host: the offsets without empty documents (M of N remain)."""
-        kept = [0, *(e for s, e in zip(self.offsets, self.offsets[1:], strict=False) if e > s)]
-        return torch.tensor(kept, dtype=torch.int32)
+        return torch.tensor(self.filled_offsets, dtype=torch.int32)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -20,7 +20,9 @@ def full_fp32_matmul(device_type: str) -> Iterator[None]:
     back at the end.
     """
     matmul = torch.backends.cuda.matmul if device_type == "cuda" else torch.backends.mkldnn.matmul
-    with torch.autocast(device_type, enabled=False):
+    # Entering autocast costs more than a small product, so it is left alone where it is off.
+    autocasts = torch.is_autocast_enabled(device_type)
+    with torch.autocast(device_type, enabled=False) if autocasts else nullcontext():
         if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
             with _legacy_full_fp32(device_type):
                 yield

@@ -136,15 +136,21 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
 
 
 @contextmanager
-def travelling(waves: int, direct: bool) -> Iterator[None]:
-    """Have even the smallest exchange travel in ``waves``, its runs as messages of their own."""
-    before = exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES
+def travelling(waves: int, direct: bool, own: int = 0) -> Iterator[None]:
+    """Have even the smallest exchange travel in ``waves``, its runs as messages of their own.
+
+    Up to ``own`` bytes that a rank keeps are carried with what it sends, in one wave.
+    """
+    before = exchange.limits()
     exchange.MOST_WAVES, exchange.WAVE_BYTES = waves, 1
     exchange.MESSAGE_BYTES = 0 if direct else 1 << 40
+    exchange.OWN_BYTES = own
     try:
         yield
     finally:
-        exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES = before
+        exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES, exchange.OWN_BYTES = (
+            before
+        )
 
 
 def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:
@@ -154,6 +160,13 @@ def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:
 
 def open_gives_every_rank_its_heads(
     layout: str, packed: str, batch: int, waves: int = 1, direct: bool = True, **heads
+) -> None:
+    for own in (0, 1 << 40) if waves == 1 else (0,):
+        _open_gives_every_rank_its_heads(layout, packed, batch, waves, direct, own, **heads)
+
+
+def _open_gives_every_rank_its_heads(
+    layout: str, packed: str, batch: int, waves: int, direct: bool, own: int, **heads
 ) -> None:
     """Open and close and both gradients, bit for bit; copies add up in the order of the ranks."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
@@ -169,12 +182,13 @@ def open_gives_every_rank_its_heads(
     torch.manual_seed(3)
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
     gradients = torch.randn(size, tokens, batch, scheme.dims.layout.width, device=device)
-    with travelling(waves, direct):
+    with travelling(waves, direct, own):
         made = Exchange.of(
             dist.group.WORLD, scheme._proj, lengths, SequenceLayout(layout), whole[held]
         )
         assert len(made.waves) == waves
         assert all(made.sends_runs(wave) == direct for wave in made.waves)
+        assert made.at_once == (waves == 1 and own > 0)
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.
         mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()

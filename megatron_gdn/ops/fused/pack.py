@@ -73,8 +73,10 @@ def _carry(
     first: int = 0,
     skipped: int | None = None,
     pack: bool,
+    kept: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
+    """``kept``: full rows and their place, for the message of the rank ``skipped``."""
     assert own.is_contiguous() and own.dtype == whole.dtype
     tokens, batch, _ = whole.shape
     rows = tokens * batch
@@ -83,11 +85,16 @@ def _carry(
     stride_s, stride_b, align = _strides(whole)
     at_once = _rows_at_once(whole, cut)
     tiles = triton.cdiv(rows, at_once) * messages
+    full = own
+    if kept is not None:
+        full, place = kept
+        assert full.is_contiguous() and full.dtype == whole.dtype
     carry_columns_kernel[(_programs(tiles, whole.device, beside_transfer),)](
-        whole, own, place, first, first + messages if skipped is None else skipped,
+        whole, own, full, place, first, first + messages if skipped is None else skipped,
         tokens, batch, tiles, stride_s, stride_b,
         STRIPS=cut, OWN_WIDTH=own.shape[-1], ALIGN=align, ROWS=at_once,
-        PLACED=place is not None, PACK=pack, num_warps=_WARPS,
+        PLACED=place is not None and kept is None, KEPT=kept is not None, PACK=pack,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -97,15 +104,18 @@ def pack_peers(
     shares: HeadShares,
     rank: int,
     *,
+    own: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
     """Write to every peer's message its columns of ``whole``.
 
+    ``own``: the full rows and the place for :func:`pack_own`, which is then done in the same pass.
     ``beside_transfer`` leaves processors to a transfer that is under way.
     """
     _carry(
         whole, messages, None, strips(shares, _COLUMNS),
-        messages=shares.ranks - 1, skipped=rank, pack=True, beside_transfer=beside_transfer,
+        messages=shares.ranks - (own is None), skipped=rank, pack=True, kept=own,
+        beside_transfer=beside_transfer,
     )  # fmt: skip
 
 
@@ -117,6 +127,7 @@ def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: 
     )  # fmt: skip
 
 
+@cache
 def _on_one_rank(shares: HeadShares) -> tuple[Strip, ...]:
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
@@ -137,16 +148,18 @@ def unpack_peers(
     rank: int,
     place: Tensor,
     *,
+    with_own: bool = False,
     beside_transfer: bool = False,
 ) -> None:
     """Write to ``whole`` the columns that peers hold, summed where several ranks hold the same.
 
     The sum takes the ranks in ascending order, this one's share from ``full``, in fp32 (fp64 for
-    fp64), and is rounded once.
+    fp64), and is rounded once. ``with_own`` does :func:`unpack_own` in the same pass.
     """
     _carry(
         whole, messages, None, _on_one_rank(shares),
-        messages=shares.ranks - 1, skipped=rank, pack=False, beside_transfer=beside_transfer,
+        messages=shares.ranks - (not with_own), skipped=rank, pack=False,
+        kept=(full, place) if with_own else None, beside_transfer=beside_transfer,
     )  # fmt: skip
     tokens, batch, _ = whole.shape
     rows = tokens * batch

@@ -33,22 +33,24 @@ def _carry_strip(
 
 @triton.jit(do_not_specialize=["first", "skipped", "tokens", "tiles"])
 def carry_columns_kernel(
-    whole_ptr, own_ptr, place_ptr,
+    whole_ptr, own_ptr, full_ptr, place_ptr,
     first, skipped, tokens, batch, tiles, stride_s, stride_b,
     STRIPS: tl.constexpr, OWN_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-    PLACED: tl.constexpr, PACK: tl.constexpr,
+    PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """Copy every strip of the ranks first, first + 1, .. but ``skipped``, a message for each.
 
     PACK copies from the whole rows to the messages, else the other way. PLACED: token t of the one
-    message is its row ``place[t]``. grid (any number of programs); ``tiles`` of ROWS rows in all.
+    message is its row ``place[t]``. KEPT: ``skipped`` is not left out, its token t is row
+    ``place[t]`` of ``full``. grid (any number of programs); ``tiles`` of ROWS rows in all.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         message = tile // tiles_per_rank
         rank = first + message
-        rank += (rank >= skipped).to(tl.int32)
+        if not KEPT:
+            rank += (rank >= skipped).to(tl.int32)
         row_R = tile % tiles_per_rank * ROWS + tl.arange(0, ROWS)
         real_R = (row_R < rows)[:, None]
         t_R = row_R // batch
@@ -57,9 +59,16 @@ def carry_columns_kernel(
             place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
             own_row_R = tl.cast(place_R, tl.int64) * batch + b_R
         else:
+            if KEPT:
+                message -= (rank > skipped).to(tl.int32)
             own_row_R = tl.cast(message, tl.int64) * rows + row_R
         whole_R = _rows(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
-        own_R = (own_ptr + own_row_R * OWN_WIDTH)[:, None]
+        own_R = own_ptr + own_row_R * OWN_WIDTH
+        if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
+            if rank == skipped:
+                place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
+                own_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * OWN_WIDTH
+        own_R = own_R[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _carry_strip(whole_R, own_R, real_R, rank, STRIPS, strip, PACK)
 

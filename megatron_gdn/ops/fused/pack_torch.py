@@ -18,9 +18,13 @@ def pack_peers(
     shares: HeadShares,
     rank: int,
     *,
+    own: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
     """As :func:`.pack.pack_peers`."""
+    if own is not None:
+        full, place = own
+        pack_own(whole, full, shares, rank, place)
     for message, peer in zip(messages, shares.peers(rank), strict=True):
         for piece in shares.pieces(peer):
             message[..., piece.own_columns] = whole[..., piece.columns]
@@ -47,9 +51,12 @@ def unpack_peers(
     rank: int,
     place: Tensor,
     *,
+    with_own: bool = False,
     beside_transfer: bool = False,
 ) -> None:
     """As :func:`.pack.unpack_peers`."""
+    if with_own:
+        unpack_own(full, whole, shares, rank, place)
     wide = torch.promote_types(whole.dtype, torch.float32)
     totals: dict[slice, Tensor] = {}
     received = dict(zip(shares.peers(rank), messages, strict=True))

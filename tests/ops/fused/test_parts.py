@@ -57,11 +57,12 @@ def test_tables_of_parts():
     assert not parts.are_sequences
 
 
-LENGTHS = {"uncut": [5, 1, 130], "cut": [64, 300, 1, 257], "one": [500]}
+LENGTHS = {"uncut": [5, 1, 130], "cut": [64, 300, 1, 257], "one": [500], "many": [130] * 7 + [5]}
 CUTS = {
     "uncut": [0, 5, 6, 136],
     "cut": [0, 64, 128, 320, 364, 365, 429, 493, 557, 622],
     "one": [0, 64, 448, 500],
+    "many": sorted([*range(0, 911, 130), *range(64, 910, 130), 915]),
 }
 
 
@@ -69,6 +70,7 @@ CUTS = {
 def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     lengths, cut = LENGTHS[case], CUTS[case]
     parts = Parts.build(offsets_of(lengths), cut, CPU)
+    assert (parts.chains is None) == (case == "many") or parts.are_sequences
     inputs, d_o = random_inputs(sum(lengths))
     whole = PlainRule(inputs, lengths)
     pieces = PlainRule(inputs, torch.tensor(cut).diff().tolist())

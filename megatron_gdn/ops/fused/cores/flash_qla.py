@@ -17,7 +17,13 @@ from .flash_qla_plan import Plan, plan_of, stages
 
 def _as_one_row(inputs: RuleInputs) -> RuleInputs:
     """Batch rows end to end, ``[1, B S, ...]``: kernels that know sequences by their offsets."""
-    return RuleInputs(*(None if x is None else x.flatten(0, 1)[None] for x in inputs))
+    if inputs.k.shape[0] == 1:
+        return inputs
+    return RuleInputs(*(None if x is None else _row(x) for x in inputs))
+
+
+def _row(x: Tensor) -> Tensor:
+    return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 class FlashQlaCore:
@@ -41,7 +47,7 @@ class FlashQlaCore:
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         rows, tokens = inputs.k.shape[:2]
         if documents is not None:
-            offsets = tuple(documents.cu_seqlens_cpu.tolist())
+            offsets = documents.filled_offsets
         elif rows == 1 or states or self.batch_invariant:
             offsets = tuple(row * tokens for row in range(rows + 1))
         else:
@@ -91,12 +97,12 @@ class FlashQlaCore:
         flat = _as_one_row(inputs)
         if not isinstance(plan, flash_qla_states.StatePlan):
             # The forward carried no states, so it did not keep what the chain of gradients needs.
-            g_sum, A = (x.flatten(0, 1)[None] for x in saved[:2])
+            g_sum, A = (_row(x) for x in saved[:2])
             plan = self._plan(inputs, documents, states=True)
             maps = flash_qla_states.part_maps(flat, plan, g_sum, A)
             saved = flash_qla_states.saved_tensors(maps, entering=None)
             plan = flash_qla_states.StatePlan(plan)
-        return flash_qla_states.d_initial(d_o.flatten(0, 1)[None], flat, saved, plan)
+        return flash_qla_states.d_initial(_row(d_o), flat, saved, plan)
 
     def backward(
         self,
@@ -111,7 +117,7 @@ class FlashQlaCore:
     ) -> RuleGrads:
         shape = inputs.k.shape[:2]
         if isinstance(plan, flash_qla_states.StatePlan):
-            flat, d_o = _as_one_row(inputs), d_o.flatten(0, 1)[None]
+            flat, d_o = _as_one_row(inputs), _row(d_o)
             first, last_grad = flash_qla_states.boundary_states(
                 d_o, flat, saved, plan, initial, d_final, work
             )
@@ -121,7 +127,7 @@ class FlashQlaCore:
             g_sum, A, *kept = saved
             flat = inputs
             if plan.parts is not None:
-                flat, d_o = _as_one_row(inputs), d_o.flatten(0, 1)[None]
+                flat, d_o = _as_one_row(inputs), _row(d_o)
             first, last_grad = stages().cp_preprocess_bwd(
                 plan.context, q=flat.q, k=flat.k, v=flat.v, a=A, g=g_sum, beta=flat.beta, do=d_o,
                 dht=d_final, scale=inputs.k.shape[-1] ** -0.5, initial_state=initial,
@@ -129,6 +135,8 @@ class FlashQlaCore:
                 cp_cache=None if carried_type is None else carried_type(*kept),
             )  # fmt: skip
         grads = _gradients(d_o, flat, g_sum, A, plan, first, last_grad)
+        if flat is inputs:
+            return grads
         return RuleGrads(*(x.view(*shape, *x.shape[2:]) for x in grads))
 
 

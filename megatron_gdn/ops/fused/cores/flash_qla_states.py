@@ -56,13 +56,13 @@ def part_maps(
     if g_sum is None:
         g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences, chunk_size=size)
         A = stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences, chunk_size=size)
-    nowhere = torch.zeros_like(parts.opens)
     chunks, chunks_back, *_ = stages().get_warmup_chunks_bidi(
-        g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=nowhere, ht_mask_bwd=nowhere,
+        g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
         chunk_size=size, threshold=_FORGOTTEN,
     )  # fmt: skip
     # The kernel counts chunks back from a part's end, off the grid of a part that ends inside one.
-    chunks = torch.where(parts.ragged, parts.chunks, chunks)
+    if parts.ragged is not None:
+        chunks = torch.where(parts.ragged, parts.chunks, chunks)
     local, through = _run_parts(inputs, g_sum, A, parts.offsets, chunks)
     return PartMaps(plan, g_sum, A, local, through, chunks_back)
 
@@ -87,7 +87,7 @@ def _run_parts_fp32(
     """The kernel beneath ``fused_gdr_h``, which rounds what it returns to bf16."""
     k, v, beta = inputs.k, inputs.v, inputs.beta
     G, K = k.shape[2:]
-    (H, V), P = v.shape[2:], len(offsets) - 1
+    (H, V), P = v.shape[2:], offsets.shape[0] - 1
     local, through = (k.new_empty(P, H, K, D, dtype=torch.float32) for D in (V, K))
     no_states = k.new_empty(1, 0, H, K, V)
     kernel = home.tilelang_prepare_h(

@@ -21,6 +21,7 @@ CHUNK = 64
 # multiprocessors. A constant, not the count of the GPU at hand: the cut decides rounding.
 FULL_GPU = 128
 _FEWEST_CHUNKS = 32
+_GATHERS = 3  # launches that gathering the links of one place costs at least
 
 
 class Link(NamedTuple):
@@ -44,9 +45,12 @@ class Parts:
         opens, closes: bool ``[P]``, whether the part is the first or last of a sequence of more
             than one part; both true for the only part of a sequence.
         chunks: int32 ``[P, 1]``, chunks of 64 tokens per part, rounded up.
-        ragged: bool ``[P, 1]``, whether the part ends inside a chunk.
+        ragged: bool ``[P, 1]``, whether the part ends inside a chunk; None where none does.
+        nowhere: bool ``[P]``, false.
         opening, closing: int64 ``[N]``, the first and the last part of every sequence.
         links: for each place in a sequence but the first, see :class:`Link`.
+        chains: the parts of every sequence, where sequences are so few that a product for each
+            link takes fewer launches than gathering the links at one place; else None.
     """
 
     sequences: Tensor
@@ -56,10 +60,12 @@ class Parts:
     opens: Tensor
     closes: Tensor
     chunks: Tensor
-    ragged: Tensor
+    ragged: Tensor | None
+    nowhere: Tensor
     opening: Tensor
     closing: Tensor
     links: tuple[Link, ...]
+    chains: tuple[range, ...] | None
 
     @property
     def are_sequences(self) -> bool:
@@ -79,6 +85,8 @@ class Parts:
         def table(values, dtype=torch.int32) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+        ragged = [[length % CHUNK != 0] for length in lengths]
+        chains = tuple(range(a, b) for a, b in pairwise(first))
         links = []
         for place in range(1, max(places) + 1):
             part = [p for p, at in enumerate(places) if at == place]
@@ -95,10 +103,12 @@ class Parts:
             opens=table([start in starts for start in offsets[:-1]], torch.bool),
             closes=table([end in ends for end in offsets[1:]], torch.bool),
             chunks=table([[-(-length // CHUNK)] for length in lengths]),
-            ragged=table([[length % CHUNK != 0] for length in lengths], torch.bool),
+            ragged=table(ragged, torch.bool) if [True] in ragged else None,
+            nowhere=table([False] * len(owner), torch.bool),
             opening=table(first[:-1], torch.int64),
             closing=table([p - 1 for p in first[1:]], torch.int64),
             links=tuple(links),
+            chains=chains if len(owner) - len(chains) <= _GATHERS * len(links) else None,
         )
 
 

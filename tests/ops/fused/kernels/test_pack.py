@@ -39,7 +39,7 @@ class Rows:
         order = torch.randperm(shares.ranks * s, generator=make).to(torch.int32).to(device)
         self.own_place, self.peer_place = order[:s].contiguous(), order[s:].contiguous()
 
-    def both(self, name, target: str, *sources: str) -> None:
+    def both(self, name, target: str, *sources: str, **options) -> None:
         """The kernel and its twin write the same into the same NaNs."""
         results = []
         for module in (pack, pack_torch):
@@ -49,7 +49,7 @@ class Rows:
                     :, : self.whole.shape[1], : self.whole.shape[2]
                 ]
             given = {**vars(self), target: result}
-            getattr(module, name)(*(given[source] for source in sources))
+            getattr(module, name)(*(given[source] for source in sources), **options)
             results.append(result)
         assert results[1].isfinite().any()
         assert torch.equal(*(x.nan_to_num(nan=12345.0) for x in results))
@@ -69,6 +69,26 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
     if min(shares.copies) == 1:
         rows.both("unpack_own", "whole", "full", "whole", "shares", "rank", "own_place")
     rows.both("unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place")
+
+
+@pytest.mark.parametrize(("s", "B"), [(1, 1), (5, 3), (17, 1)])
+def test_own_rows_go_along_with_the_peers(shares, device, s, B):
+    rows = Rows(shares, device, s=s, B=B)
+    pack_peers = "whole", "messages", "shares", "rank"
+    rows.both("pack_peers", "messages", *pack_peers, own=(rows.full.clone(), rows.own_place))
+    fulls = []
+    for module, way in ((pack, {}), (pack_torch, {}), (pack_torch, {"apart": True})):
+        full, given = torch.full_like(rows.full, 7.0), [vars(rows)[name] for name in pack_peers]
+        own = None if way else (full, rows.own_place)
+        module.pack_peers(*given, own=own)
+        if way:
+            module.pack_own(rows.whole, full, shares, rows.rank, rows.own_place)
+        fulls.append(full)
+    assert torch.equal(fulls[0], fulls[2]) and torch.equal(fulls[1], fulls[2])
+    rows.both(
+        "unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place",
+        with_own=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("s", "B"), [(1, 1), (5, 3), (17, 1)])
