@@ -196,12 +196,16 @@ class HaloPreparation:
 
     def prepare_backward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes, dq, dk, dv, dg, dbeta, d_proj,
-        *, documents, normalise_qk=True, eps=1e-6,
+        *, documents, normalise_qk=True, eps=1e-6, batch_invariant=False,
     ) -> PreparedGrads:  # fmt: skip
         """As the inner one. The tokens done again send their gradients through the small buffer."""
         table, C = self._table, sizes.conv_width
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
-        settings = {"normalise_qk": normalise_qk, "eps": eps}
+        settings = {
+            "normalise_qk": normalise_qk,
+            "eps": eps,
+            "batch_invariant": batch_invariant,
+        }
         grads, returning = None, proj.new_empty(0, *proj.shape[1:2], C, dtype=_wide(proj))
         d_edge_EBC = returning
         if table.edges is not None:

@@ -10,6 +10,7 @@ from ..dims import GDNDims
 from ..observe import log_once
 from ..ops import Documents
 from ..ops.fused.cores.base import Core, can_pass_states
+from ..ops.obstacles import why_not_heads
 from ..packing import resolve_packed_seq_params
 from .choice import LinearCpMode, price
 from .chunkwise import Chunkwise
@@ -68,7 +69,7 @@ class ContextParallel:
         refusal = None
         if self._mode is not LinearCpMode.CHUNKWISE:
             try:
-                made[LinearCpMode.HEADWISE] = Headwise(self._dims, group, self._layout)
+                made[LinearCpMode.HEADWISE] = self._headwise(group)
             except ValueError as error:
                 if self._mode is LinearCpMode.HEADWISE:
                     raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
@@ -79,10 +80,20 @@ class ContextParallel:
             why = "" if refusal is None else f" Headwise cannot run either: {refusal}"
             raise NotImplementedError(
                 f"linear_cp_mode={self._mode.value!r} needs a delta rule that takes and gives "
-                f"states, which backend={self._core.name!r} does not; backend='reference' "
-                f"does.{why}"
+                f"states, which backend={self._core.name!r} does not; 'flash_qla', 'fla' and "
+                f"'reference' do.{why}"
             )
         return made
+
+    def _headwise(self, group: Any) -> Headwise:
+        scheme = Headwise(self._dims, group, self._layout)
+        why = why_not_heads(self._core.name, scheme.dims.num_value_heads)
+        if why is not None:
+            raise ValueError(
+                f"context_parallel_size={group.size()} leaves {scheme.dims.num_value_heads} value "
+                f"heads on a rank, and {why}. Use fewer ranks or backend='fla'."
+            )
+        return scheme
 
     def _group_of(self, packed: PackedSeqParams | None) -> Any:
         if packed is None or (packed.cp_group is None and packed.local_cp_size is None):

@@ -161,7 +161,7 @@ class StatePassingCore:
     def __init__(
         self, core: StatePassing, table: StateTable, exchange: Exchange, group: dist.ProcessGroup
     ) -> None:
-        self.name = core.name
+        self.name, self.batch_invariant = core.name, core.batch_invariant
         self._core, self._table, self._exchange, self._group = core, table, exchange, group
 
     def _chain(self, local: Tensor, through: Tensor, nodes: Nodes) -> Tensor:

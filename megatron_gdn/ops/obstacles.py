@@ -61,6 +61,14 @@ def why_not_flash_qla(
     return _flash_qla_package()
 
 
+def why_not_heads(backend: str, value_heads: int) -> str | None:
+    """Why a backend's kernels do not take this many value heads on a rank; None when they do."""
+    if backend == "flash_qla" and value_heads % 2:
+        # Seen with 3 of them: tilelang finds no layout for the sums of g over a chunk.
+        return f"flash_qla compiles for an even number of value heads per rank, not {value_heads}"
+    return None
+
+
 @cache
 def _flash_qla_package() -> Obstacle | None:
     if find_spec("flash_qla") is None:

@@ -158,6 +158,7 @@ class _Mixer(torch.autograd.Function):
         grads = plan.prepare.prepare_backward(
             proj, *parameters, sizes, *rule_grads, d_proj,
             documents=plan.documents, normalise_qk=plan.normalise_qk,
+            batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         return d_proj, *grads, d_gamma, None
 

@@ -103,6 +103,7 @@ def prepare_backward(
     documents: Documents | None = None,
     normalise_qk: bool = True,
     eps: float = 1e-6,
+    batch_invariant: bool = False,
     tile: Walk | None = None,
 ) -> PreparedGrads:
     """The backward of :func:`prepare_forward`; nothing but its inputs is needed.
@@ -115,6 +116,9 @@ def prepare_backward(
         dv: ``[B, S, H, V]``.
         dg, dbeta: ``[B, S, H]``.
         d_proj: ``[S, B, P]``, written.
+        batch_invariant: let the bits of a packed document not depend on where it lies: one path
+            for tokens near boundaries and far from them, and no fused multiply-add, which a
+            compiler places in one copy of a loop and not in another.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
     """
     S, B, _ = proj.shape
@@ -126,6 +130,7 @@ def prepare_backward(
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
     assert dq.shape[2] % G == 0 and dq.shape == dk.shape
     tiles = triton.cdiv(S, tile.tokens)
+    one_path = batch_invariant and documents is not None
     channels = sizes.conv_width
     with_bias = channels if conv_bias is not None else 0
     partial = torch.empty(
@@ -140,7 +145,8 @@ def prepare_backward(
             ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
-            NORMALISE=normalise_qk, num_warps=tile.warps, maxnreg=tile.registers,
+            ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
+            maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split([channels * W, with_bias, H, H])
     return PreparedGrads(

@@ -171,10 +171,10 @@ def _conv_head_backward(
     column, start, S, stride_s, d_stride_s, grad_stride, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head_backward`, with masks only where they are needed."""
-    if at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
+    """:func:`_walk_head_backward`, with masks only where they are needed (but see ONE_PATH)."""
+    if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
             column, start, S, stride_s, d_stride_s, grad_stride, eps,
@@ -238,7 +238,7 @@ def prepare_backward_kernel(
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """grid (1 + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
@@ -267,7 +267,8 @@ def prepare_backward_kernel(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr,
             slot * K, start, S, stride_s, d_stride_s, G * GROUP * K, eps,
-            K, CHANNELS, GROUP, W, ROWS, STEPS, STAGES, BLOCK_K, HAS_BIAS, PACKED, NORMALISE,
+            K, CHANNELS, GROUP, W, ROWS, STEPS, STAGES, BLOCK_K, HAS_BIAS, PACKED, ONE_PATH,
+            NORMALISE,
         )  # fmt: skip
     else:
         h = slot - 2 * G
@@ -275,5 +276,6 @@ def prepare_backward_kernel(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr,
             2 * G * K + h * V, start, S, stride_s, d_stride_s, H * V, eps,
-            V, CHANNELS, 1, W, ROWS, STEPS, STAGES, BLOCK_V, HAS_BIAS, PACKED, False,
+            V, CHANNELS, 1, W, ROWS, STEPS, STAGES, BLOCK_V, HAS_BIAS, PACKED, ONE_PATH,
+            False,
         )  # fmt: skip

@@ -89,6 +89,7 @@ def prepare_backward(
     documents: Documents | None = None,
     normalise_qk: bool = True,
     eps: float = 1e-6,
+    batch_invariant: bool = False,
 ) -> PreparedGrads:
     """As :func:`.prepare.prepare_backward`, through autograd of the forward above."""
     wide = torch.promote_types(proj.dtype, torch.float32)

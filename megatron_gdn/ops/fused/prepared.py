@@ -45,7 +45,7 @@ class Preparation(Protocol):
 
     def prepare_backward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes, dq, dk, dv, dg, dbeta, d_proj,
-        *, documents, normalise_qk, eps=...,
+        *, documents, normalise_qk, eps=..., batch_invariant=...,
     ) -> PreparedGrads: ...  # fmt: skip
 
 

@@ -108,6 +108,13 @@ def test_flash_qla_names_the_size_or_dtype_it_cannot_take(dtype, sizes, why):
     assert why in obstacle.why and obstacle.error is ValueError
 
 
+def test_flash_qla_is_not_asked_for_an_odd_number_of_heads(hopper):
+    odd = HeadSizes(1, 3, 128, 128)
+    assert on_a_gpu(sizes=odd).core == ("reference",)
+    with pytest.raises(ValueError, match="even number of value heads per rank, not 3"):
+        on_a_gpu("flash_qla", sizes=odd)
+
+
 def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
     say_once.cache_clear()
     sizes = HeadSizes(1, 1, 4, 4)

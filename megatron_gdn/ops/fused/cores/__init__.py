@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from ...obstacles import FLA_IS_TIMED, why_not_fla, why_not_flash_qla
+from ...obstacles import (
+    FLA_IS_TIMED,
+    Obstacle,
+    why_not_fla,
+    why_not_flash_qla,
+    why_not_heads,
+)
 from ..once import say_once
 from ..sizes import HeadSizes
 from .base import Core, RuleGrads, RuleInputs
@@ -73,6 +79,9 @@ def resolve_core(
         "fla": why_not_fla(device, dtype, sizes.key_dim),
         "reference": None,
     }
+    heads = why_not_heads("flash_qla", sizes.value_heads)
+    if heads is not None and obstacles["flash_qla"] is None:
+        obstacles["flash_qla"] = Obstacle(heads)
     if backend == "auto":
         whys = {name: None if o is None else o.why for name, o in obstacles.items()}
         if deterministic:

@@ -46,10 +46,12 @@ class Core(Protocol):
     ``forward`` returns o ``[B, S, H, V]``, the tensors its backward wants beside q, k, v and beta
     (None allowed), and any object that is no tensor. ``keep`` False says that no backward will
     come. ``backward`` gets ``inputs.g`` as None: a core that needs it returns it among the
-    tensors, in whatever form it prefers. No call waits for the device.
+    tensors, in whatever form it prefers. No call waits for the device. ``batch_invariant`` says
+    that the bits of a sequence do not depend on the other sequences or on its place.
     """
 
     name: str
+    batch_invariant: bool
 
     def forward(
         self, inputs: RuleInputs, documents: Documents | None, keep: bool

@@ -14,6 +14,7 @@ CHUNK = 64
 
 class TorchCore:
     name = "reference"
+    batch_invariant = True
 
     @staticmethod
     def _rule(k: Tensor, documents: Documents | None) -> ChunkedRule:

@@ -50,14 +50,19 @@ def test_forward_equals_the_twin(case, tile):
 
 
 @pytest.mark.parametrize(
-    ("tile", "per_value_head"), [(None, False), (SMALL_WALK, True)], ids=["table", "small"]
+    ("tile", "per_value_head", "batch_invariant"),
+    [(None, False, False), (SMALL_WALK, True, False), (SMALL_WALK, False, True)],
+    ids=["table", "small", "one path"],
 )
-def test_every_gradient_equals_autograd_through_the_twin(case, per_value_head, tile):
+def test_every_gradient_equals_autograd_through_the_twin(
+    case, per_value_head, batch_invariant, tile
+):
     grads = case.grads(per_value_head)
     d_proj = torch.full_like(case.proj, float("nan"))
     got = prepare.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj, documents=case.documents, tile=tile
-    )
+        case.proj, *case.parameters, case.sizes, *grads, d_proj,
+        documents=case.documents, batch_invariant=batch_invariant, tile=tile,
+    )  # fmt: skip
     twin = case.double()
     exact_d_proj = torch.full_like(twin.proj, float("nan"))
     exact = prepare_torch.prepare_backward(
