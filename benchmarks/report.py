@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the JSON lines under results/, and the plot beside them.
+"""Writes the tables of the pages from the JSON lines under results/, and the plot beside them.
 
 python3 benchmarks/report.py
 """
@@ -76,10 +76,66 @@ def kernel_table(records: list[dict]) -> str:
     return markdown(rows)
 
 
+def context_parallel_table(records: list[dict]) -> str:
+    rows = [["tokens", "cp", "layer", "forward ms", "", "forward + backward ms", "", "saved MiB"]]
+    for r in records:
+        base = next(b for b in records if (b["case"], b["layer"]) == (r["case"], "upstream"))
+        cells = [r["case"], str(r["cp"]), {"upstream": "megatron-core"}.get(r["layer"], r["layer"])]
+        for key in ("forward", "forward_backward"):
+            time = r[key]["median"]
+            cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
+        rows.append([*cells, f"{r['saved']:.0f}" if "saved" in r else ""])
+    return markdown(rows)
+
+
+def exchange_table(records: list[dict]) -> str:
+    rows = [["tokens", "what", "forward ms", "forward + backward ms", "to raw"]]
+    for r in records:
+        times = [f"{r[key]['median']:.2f}" for key in ("forward", "forward_backward")]
+        rows.append([r["case"], r["what"], *times, f"{r['to_raw']:.2f}"])
+    return markdown(rows)
+
+
+def repeats_table(records: list[dict]) -> str:
+    rows = [["delta rule", "value heads per key head", "layout", "repeats", "output and gradients"]]
+    for r in records:
+        if r["part"] == "repeats":
+            count = f"{r['processes']} x {r['repeats'] // r['processes']}"
+            rows.append([r["backend"], str(r["ratio"]), r["layout"], count, r["verdict"]])
+    return markdown(rows)
+
+
+def cost_table(records: list[dict]) -> str:
+    rows = [["layer", "layout", "forward ms", "forward + backward ms", "to fast", "saved MiB"]]
+    timed = [r for r in records if r["part"] == "cost"]
+    for r in timed:
+        fast = next(b for b in timed if (b["layer"], b["layout"]) == ("fast", r["layout"]))
+        total = r["forward_backward"]["median"]
+        rows.append([r["layer"], r["layout"], f"{r['forward']['median']:.2f}", f"{total:.2f}",
+                     f"{total / fast['forward_backward']['median']:.2f}",
+                     f"{r['saved']:.0f}"])  # fmt: skip
+    return markdown(rows)
+
+
+def lines(name: str) -> list[dict]:
+    """All lines of a file, as they are."""
+    return [json.loads(line) for line in (HERE / "results" / name).read_text().splitlines()]
+
+
 def setting(record: dict) -> str:
     versions = record["environment"]
     names = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "gpu")
     return f"{versions['gpu']}, copy {record['copy_TB_s']:.2f} TB/s, {names}."
+
+
+def fill(page: Path, tables: dict[str, str]) -> None:
+    """Put every table in its marked place."""
+    text = page.read_text()
+    for name, table in tables.items():
+        mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
+        assert count == 1, f"{page.name} has {count} places for {name}"
+    page.write_text(text)
 
 
 def main() -> None:
@@ -89,14 +145,13 @@ def main() -> None:
         "layer": layer_table(layer),
         "floor": floor_table(layer),
         "kernels": kernel_table(kernels),
+        "context parallel": context_parallel_table(lines("context_parallel.jsonl")),
+        "exchange": exchange_table(lines("exchange.jsonl")),
     }
-    page = HERE / "README.md"
-    text = page.read_text()
-    for name, table in made.items():
-        mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
-        assert count == 1, f"README.md has {count} places for {name}"
-    page.write_text(text)
+    fill(HERE / "README.md", made)
+    determinism = lines("determinism.jsonl")
+    made = {"repeats": repeats_table(determinism), "cost": cost_table(determinism)}
+    fill(HERE.parent / "docs" / "determinism.md", made)
     draw(layer, HERE / "results" / "layer.png")
 
 
