@@ -145,7 +145,9 @@ def repeats(args) -> None:
         if len(reports) < args.processes:
             rows.append([*map(str, case[:3]), "0", "0", "out of time"])
             continue
-        verdict = compare_processes(reports) or "equal"
+        verdict = "not compared"
+        if len(reports) > 1:
+            verdict = compare_processes(reports) or "equal"
         done = sum(report.repeats for report in reports)
         rows.append([*map(str, case[:3]), f"{args.processes} x {done // args.processes}",
                      str(len(reports[0].digests)), verdict])  # fmt: skip
@@ -224,7 +226,7 @@ def cost(args) -> None:
     rows = [["layer", "layout", "fwd ms", "fwd+bwd ms", "to fast", "saved MiB", "peak MiB"]]
     base = {}
     for name, (backend, deterministic, switch) in wanted.items():
-        if backend in BACKENDS and backend not in args.backends and backend != "flash_qla":
+        if backend in BACKENDS and backend not in args.backends:
             continue
         torch.manual_seed(0)
         if backend == "upstream":

@@ -106,14 +106,15 @@ def repeats_table(records: list[dict]) -> str:
 
 
 def cost_table(records: list[dict]) -> str:
-    rows = [["layer", "layout", "forward ms", "forward + backward ms", "to fast", "saved MiB"]]
+    rows = [["layer", "layout", "forward ms", "forward + backward ms", "to fast", "saved MiB",
+             "peak MiB"]]  # fmt: skip
     timed = [r for r in records if r["part"] == "cost"]
     for r in timed:
         fast = next(b for b in timed if (b["layer"], b["layout"]) == ("fast", r["layout"]))
         total = r["forward_backward"]["median"]
         rows.append([r["layer"], r["layout"], f"{r['forward']['median']:.2f}", f"{total:.2f}",
                      f"{total / fast['forward_backward']['median']:.2f}",
-                     f"{r['saved']:.0f}"])  # fmt: skip
+                     f"{r['saved']:.0f}", f"{r['peak']:.0f}"])  # fmt: skip
     return markdown(rows)
 
 

@@ -166,11 +166,15 @@ class HaloPreparation:
 
     def prepare_forward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        *, documents, normalise_qk=True, eps=1e-6, parts="qkvg",
+        *, documents, normalise_qk=True, eps=1e-6, parts="qkvg", batch_invariant=False,
     ) -> Prepared:  # fmt: skip
         """As the inner one; ``documents`` are the pieces."""
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
-        settings = {"normalise_qk": normalise_qk, "eps": eps}
+        settings = {
+            "normalise_qk": normalise_qk,
+            "eps": eps,
+            "batch_invariant": batch_invariant,
+        }
         work, again = None, self._received_RBC is not None
         if not again:
             work = self._fetch(proj, sizes.conv_width)

@@ -110,7 +110,9 @@ class ChunkTable:
 def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
     if not sequences:
         return None
-    chunks, numbers = torch.tensor([list(sequences), list(sequences.values())]).to(device)
+    chunks, numbers = torch.tensor([list(sequences), list(sequences.values())]).to(
+        device, non_blocking=True
+    )
     return chunks, numbers
 
 
@@ -146,8 +148,10 @@ def _build(
         groups.append(
             ChunkGroup(
                 slots=slots,
-                token=slice(first, last + 1) if full else token[slots].to(device),
-                empty=None if full else empty[slots].to(device),
+                token=slice(first, last + 1)
+                if full
+                else token[slots].to(device, non_blocking=True),
+                empty=None if full else empty[slots].to(device, non_blocking=True),
                 begins=first_chunks,
                 ends=last_chunks,
                 begin_index=_index(first_chunks, device),
@@ -157,4 +161,6 @@ def _build(
         )
     slot = torch.arange(padded * C)[~empty]
     identity = len(slot) == total == padded * C
-    return ChunkTable(C, len(lengths), tuple(groups), None if identity else slot.to(device))
+    return ChunkTable(
+        C, len(lengths), tuple(groups), None if identity else slot.to(device, non_blocking=True)
+    )

@@ -61,10 +61,19 @@ def check_batch_invariance(
         size gives the projections around the rule matrix products of another shape, for which the
         library may take another kernel: a layer may therefore differ between "alone" and the
         others where the mixer alone does not.
+
+    Raises:
+        ValueError: fewer than two arrangements.
     """
+    places = arrangements(len(documents) - 1) if among is None else list(among)
+    if len(places) < 2:
+        raise ValueError(
+            f"{len(places)} arrangement of {len(documents)} documents leaves nothing to compare; "
+            f"give at least one more document, or two arrangements."
+        )
     found: list[Difference] = []
     expected: dict[str, Tensor] = {}
-    for arrangement in arrangements(len(documents) - 1) if among is None else among:
+    for arrangement in places:
         lengths = [len(documents[n]) for n in arrangement.order]
         offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         results = run(

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def in_processes(
 
     Args:
         function: a module-level function; ``index`` counts the processes from 0.
-        timeout: in seconds.
+        timeout: in seconds, for all of them together.
 
     Raises:
         RuntimeError: one of them raised (its traceback follows), died or took too long.
@@ -51,12 +52,13 @@ def in_processes(
             os.environ.pop("MALLOC_PERTURB_", None)
             if kept is not None:
                 os.environ["MALLOC_PERTURB_"] = kept
-        answers = []
+        answers, deadline = [], time.monotonic() + timeout
         for index, process in enumerate(started):
-            process.join(timeout)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 for other in started:
                     other.kill()
+                    other.join()
                 raise RuntimeError(f"process {index} was not done after {timeout} s.")
             path = Path(folder) / str(index)
             if not path.exists():
@@ -73,7 +75,16 @@ def compare_processes(reports: Sequence[Report]) -> str | None:
     """What is not equal in the reports of several processes; None when all of it is.
 
     A repeat that differed in one of them comes first, then the first tensor whose digest differs.
+
+    Raises:
+        ValueError: nothing to compare: fewer than two reports, or other tensors, or no digests.
     """
+    names = [list(report.digests) for report in reports]
+    if len(reports) < 2 or not names[0] or any(other != names[0] for other in names):
+        raise ValueError(
+            f"reports of {len(reports)} processes with digests of {names} cannot be compared; at "
+            f"least two are needed, of the same tensors, made with digests=True."
+        )
     for index, report in enumerate(reports):
         if report.difference is not None:
             return f"process {index}: {report}"

@@ -116,7 +116,14 @@ def check_repeats(
         poison: fill free memory, see :func:`poison_free_memory`.
         compete: see :class:`Competitor`.
         digests: also hash the first run's tensors, for :func:`compare_processes`.
+
+    Raises:
+        ValueError: fewer than two repeats, which compare nothing, unless digests are made.
     """
+    if repeats < (1 if digests else 2):
+        raise ValueError(
+            f"repeats={repeats} compares nothing; ask for at least 2, or for 1 with digests."
+        )
     began = time.monotonic()
     first = {name: x.detach().clone() for name, x in run().items()}
     device = next(iter(first.values())).device
@@ -157,8 +164,8 @@ def forward_backward(
         d_out: gradient of the output; the same random numbers on every call when None.
         arguments: passed on to the module, whose first result is the output.
 
-    The gradients follow in the order in which a backward pass makes them: those of the last
-    parameters first, ``dx`` at the end.
+    The gradients follow with those of the last parameters first and ``dx`` at the end, about the
+    order in which a backward pass makes them.
     """
     x = x.detach().clone().requires_grad_()
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -93,6 +93,7 @@ class _Mixer(torch.autograd.Function):
         prepared = plan.prepare.prepare_forward(
             proj, *parameters, plan.sizes,
             documents=plan.documents, normalise_qk=plan.normalise_qk,
+            batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         inputs = RuleInputs(*prepared)
         o, saved, core_plan = plan.core.forward(inputs, plan.documents, plan.keep)
@@ -147,7 +148,7 @@ class _Mixer(torch.autograd.Function):
             del d_out
         made = plan.prepare.prepare_forward(
             proj, *parameters, sizes, documents=plan.documents, normalise_qk=plan.normalise_qk,
-            parts=plan.again,
+            parts=plan.again, batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         q, k, v = (x if y is None else y for x, y in zip((q, k, v), made[:3], strict=True))
         del made

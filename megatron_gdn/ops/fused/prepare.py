@@ -33,6 +33,7 @@ def prepare_forward(
     normalise_qk: bool = True,
     eps: float = 1e-6,
     parts: str = "qkvg",
+    batch_invariant: bool = False,
     tile: Walk | None = None,
 ) -> Prepared:
     """Projection rows to the inputs of the delta rule.
@@ -49,6 +50,9 @@ def prepare_forward(
         documents: boundaries of packed documents, the same in every batch row; None when every row
             is one sequence. Taps never cross a boundary, in either direction.
         normalise_qk: False leaves q and k as SiLU made them.
+        batch_invariant: let the bits of a packed document not depend on where it lies: one path
+            for tokens near boundaries and far from them, and no fused multiply-add, which a
+            compiler places in one copy of a loop and not in another.
         parts: what to compute, a stretch of ``"qkvg"`` (g is both gates); the rest is None.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
 
@@ -67,6 +71,7 @@ def prepare_forward(
         beta = torch.empty_like(g)
     slots = {"q": G, "k": G, "v": H, "g": 1}
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
+    one_path = batch_invariant and documents is not None
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
     position_T = None if documents is None else documents.position_T
     if S * B:
@@ -81,7 +86,8 @@ def prepare_forward(
             ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             FIRST=first, HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
-            NORMALISE=normalise_qk, num_warps=tile.warps, maxnreg=tile.registers,
+            ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
+            maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     return Prepared(q, k, v, g, beta)
 
@@ -116,9 +122,7 @@ def prepare_backward(
         dv: ``[B, S, H, V]``.
         dg, dbeta: ``[B, S, H]``.
         d_proj: ``[S, B, P]``, written.
-        batch_invariant: let the bits of a packed document not depend on where it lies: one path
-            for tokens near boundaries and far from them, and no fused multiply-add, which a
-            compiler places in one copy of a loop and not in another.
+        batch_invariant: as in :func:`prepare_forward`.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
     """
     S, B, _ = proj.shape

@@ -78,10 +78,10 @@ def _conv_head(
     column, start, S, stride_s, out_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head`, with masks only where they are needed."""
-    if at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
+    """:func:`_walk_head`, with masks only where they are needed (but see ONE_PATH)."""
+    if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * STEPS, W, PACKED):
         _walk_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
             column, start, S, stride_s, out_stride, eps,
@@ -131,7 +131,8 @@ def prepare_forward_kernel(
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, NORMALISE: tl.constexpr,
+    FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """grid (heads, token tiles, B). Slot 0 .. 2G+H-1 is a head; slot 2G+H computes the gates.
 
@@ -146,14 +147,14 @@ def prepare_forward_kernel(
         _conv_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
             slot * K, start, S, stride_s, G * K, eps,
-            K, ROWS, STEPS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, NORMALISE,
+            K, ROWS, STEPS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, ONE_PATH, NORMALISE,
         )  # fmt: skip
     elif slot < 2 * G + H:
         h = slot - 2 * G
         _conv_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, v_ptr + b * S * (H * V) + h * V,
             2 * G * K + h * V, start, S, stride_s, H * V, eps,
-            V, ROWS, STEPS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, False,
+            V, ROWS, STEPS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, ONE_PATH, False,
         )  # fmt: skip
     else:
         _gates(

@@ -45,6 +45,7 @@ def prepare_forward(
     normalise_qk: bool = True,
     eps: float = 1e-6,
     parts: str = "qkvg",
+    batch_invariant: bool = False,
 ) -> Prepared:
     """As :func:`.prepare.prepare_forward`, differentiable."""
     wide = torch.promote_types(proj.dtype, torch.float32)

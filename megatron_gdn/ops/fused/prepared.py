@@ -40,7 +40,7 @@ class Preparation(Protocol):
 
     def prepare_forward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        *, documents, normalise_qk, eps=..., parts=...,
+        *, documents, normalise_qk, eps=..., parts=..., batch_invariant=...,
     ) -> Prepared: ...  # fmt: skip
 
     def prepare_backward(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 import torch.utils.deterministic
+
+_lock = Lock()
+_inside, _kept = 0, True
 
 
 @contextmanager
@@ -22,10 +26,17 @@ def unfilled_memory() -> Iterator[None]:
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
+    global _inside, _kept
     settings = torch.utils.deterministic
-    kept = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
+    with _lock:  # the setting is the process's, and backward passes run in threads of their own
+        if _inside == 0:
+            _kept = settings.fill_uninitialized_memory
+            settings.fill_uninitialized_memory = False
+        _inside += 1
     try:
         yield
     finally:
-        settings.fill_uninitialized_memory = kept
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                settings.fill_uninitialized_memory = _kept

@@ -51,7 +51,7 @@ def test_the_reference_may_always_be_asked_for(deterministic):
 
 
 KNOWN = Repeatable(
-    "flash_qla", (9, 0), "flash-qla", "0.1.3", (torch.bfloat16,), (1, 2), "200 repeats were equal"
+    "flash_qla", (9, 0), {"flash-qla": "0.1.3"}, (torch.bfloat16,), (1, 2), "200 repeats were equal"
 )
 
 
@@ -80,7 +80,7 @@ def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant
     ("change", "dtype", "sizes"),
     [
         ({"capability": (10, 0)}, torch.bfloat16, SIZES),
-        ({"version": "0.1.4"}, torch.bfloat16, SIZES),
+        ({"versions": {"flash-qla": "0.1.4"}}, torch.bfloat16, SIZES),
         ({}, torch.float16, SIZES),
         ({}, torch.bfloat16, HeadSizes(16, 64, 128, 128)),
     ],

@@ -33,9 +33,10 @@ class FlashQlaCore:
     -10 is taken to forget what entered it (e^-10 = 4.5e-5, a hundredth of a bf16 rounding).
 
     Args:
-        batch_invariant: cut a sequence by its own length and the number of heads alone, and run
-            every batch through the same kernels, so that the bits of a sequence do not depend on
-            its neighbours or its place. By default FlashQLA's cost model cuts for the whole batch,
+        batch_invariant: cut a sequence by its own length and the number of heads alone, so that
+            its bits do not depend on its neighbours or its place. (FlashQLA still picks how many
+            value columns a block computes by the size of the batch; a column's sums do not depend
+            on that, which is tested.) By default FlashQLA's cost model cuts for the whole batch,
             which is faster where long and short sequences share it.
     """
 

@@ -21,8 +21,7 @@ class Repeatable(NamedTuple):
 
     backend: str
     capability: tuple[int, int]
-    package: str
-    version: str
+    versions: dict[str, str]  # of the packages that hold and compile the kernels
     dtypes: tuple[torch.dtype, ...]
     value_heads_per_key_head: tuple[int, ...]
     evidence: str  # said in the log
@@ -30,7 +29,8 @@ class Repeatable(NamedTuple):
 
 REPEATABLE: tuple[Repeatable, ...] = (
     Repeatable(
-        "flash_qla", (9, 0), "flash-qla", "0.1.3", (torch.bfloat16,), (1, 2, 4),
+        "flash_qla", (9, 0), {"flash-qla": "0.1.3", "tilelang": "0.1.15"}, (torch.bfloat16,),
+        (1, 2, 4),
         "2 x 200 repeats of 8192 tokens were equal on an H200",
     ),
 )  # fmt: skip
@@ -45,7 +45,7 @@ def why_not_repeatable(
         return None
     return (
         f"{backend} was not tested for repeatability with {dtype}, {sizes.key_heads} key and "
-        f"{sizes.value_heads} value heads on this GPU with the installed version"
+        f"{sizes.value_heads} value heads on this GPU with the installed versions"
     )
 
 
@@ -60,7 +60,7 @@ def find_repeatable(
     for known in REPEATABLE:
         if (
             (known.backend, known.capability) == (backend, capability)
-            and installed_version(known.package) == known.version
+            and all(installed_version(name) == v for name, v in known.versions.items())
             and dtype in known.dtypes
             and ratio in known.value_heads_per_key_head
         ):

@@ -38,8 +38,9 @@ def case(request, device):
 @pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
 def test_forward_equals_the_twin(case, tile):
     got = prepare.prepare_forward(
-        case.proj, *case.parameters, case.sizes, documents=case.documents, tile=tile
-    )
+        case.proj, *case.parameters, case.sizes,
+        documents=case.documents, batch_invariant=tile is not None, tile=tile,
+    )  # fmt: skip
     twin = case.double()
     exact = prepare_torch.prepare_forward(
         twin.proj, *twin.parameters, twin.sizes, documents=twin.documents
