@@ -95,7 +95,7 @@ class Chunkwise:
         return local_indices(lengths, self.size, self._group.rank(), self._layout)
 
     def split(self, proj_sBP: Tensor, documents: Documents | None) -> SplitMicroBatch:
-        """How these rows are pieces of sequences; cached by the documents' lengths.
+        """How these rows are pieces of sequences; cached by the documents' identity.
 
         Raises:
             ValueError: a length that the layout cannot cut.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..ops import Documents
 from ..ops.fused.prepared import Preparation, Prepared, PreparedGrads
+from ..ops.host_tables import to_device
 from .affine import exchange_rows
 from .pieces import pieces_of
 from .rows import EvenRows, Rows, put, rows_at, stretches, take, zero
@@ -39,14 +40,12 @@ class HaloTable:
     Attributes:
         send_rows: local rows that others (or this rank's own later pieces) need, by receiver.
         send_counts, receive_counts: messages by rank.
-        received_slots: ``[R]``, place in the small buffer of each received row.
-        redone_rows, redone_slots: local rows that are done again, and their places there.
         edges: the small buffer's documents; None when this rank has nothing to do again.
         gradient_rows: local rows that a gradient from the small buffers belongs to.
         gradient_sources: ``[rows, most]``, the rows of [small buffer | returned | a zero row] that
             add up to it.
-        received_at, redone_at, again_at: ``received_slots``, ``redone_rows`` and ``redone_slots``
-            as :mod:`.rows` has them.
+        received_at: places in the small buffer of the received rows.
+        redone_at, again_at: local rows that are done again, and their places in the small buffer.
         sent_from: ``send_rows`` as the starts and widths of a few stretches, where no row gets
             more than one gradient; else None.
     """
@@ -54,9 +53,6 @@ class HaloTable:
     send_rows: Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
-    received_slots: Tensor
-    redone_rows: Tensor
-    redone_slots: Tensor
     edges: Documents | None
     gradient_rows: Tensor
     gradient_sources: Tensor
@@ -113,15 +109,12 @@ def halo_table(
     if len(mine):
         edges = Documents((0, *edge_length.cumsum(0).tolist()), device)
     return HaloTable(
-        send_rows=row[sent].to(device),
+        send_rows=to_device(row[sent], device),
         send_counts=tuple(taker[sent].bincount(minlength=cp_size).tolist()),
         receive_counts=tuple(giver[taken].bincount(minlength=cp_size).tolist()),
-        received_slots=halo_slots[by_giver].to(device),
-        redone_rows=redone_rows.to(device),
-        redone_slots=redone_slots.to(device),
         edges=edges,
-        gradient_rows=rows.to(device),
-        gradient_sources=sources.to(device),
+        gradient_rows=to_device(rows, device),
+        gradient_sources=to_device(sources, device),
         received_at=rows_at(halo_slots[by_giver], device),
         redone_at=rows_at(redone_rows, device),
         again_at=rows_at(redone_slots, device),

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..dims import GDNDims
 from ..ops import Documents
 from ..ops.fused.shares import HeadShares
+from ..ops.host_tables import to_device
 from .exchange import Exchange, limits, to_heads, to_sequence
 from .route import positions
 from .zigzag import SequenceLayout
@@ -171,20 +172,19 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
-        ctx.shape = param.shape
-        ctx.save_for_backward(rows)
+        # Kept on ctx: the table is shared, and one made in inference mode could not be saved.
+        ctx.shape, ctx.rows = param.shape, rows
         return param.index_select(0, rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (rows,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).index_copy_(0, rows, grad), None
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rows, grad), None
 
 
 @lru_cache(maxsize=16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
-    return torch.tensor([row for rows in columns for row in rows]).to(device)
+    return to_device(torch.tensor([row for rows in columns for row in rows]), device)
 
 
 class SingleRank:

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from ..ops.host_tables import to_device
 from .zigzag import SequenceLayout, inverse, rank_order_of_sequence
 
 
@@ -81,13 +82,6 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     return order.view(cp_size, -1)
 
 
-def _to(device: torch.device, table: Tensor) -> Tensor:
-    """On ``device`` without waiting for it."""
-    if device.type != "cuda":
-        return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
-
-
 @lru_cache(maxsize=16)
 def route(
     lengths: Sequence[int],
@@ -118,5 +112,7 @@ def route(
         part_Rs = table_Rs[:, start:stop]
         place_Rs = part_Rs.to(torch.int32)
         own, others = place_Rs[cp_rank].contiguous(), place_Rs[peers].flatten()
-        made.append(Wave(slice(start, stop), _to(device, own), _to(device, others), part_Rs))
+        made.append(
+            Wave(slice(start, stop), to_device(own, device), to_device(others, device), part_Rs)
+        )
     return tuple(made)

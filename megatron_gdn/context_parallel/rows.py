@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.host_tables import to_device
+
 
 class EvenRows(NamedTuple):
     """``count`` stretches of ``width`` rows whose starts are ``step`` apart."""
@@ -51,7 +53,7 @@ def rows_at(index: Tensor, device: torch.device) -> Rows:
         evenly = all(b - a == step for a, b in zip(starts, starts[1:], strict=False))
         if step > 0 and evenly and len(set(widths)) == 1:
             return EvenRows(starts[0], step, len(runs), widths[0])
-    return index.to(device)
+    return to_device(index, device)
 
 
 def take(x: Tensor, rows: Rows, dim: int) -> Tensor:

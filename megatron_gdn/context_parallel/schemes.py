@@ -20,6 +20,8 @@ from .zigzag import SequenceLayout
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
+_MOST_GROUPS = 16  # kept at a time; each holds the tables of some micro-batches
+
 Scheme = SingleRank | Headwise | Chunkwise
 
 
@@ -59,6 +61,9 @@ class ContextParallel:
     def _over(self, group: Any) -> dict[LinearCpMode, Scheme]:
         """The schemes that can run over a group."""
         if group not in self._schemes:
+            if len(self._schemes) >= _MOST_GROUPS:
+                oldest = next(g for g in self._schemes if g is not self._group)
+                del self._schemes[oldest]
             self._schemes[group] = self._make(group)
         return self._schemes[group]
 
@@ -75,7 +80,9 @@ class ContextParallel:
                     raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
                 refusal = error
         if self._mode is not LinearCpMode.HEADWISE and can_pass_states(self._core):
-            made[LinearCpMode.CHUNKWISE] = Chunkwise(self._dims, group, self._layout)
+            # One way for maps to travel, whatever is packed: another adds in another order.
+            exchange = "share" if self._core.batch_invariant else None
+            made[LinearCpMode.CHUNKWISE] = Chunkwise(self._dims, group, self._layout, exchange)
         if not made:
             why = "" if refusal is None else f" Headwise cannot run either: {refusal}"
             raise NotImplementedError(

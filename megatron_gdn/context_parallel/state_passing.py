@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..ops import Documents
 from ..ops.fused.cores.base import RuleGrads, RuleInputs, StatePassing, Transition
+from ..ops.host_tables import to_device
 from .affine import Nodes, pack
 from .pieces import pieces_of
 from .zigzag import SequenceLayout
@@ -104,12 +105,12 @@ def state_table(
         shift = torch.arange(rows).view(1, rows, 1) * N
         x = (x.view(h, 1, chains) + shift).flatten()
         every = torch.arange(rows * N)
-        return None if torch.equal(x, every) else x.to(device)
+        return None if torch.equal(x, every) else to_device(x, device)
 
     def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
         if (x | exempt).all():
             return None
-        return per_row(x).view(-1, 1, 1, 1).to(device=device, dtype=torch.float32)
+        return to_device(per_row(x).view(-1, 1, 1, 1).contiguous(), device)
 
     leavers, leaving = None, pieces.length[mine][last]
     if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
@@ -118,7 +119,7 @@ def state_table(
             torch.arange(b, b + n) for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
         ]
         leavers = (
-            torch.cat(tokens).to(device),
+            to_device(torch.cat(tokens), device),
             Documents((0, *leaving.cumsum(0).tolist()), device),
         )
     ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
@@ -137,7 +138,8 @@ def state_table(
 
 def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
     x = x_N if index is None else x_N.index_select(0, index)
-    return x if mask is None else x * mask
+    # Not a product: what does not pass must not pass as NaN either.
+    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
 def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
@@ -154,7 +156,8 @@ class StatePassingCore:
     Args:
         core: able to pass states.
         table: between which pieces they travel.
-        exchange: :func:`.affine.gather_and_fold` or :func:`.affine.prefix_scan`.
+        exchange: :func:`.affine.gather_and_fold`, :func:`.affine.share_and_fold` or
+            :func:`.affine.prefix_scan`.
         group: the ranks that hold the pieces.
     """
 

@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .host_tables import to_device
+
 # Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the chip, and to
 # keep the host ahead of it. Not a power of two: lengths that are, cut into documents, make a few
 # chunks more than a power of two, and would fill up almost one group more than uncut.
@@ -148,10 +150,8 @@ def _build(
         groups.append(
             ChunkGroup(
                 slots=slots,
-                token=slice(first, last + 1)
-                if full
-                else token[slots].to(device, non_blocking=True),
-                empty=None if full else empty[slots].to(device, non_blocking=True),
+                token=slice(first, last + 1) if full else to_device(token[slots], device),
+                empty=None if full else to_device(empty[slots], device),
                 begins=first_chunks,
                 ends=last_chunks,
                 begin_index=_index(first_chunks, device),
@@ -161,6 +161,4 @@ def _build(
         )
     slot = torch.arange(padded * C)[~empty]
     identity = len(slot) == total == padded * C
-    return ChunkTable(
-        C, len(lengths), tuple(groups), None if identity else slot.to(device, non_blocking=True)
-    )
+    return ChunkTable(C, len(lengths), tuple(groups), None if identity else to_device(slot, device))

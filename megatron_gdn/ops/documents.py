@@ -12,6 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .host_tables import to_device
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -110,7 +112,7 @@ class Documents:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """:attr:`cu_seqlens_cpu` on the device, for kernels."""
-        return self.cu_seqlens_cpu.to(self.device)
+        return to_device(self.cu_seqlens_cpu, self.device)
 
     @cached_property
     def position_T(self) -> Tensor:
@@ -118,4 +120,4 @@ class Documents:
         length_N = torch.tensor(self.lengths)
         start_T = (length_N.cumsum(0) - length_N).repeat_interleave(length_N)
         position_T = torch.arange(self.total_tokens) - start_T
-        return position_T.to(torch.int32).to(self.device)
+        return to_device(position_T.to(torch.int32), self.device)

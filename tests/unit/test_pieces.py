@@ -11,6 +11,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.halo import halo_table
 from megatron_gdn.context_parallel.pieces import pieces_of
+from megatron_gdn.context_parallel.rows import put, take
 from megatron_gdn.context_parallel.state_passing import _put, _take, chain_nodes, state_table
 
 CPU = torch.device("cpu")
@@ -78,8 +79,9 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         assert len(received[rank]) == sum(table.receive_counts)
         edges = 0 if table.edges is None else table.edges.total_tokens
         stream = torch.full((edges,), -1)
-        stream[table.received_slots] = received[rank]
-        stream[table.redone_slots] = held[rank][table.redone_rows]
+        put(stream, table.received_at, 0, received[rank])
+        again = take(held[rank], table.redone_at, 0)
+        put(stream, table.again_at, 0, again)
         # Each small document: up to taps - 1 rows, then the piece's first ones, without a gap.
         starts, needed = [], []
         for piece in pieces_of(*cut).held_by(rank).tolist():
@@ -91,12 +93,12 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
                 starts.append(len(needed[-1]))
         assert torch.equal(stream, torch.cat([*needed, stream[:0]]))
         assert starts == ([] if table.edges is None else list(table.edges.lengths))
-        assert (position[held[rank][table.redone_rows]] > 0).all()
+        assert (position[again] > 0).all()
 
         gradient = torch.rand(edges, dtype=torch.float64)
         expected.index_add_(0, stream, gradient)
         gradients.append(gradient)
-        returning.append(gradient[table.received_slots])
+        returning.append(take(gradient, table.received_at, 0))
     returned = played_out(returning, [t.receive_counts for t in tables], cp)
     total = torch.zeros(sum(lengths), dtype=torch.float64)
     for rank, table in enumerate(tables):
