@@ -82,7 +82,9 @@ class ContextParallel:
         if self._mode is not LinearCpMode.HEADWISE and can_pass_states(self._core):
             # One way for maps to travel, whatever is packed: another adds in another order.
             exchange = "share" if self._core.batch_invariant else None
-            made[LinearCpMode.CHUNKWISE] = Chunkwise(self._dims, group, self._layout, exchange)
+            made[LinearCpMode.CHUNKWISE] = Chunkwise(
+                self._dims, group, self._layout, exchange=exchange
+            )
         if not made:
             why = "" if refusal is None else f" Headwise cannot run either: {refusal}"
             raise NotImplementedError(

@@ -1,6 +1,5 @@
 """Run on every rank by the tests beside this file: one layer, whole and in parallel."""
 
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -17,6 +16,15 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices, schemes
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
+
+
+def by_way_of(exchange: str | None):
+    """``Chunkwise`` whose maps travel that way whatever it is asked for; None lets it be."""
+
+    def make(*args, **options):
+        return Chunkwise(*args, **(options if exchange is None else {"exchange": exchange}))
+
+    return make
 
 
 def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:
@@ -106,7 +114,7 @@ def parallel_equals_one_rank(
             cp=group_of_one() if own_cp_group else cp_group,
         )
         config.linear_cp_mode = config_mode
-        with patch.object(schemes, "Chunkwise", partial(Chunkwise, exchange=exchange)):
+        with patch.object(schemes, "Chunkwise", by_way_of(exchange)):
             layer = build_layer(config, groups, {**options, "cp_layout": layout})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
