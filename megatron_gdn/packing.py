@@ -45,6 +45,9 @@ def resolve_packed_seq_params(
         params.cu_seqlens_kv_padded,
         params.cu_seqlens_kv,
     )
+    if any(source is not None and source.is_inference() for source in sources):
+        # Whether such a tensor was written to since cannot be known, so nothing is remembered.
+        return _resolve(*sources, total_tokens, device)
     versions = tuple(None if source is None else source._version for source in sources)
     known = params.__dict__.get(_RESOLVED)
     if known is not None:

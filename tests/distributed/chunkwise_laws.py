@@ -72,6 +72,18 @@ def two_runs_are_bitwise_equal(cp: int, lengths: tuple[int, ...] | None) -> None
         assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
+def trains_after_inference_mode(cp: int, mode: str) -> None:
+    """Tables that an evaluation made under ``torch.inference_mode`` serve training too."""
+    with parallel(cp=cp):
+        layer = _layer(cp, linear_cp_mode=mode, sizes={})
+        x = torch.randn(24, 1, layer.hidden_size)
+        with torch.inference_mode():
+            layer(x, None, packed_seq_params=thd((16, 32)))
+        out, _ = layer(x, None, packed_seq_params=thd((16, 32)))
+        grads = torch.autograd.grad(out.sum(), list(layer.parameters()))
+        assert all(grad.isfinite().all() for grad in grads)
+
+
 def no_exchange_where_no_document_is_cut() -> None:
     """Documents that end where ranks do: chunkwise sends nothing at all."""
     with parallel(cp=2):

@@ -80,6 +80,11 @@ def test_two_runs_are_bitwise_equal(pools, lengths):
     pools(4).run(laws.two_runs_are_bitwise_equal, 4, lengths)
 
 
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_training_works_after_an_evaluation_in_inference_mode(pools, mode):
+    pools(2).run(laws.trains_after_inference_mode, 2, mode)
+
+
 def test_nothing_is_sent_where_no_document_is_cut(pools):
     pools(2).run(laws.no_exchange_where_no_document_is_cut)
 
