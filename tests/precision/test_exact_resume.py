@@ -6,10 +6,15 @@ from tests.precision import exact_resume_laws as laws
 from tests.precision.training import FLOAT16
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [(FLOAT16, "headwise"), (FLOAT16, "chunkwise"), ("fully_reshardable", "headwise")],
+    ("kind", "mode", "packed"),
+    [
+        (FLOAT16, "headwise", True),
+        (FLOAT16, "chunkwise", False),
+        ("fully_reshardable", "headwise", False),
+        ("fully_reshardable", "chunkwise", True),
+    ],
+    ids=lambda value: {True: "packed", False: "batch"}.get(value, value),
 )
 def test_a_resumed_run_has_the_bits_of_one_never_interrupted(pools, tmp_path, kind, mode, packed):
     whole = pools(4).run(laws.train, kind, 2, 2, mode, packed, None)
