@@ -91,7 +91,7 @@ class Chunkwise:
 
     def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""
-        lengths = _lengths(tokens, documents)
+        lengths = Documents.lengths_of(documents, tokens)
         return local_indices(lengths, self.size, self._group.rank(), self._layout)
 
     def split(self, proj_sBP: Tensor, documents: Documents | None) -> SplitMicroBatch:
@@ -105,7 +105,7 @@ class Chunkwise:
     def _make(
         self, documents: Documents | None, tokens: int, rows: int, device: torch.device
     ) -> SplitMicroBatch:
-        lengths = _lengths(tokens * self.size, documents)
+        lengths = Documents.lengths_of(documents, tokens * self.size)
         exchange = self._exchange
         if exchange is None:
             packed = None if documents is None else lengths
@@ -119,10 +119,6 @@ class Chunkwise:
             EXCHANGES[exchange],
             self._group,
         )
-
-
-def _lengths(tokens: int, documents: Documents | None) -> tuple[int, ...]:
-    return (tokens,) if documents is None else documents.lengths
 
 
 @lru_cache(maxsize=16)

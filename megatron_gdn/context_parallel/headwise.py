@@ -246,9 +246,6 @@ class Headwise:
         # By the documents' identity: hashing and adding up many lengths takes longer than a launch.
         self._exchange = lru_cache(maxsize=32)(self._make)
 
-    def _lengths(self, tokens: int, documents: Documents | None) -> tuple[int, ...]:
-        return (tokens,) if documents is None else documents.lengths
-
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
         """``[s, B, P] -> [S, B, p]``, tokens in sequence order, this rank's heads."""
         return to_heads(proj_sBP, self._exchange_of(self._proj, proj_sBP, self.size, documents))
@@ -265,7 +262,7 @@ class Headwise:
         return self._exchange(shares, tokens, batch, rows.dtype, rows.device, documents, limits())
 
     def _make(self, shares, tokens, batch, dtype, device, documents, limits) -> Exchange:
-        lengths = self._lengths(tokens, documents)
+        lengths = Documents.lengths_of(documents, tokens)
         like = torch.empty(1, dtype=dtype, device=device).expand(tokens // self.size, batch, 1)
         return Exchange.of(self._group, shares, lengths, self._layout, like)
 
@@ -293,7 +290,7 @@ class Headwise:
 
     def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""
-        lengths = self._lengths(tokens, documents)
+        lengths = Documents.lengths_of(documents, tokens)
         return positions(lengths, self.size, self._layout)[self._group.rank()]
 
     def split(self, proj_SBP: Tensor, documents: Documents | None) -> None:

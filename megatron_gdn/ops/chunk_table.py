@@ -112,9 +112,8 @@ class ChunkTable:
 def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
     if not sequences:
         return None
-    chunks, numbers = torch.tensor([list(sequences), list(sequences.values())]).to(
-        device, non_blocking=True
-    )
+    table = torch.tensor([list(sequences), list(sequences.values())])
+    chunks, numbers = to_device(table, device)
     return chunks, numbers
 
 

@@ -94,6 +94,11 @@ class Documents:
         offsets = self.offsets
         return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
 
+    @staticmethod
+    def lengths_of(documents: Documents | None, tokens: int) -> tuple[int, ...]:
+        """The lengths of packed documents, or of the one sequence of ``tokens`` there is."""
+        return (tokens,) if documents is None else documents.lengths
+
     @property
     def total_tokens(self) -> int:
         return self.offsets[-1]

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...host_tables import to_device
+
 CHUNK = 64
 # One sequence alone is cut so that its parts times its heads fill about one H200 of 132
 # multiprocessors. A constant, not the count of the GPU at hand: the cut decides rounding.
@@ -83,7 +85,7 @@ class Parts:
         lengths = [end - start for start, end in pairwise(offsets)]
 
         def table(values, dtype=torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         ragged = [[length % CHUNK != 0] for length in lengths]
         chains = tuple(range(a, b) for a, b in pairwise(first))
