@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from layers import DEVICE, our_layer, transformer_config, upstream_layer
+from layers import DEVICE, our_layer, thd, transformer_config, upstream_layer
 from measure import environment, memory_mib, table, time_ms, write_lines
 
 from megatron_gdn import GDNDims
@@ -65,18 +65,6 @@ def arguments() -> argparse.Namespace:
         "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
     )
     return parser.parse_args()
-
-
-def packed(case: Case):
-    if not case.document:
-        return None
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    cu_seqlens = torch.arange(0, case.tokens + 1, case.document, dtype=torch.int32, device=DEVICE)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=case.document, max_seqlen_kv=case.document,
-    )  # fmt: skip
 
 
 def slowest(times: dict[str, float]) -> dict[str, float]:
@@ -141,12 +129,13 @@ def main() -> None:
         lengths = (
             [case.document] * (case.tokens // case.document) if case.document else [case.tokens]
         )
+        offsets = list(range(0, case.tokens + 1, case.document)) if case.document else None
         x = whole[local_indices(lengths, cp, rank)].to(DEVICE).requires_grad_()
         grad = torch.randn_like(x)
         base, truth, state = None, None, None
         for name in args.layers:
             torch.manual_seed(2)
-            layer, params = build(name, args, sizes), packed(case)
+            layer, params = build(name, args, sizes), thd(offsets)
             if state is None:
                 state = layer.state_dict()
             layer.load_state_dict(state)

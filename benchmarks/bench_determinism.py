@@ -25,7 +25,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as often set for Megatron, queues streams up
 
 import torch  # noqa: E402
-from layers import DEVICE, our_layer, start_megatron, upstream_layer  # noqa: E402
+from layers import DEVICE, our_layer, start_megatron, thd, upstream_layer  # noqa: E402
 from measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
 
 from megatron_gdn.context_parallel import SingleRank  # noqa: E402
@@ -86,17 +86,6 @@ def build(backend: str, ratio: int, args):
     return our_layer(args.hidden, sizes, name, deterministic=deterministic), deterministic
 
 
-def packed(offsets: list[int]):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-    longest = max(b - a for a, b in zip(offsets, offsets[1:], strict=False))
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
-
-
 def normal(*shape: int, seed: int) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=DEVICE).bfloat16()
@@ -116,7 +105,7 @@ def repeats_in_one_process(index: int, args, cases):
         layer, deterministic = build(backend, ratio, args)
         tokens = sum(lengths(args))
         x = normal(tokens, 1, args.hidden, seed=1)
-        params = packed(offsets_of(lengths(args))) if layout == "thd" else None
+        params = thd(offsets_of(lengths(args))) if layout == "thd" else None
         run = forward_backward(
             layer, x, normal(tokens, 1, args.hidden, seed=2),
             attention_mask=None, packed_seq_params=params,
@@ -173,7 +162,7 @@ def neighbours(args) -> None:
 
             def through_layer(x, offsets, d_out, layer=layer):
                 return forward_backward(
-                    layer, x, d_out, attention_mask=None, packed_seq_params=packed(offsets)
+                    layer, x, d_out, attention_mask=None, packed_seq_params=thd(offsets)
                 )()
 
             def through_mixer(x, offsets, d_out, layer=layer, scheme=scheme):
@@ -214,7 +203,7 @@ def cost(args) -> None:
     tokens = sum(lengths(args))
     x = normal(tokens, 1, args.hidden, seed=1).requires_grad_()
     grad = normal(tokens, 1, args.hidden, seed=2)
-    thd = packed(offsets_of(lengths(args)))
+    documents = thd(offsets_of(lengths(args)))
     wanted = {
         "fast": ("flash_qla", False, False),
         "deterministic": ("flash_qla", True, False),
@@ -238,7 +227,7 @@ def cost(args) -> None:
                 continue  # refused there
 
             def forward(layer=layer, layout=layout):
-                return layer(x, None, packed_seq_params=thd if layout == "thd" else None)[0]
+                return layer(x, None, packed_seq_params=documents if layout == "thd" else None)[0]
 
             def both(layer=layer, forward=forward):
                 x.grad = None

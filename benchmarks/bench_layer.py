@@ -16,7 +16,7 @@ import sys
 import time
 
 import torch
-from layers import CASES, Case, our_layer, packed_params, start_megatron
+from layers import CASES, Case, our_layer, start_megatron, thd
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 
@@ -70,7 +70,7 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
     documents = None
     if offsets is not None:
         documents = Documents.from_cu_seqlens(offsets, case.tokens, device="cuda")
-    packed = packed_params(case)
+    packed = thd(case.offsets())
     runs, modules = {}, {}
     for name in layers:
         if name == "upstream":

@@ -137,10 +137,10 @@ def our_layer(
     return layer.to(DEVICE).bfloat16()
 
 
-def packed_params(case: Case):
+def thd(offsets: list[int] | None):
+    """Megatron's description of documents between these offsets; None for an unpacked batch."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    offsets = case.offsets()
     if offsets is None:
         return None
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)

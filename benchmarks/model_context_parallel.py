@@ -8,8 +8,7 @@ forward + backward, of one rank with s tokens of one sequence, cp ranks:
     layer      s * token                                         the layer on one GPU
     wire       2 * bytes received / bandwidth                    the backward sends as much again
     headwise   layer + wire((cp - 1) / cp * s * (P + H V) * 2) * passes
-    chunkwise  layer + states + s * halo-free work on maps
-               + wire(exchange) + 2 * steps * step               see context_parallel/choice.py
+    chunkwise  layer + states + wire(exchange) + 2 * steps * step
 
 ``exchange`` and ``steps`` are those of gather, share or scan, whichever is the least. Up to a
 node's GPUs bytes go over NVLink; of more ranks, the share that leaves the node goes over a network
