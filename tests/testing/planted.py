@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_gdn.ops import Documents
 from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.testing import check_repeats, forward_backward
+from megatron_gdn.testing import check_repeats, forward_backward, poison_free_memory
 
 # Heads in multiples of 32: on the CPU torch computes exp, rsqrt and the like in vectors, and the
 # last few elements of a tensor otherwise, to other bits. This way every token fills whole vectors.
@@ -73,6 +73,18 @@ def reads_what_it_never_wrote():
     buffer = torch.empty(4096)
     buffer[::2] = 1.0
     return {"sum": torch.ones(8), "buffer": buffer}
+
+
+def check_unwritten():
+    return check_repeats(reads_what_it_never_wrote, 20)
+
+
+def share_of_nan_after_poison() -> list[float]:
+    seen = []
+    for round in range(4):
+        assert poison_free_memory("cpu", round) > 1 << 20
+        seen.append(torch.empty(1 << 14).isnan().float().mean().item())
+    return seen
 
 
 def check_mixer(index: int, repeats: int):
