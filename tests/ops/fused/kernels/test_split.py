@@ -21,9 +21,14 @@ def ranks():
     pool.stop()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("layout", "lengths"), [("zigzag", None), ("zigzag", (4, 12, 4)), ("contiguous", (3, 1, 16))]
+    ("layout", "lengths", "dtype"),
+    [
+        ("zigzag", None, torch.float32),
+        ("zigzag", (4, 12, 4), torch.float16),
+        ("contiguous", (3, 1, 16), torch.float16),
+        ("contiguous", (3, 1, 16), torch.float32),
+    ],
 )
 def test_kernels_over_pieces_are_as_exact_as_their_twins(ranks, layout, lengths, dtype):
     for errors in ranks.run(kernels_equal_their_twins_over_pieces, layout, lengths, dtype):
