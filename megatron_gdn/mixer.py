@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from .context_parallel import Scheme
 from .local_norm import TorchRMSNorm
+from .observe import log_once
 from .ops import Documents
 from .ops.fused import Core, GatedNorm, HeadSizes, gated_delta_mixer
-from .ops.fused.recompute import RefilledOutput
+from .ops.fused.recompute import RefilledOutput, saved_tensors_are_hooked
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
@@ -70,7 +71,8 @@ class Mixer:
         core: implementation of the delta rule.
         fuse_norm: compute the layer's ``out_norm``, a plain RMSNorm, in here.
         recompute_norm: drop the normed output after the forward and compute it again for out_proj's
-            backward.
+            backward; not where saved-tensor hooks keep it (a checkpoint around the layer, an
+            offload).
         recompute_qkv: drop q, k and v and compute them again in the backward.
     """
 
@@ -94,6 +96,12 @@ class Mixer:
             output, which frees what the backward will compute again.
         """
         recompute_norm = self.recompute_norm and layer.training
+        if recompute_norm and saved_tensors_are_hooked():
+            log_once(
+                "GatedDeltaNet: recompute_norm_out drops nothing where saved-tensor hooks are on "
+                "(a checkpoint with use_reentrant=False, an offload): they keep what is saved."
+            )
+            recompute_norm = False
         # Where out_proj reads what came through an exchange, that is what is dropped.
         norm_here = self.fuse_norm and not (recompute_norm and scheme.moves_rows)
         refilled = RefilledOutput() if recompute_norm and norm_here else None

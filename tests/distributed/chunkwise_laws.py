@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import SequenceLayout, observe
 from megatron_gdn.context_parallel import local_indices
@@ -82,6 +83,32 @@ def trains_after_inference_mode(cp: int, mode: str) -> None:
         out, _ = layer(x, None, packed_seq_params=thd((16, 32)))
         grads = torch.autograd.grad(out.sum(), list(layer.parameters()))
         assert all(grad.isfinite().all() for grad in grads)
+
+
+def recomputing_the_norm_inside_a_checkpoint_changes_nothing(cp: int, mode: str) -> None:
+    """``recompute_norm_out`` in a block that a checkpoint of either kind computes again."""
+    with parallel(cp=cp):
+        layer = _layer(cp, linear_cp_mode=mode, recompute_norm_out=True)
+        randomise_(layer)
+        x = torch.randn(48 // cp, 1, layer.hidden_size)
+
+        def grads(reentrant: bool | None) -> list[torch.Tensor]:
+            leaf = x.clone().requires_grad_()
+            layer.zero_grad()
+
+            def block(x):
+                return layer(x, None, packed_seq_params=thd((16, 32)))[0].tanh()
+
+            if reentrant is None:
+                out = block(leaf)
+            else:
+                out = checkpoint(block, leaf, use_reentrant=reentrant)
+            out.square().sum().backward()
+            return [leaf.grad, *(p.grad for p in layer.parameters())]
+
+        plain = grads(None)
+        for reentrant in (True, False):
+            assert all(torch.equal(a, b) for a, b in zip(grads(reentrant), plain, strict=True))
 
 
 def no_exchange_where_no_document_is_cut() -> None:

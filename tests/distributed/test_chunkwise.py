@@ -85,6 +85,11 @@ def test_training_works_after_an_evaluation_in_inference_mode(pools, mode):
     pools(2).run(laws.trains_after_inference_mode, 2, mode)
 
 
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_recomputing_the_norm_works_inside_checkpoints(pools, mode):
+    pools(2).run(laws.recomputing_the_norm_inside_a_checkpoint_changes_nothing, 2, mode)
+
+
 def test_nothing_is_sent_where_no_document_is_cut(pools):
     pools(2).run(laws.no_exchange_where_no_document_is_cut)
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import causal_conv1d, observe, torch_chunk_gated_delta_rule
 from megatron_gdn.local_norm import TorchRMSNorm
@@ -124,6 +125,28 @@ def test_recomputing_changes_no_bit(options):
         out.square().sum().backward()
         results.append([out, x_in.grad, *(p.grad for p in layer.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused norm", "norm as a module"])
+def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused, caplog):
+    observe.log_once.cache_clear()
+    layer = build(recompute_norm_out=True)
+    layer.mixer.fuse_norm = fused
+    x = torch.randn(9, 2, 24)
+
+    def grads(run):
+        layer.zero_grad()
+        x_in = x.clone().requires_grad_()
+        run(lambda x: layer(x, None)[0].tanh(), x_in).square().sum().backward()
+        return [x_in.grad, *(p.grad for p in layer.parameters())]
+
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.observe"):
+        plain = grads(lambda block, x: block(x))
+        assert not any("recompute" in r.message for r in caplog.records)
+        again = grads(lambda block, x: checkpoint(block, x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    said = [r.message for r in caplog.records if "recompute" in r.message]
+    assert len(said) == 1 and "saved-tensor hooks" in said[0]
 
 
 def test_an_output_norm_of_another_kind_is_called_as_a_module():

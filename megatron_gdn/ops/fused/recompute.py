@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether somebody else keeps what autograd saves now, by ``saved_tensors_hooks``.
+
+    A checkpoint (``use_reentrant=False``) keeps nothing, or what it computed again; an offload
+    keeps a copy that it may not have taken yet. Neither asks for a tensor through the graph that
+    would fill it, so nothing may be dropped that is saved under such hooks.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class RefilledOutput:
@@ -17,6 +28,8 @@ class RefilledOutput:
         mixed = gated_delta_mixer(..., refilled=refilled)
         out = out_proj(mixed)
         refilled.drop_until_backward_of(out)
+
+    Where :func:`saved_tensors_are_hooked` nothing is dropped.
     """
 
     def __init__(self) -> None:
@@ -25,16 +38,18 @@ class RefilledOutput:
 
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
         """Called by the mixer: ``refill(x)`` writes the same bits as ``output`` into x."""
-        self._output, self._refill = output.detach(), refill
+        if not saved_tensors_are_hooked():
+            self._output, self._refill = output.detach(), refill
 
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the storage now; fill it again once the gradient of ``out`` is known.
 
         Does nothing when ``out`` needs no gradient: the storage is then freed with its last user.
         """
-        if self._output is None or not out.requires_grad:
-            return
         output, refill = self._output, self._refill
+        self._output = self._refill = None
+        if output is None or not out.requires_grad or saved_tensors_are_hooked():
+            return
         storage = output.untyped_storage()
         size = storage.nbytes()
 
@@ -45,4 +60,3 @@ class RefilledOutput:
 
         storage.resize_(0)
         out.register_hook(fill_again)
-        self._output = self._refill = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.documents import Documents
@@ -155,6 +157,60 @@ def test_a_dropped_output_is_filled_again_for_the_reader_of_it():
         return grads
 
     for a, b in zip(run(None), run(RefilledOutput()), strict=True):
+        assert torch.equal(a, b)
+
+
+class _LateCopies:
+    """An asynchronous offload: what autograd saves is copied some time after it was handed over."""
+
+    def __init__(self) -> None:
+        self.boxes = []
+
+    def pack(self, x):
+        self.boxes.append([x, None])
+        return self.boxes[-1]
+
+    def transfer(self) -> None:
+        for box in self.boxes:
+            box[1] = box[0].detach().clone()
+            box[0] = None
+
+    @staticmethod
+    def unpack(box):
+        return box[1]
+
+
+@pytest.mark.parametrize("keeper", ["checkpoint", "offload"])
+def test_an_output_that_others_keep_is_not_dropped(keeper):
+    sizes = HeadSizes(1, 2, 4, 6)
+    weight = torch.randn(12, 12, dtype=torch.float64, requires_grad=True)
+
+    def block(refill, *tensors):
+        *tensors, gamma = tensors
+        refilled = RefilledOutput() if refill else None
+        mixed = gated_delta_mixer(
+            *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma), refilled=refilled
+        )
+        out, storage = mixed @ weight, mixed.untyped_storage()
+        if refilled is not None:
+            refilled.drop_until_backward_of(out)
+            assert storage.nbytes() > 0
+        return out.sin()
+
+    def run(refill, kept_by):
+        leaves, _ = make_inputs(sizes, S=9, B=2)
+        if kept_by == "checkpoint":
+            out = checkpoint(block, refill, *leaves, use_reentrant=False)
+        elif kept_by == "offload":
+            late = _LateCopies()
+            with saved_tensors_hooks(late.pack, late.unpack):
+                out = block(refill, *leaves)
+            late.transfer()
+        else:
+            out = block(refill, *leaves)
+        return gradients(out, [weight, *leaves])
+
+    for a, b in zip(run(False, None), run(True, keeper), strict=True):
         assert torch.equal(a, b)
 
 
