@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.fused.cores.fla import parts_of
 from megatron_gdn.ops.fused.cores.fold import (
     compose,
     entering_states,
@@ -42,6 +43,21 @@ def test_the_cut_of_a_sequence_depends_on_its_length_alone(length, heads):
     assert [x - 9000 for x in among if 9000 <= x <= 9000 + length] == alone
     assert all((x - alone[0]) % CHUNK == 0 for x in alone[:-1])
     assert len(alone) - 1 <= max(1, FULL_GPU // heads)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (32, 256), (1, 128)])
+def test_no_part_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, dim):
+    tokens = 2**22
+    narrow, wide = (torch.empty(1).expand(1, tokens, heads, size) for size in (8, dim))
+    by_length = parts_by_length([0, tokens], heads)[1]
+    assert (by_length * heads * dim > 2**31) == (heads > 1), "the cases that are and are not cut"
+    for k, v in ((narrow, wide), (wide, narrow)):
+        offsets = parts_of(RuleInputs(k, k, v, None, None), None).offsets.tolist()
+        step = offsets[1]
+        assert offsets == [*range(0, tokens, step), tokens] and step % CHUNK == 0
+        assert step * heads * dim <= 2**31
+        # No shorter than it must be: a sequence that fits is cut as for the other cores.
+        assert step == by_length or (step + CHUNK) * heads * dim > 2**31
 
 
 def test_tables_of_parts():

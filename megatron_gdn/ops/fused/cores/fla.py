@@ -65,16 +65,21 @@ def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
 
 
 @lru_cache(maxsize=64)
-def _parts(sequences: tuple[int, ...], value_heads: int, device: torch.device) -> Parts:
-    return Parts.build(sequences, parts_by_length(sequences, value_heads), device)
+def _parts(
+    sequences: tuple[int, ...], value_heads: int, longest: int, device: torch.device
+) -> Parts:
+    return Parts.build(sequences, parts_by_length(sequences, value_heads, longest), device)
 
 
-def _parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
-    rows, tokens, H, _ = inputs.v.shape
-    offsets = tuple(row * tokens for row in range(rows + 1))
-    if documents is not None:
-        offsets = tuple(documents.cu_seqlens_cpu.tolist())
-    return _parts(offsets, H, inputs.v.device)
+def parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
+    """The parts whose maps fla computes, whose kernel counts elements within one in 32 bits."""
+    (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
+    if documents is None:
+        sequences = tuple(row * tokens for row in range(rows + 1))
+    else:
+        sequences = documents.filled_offsets
+    longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
+    return _parts(sequences, H, longest, inputs.v.device)
 
 
 class _Work(NamedTuple):
@@ -93,7 +98,7 @@ class FlaCore:
     def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition:
         from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 
-        boundaries, parts = _boundaries(documents), _parts_of(inputs, documents)
+        boundaries, parts = _boundaries(documents), parts_of(inputs, documents)
         stages = _stages()
         with torch.no_grad():
             g_sum = stages.chunk_local_cumsum(

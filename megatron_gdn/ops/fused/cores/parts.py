@@ -114,12 +114,15 @@ class Parts:
         )
 
 
-def parts_by_length(sequences: Sequence[int], value_heads: int) -> list[int]:
+def parts_by_length(
+    sequences: Sequence[int], value_heads: int, longest: int | None = None
+) -> list[int]:
     """Part offsets where the cut of a sequence depends on its length and the heads alone.
 
     A sequence alone is cut into as many parts as fill a GPU of 128 multiprocessors; parts shorter
     than 32 chunks (fewer where heads are so few that even more parts leave the GPU empty) are not
-    worth their cost, since neighbours fill the GPU as well.
+    worth their cost, since neighbours fill the GPU as well. No part has more than ``longest``
+    tokens (a multiple of 64) where given.
     """
     most = max(1, FULL_GPU // value_heads)
     fewest = max(8, min(_FEWEST_CHUNKS, value_heads))
@@ -127,5 +130,6 @@ def parts_by_length(sequences: Sequence[int], value_heads: int) -> list[int]:
     for start, end in pairwise(sequences):
         chunks = -(-(end - start) // CHUNK)
         step = max(-(-chunks // most), fewest) * CHUNK
+        step = step if longest is None else min(step, longest)
         offsets.extend(range(start, end, step))
     return [*offsets, sequences[-1]]
