@@ -18,7 +18,7 @@ from .prepare_kernels import prepare_forward_kernel
 from .prepared import Prepared, PreparedGrads
 from .reduce import sum_rows
 from .sizes import HeadSizes
-from .tiles import Walk, block_dim, prepare_backward_tile, prepare_forward_tile
+from .tiles import Walk, block_dim, prepare_backward_tile, prepare_forward_tile, within_reach
 
 
 def prepare_forward(
@@ -54,10 +54,14 @@ def prepare_forward(
             for tokens near boundaries and far from them, and no fused multiply-add, which a
             compiler places in one copy of a loop and not in another.
         parts: what to compute, a stretch of ``"qkvg"`` (g is both gates); the rest is None.
-        tile: overrides the table of :mod:`.tiles`, for tuning and tests.
+        tile: overrides the table of :mod:`.tiles`, for tuning and tests. Either is made smaller
+            where tokens lie too far apart for it, see :func:`.tiles.within_reach`.
 
     Returns:
         :class:`Prepared`, all contiguous. Arithmetic is fp32, rounded once.
+
+    Raises:
+        ValueError: tokens too far apart for any tile; likewise the backward.
     """
     S, B, _ = proj.shape
     G, H, K, V = sizes
@@ -73,6 +77,7 @@ def prepare_forward(
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
     one_path = batch_invariant and documents is not None
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    tile = within_reach(tile, S, conv_weight.shape[-1], (proj.stride(0), G * K, H * V))
     position_T = None if documents is None else documents.position_T
     if S * B:
         # A pointer that is never followed stands for each part left out: kernels take no None.
@@ -129,6 +134,8 @@ def prepare_backward(
     G, H, K, V = sizes
     W = conv_weight.shape[-1]
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
+    strides = (proj.stride(0), d_proj.stride(0), dq.shape[2] * K, H * V)
+    tile = within_reach(tile, S, W, strides)
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
     position_T = None if documents is None else documents.position_T
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))

@@ -6,7 +6,10 @@ depend on the number of tokens and the head dim alone, so the same shapes give t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+_FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
 
 
 class Walk(NamedTuple):
@@ -53,6 +56,41 @@ def prepare_backward_tile(tokens: int, widest_head: int) -> Walk:
     rows = max(1, warps * 128 // block_dim(widest_head))
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
     return Walk(rows, steps, warps, registers=96)
+
+
+def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> Walk:
+    """``tile``, or one of fewer tokens where rows lie so far apart that 32 bits do not reach.
+
+    Within a tile the kernels count elements from its first token in 32 bits, which in large
+    batches of short sequences (``[S, B, P]``, 340 rows of 512 tokens with P = 12352) is too few.
+    First the walk gets shorter, then segments fewer.
+
+    Args:
+        tokens: S, beyond which nothing is read or written.
+        taps: W; a tile also touches W - 1 tokens on either side.
+        strides: elements between tokens, in every tensor that is read or written. A stride that
+            does not fit 32 bits itself makes offsets of 64 bits.
+
+    Raises:
+        ValueError: the smallest tile is still too large.
+    """
+    stride = max((x for x in strides if x < 2**31), default=0)
+
+    def fits(tile: Walk) -> bool:
+        return (min(tile.tokens + taps - 1, tokens) - 1) * stride < 2**31
+
+    while not fits(tile) and tile.steps > _FEWEST_STEPS:
+        tile = tile._replace(steps=tile.steps // 2)
+    while not fits(tile) and tile.rows > 1:
+        tile = tile._replace(rows=tile.rows // 2)
+    if not fits(tile):
+        raise ValueError(
+            f"tokens lie {stride} elements apart, and the Triton kernels reach {taps} taps beyond "
+            f"{tile.tokens} tokens with offsets of 32 bits: at most "
+            f"{(2**31 - 1) // (tile.tokens + taps - 2)} elements. Use a smaller batch, or "
+            f"kernels='torch'."
+        )
+    return tile
 
 
 def norm_forward_tile(value_dim: int) -> Block:

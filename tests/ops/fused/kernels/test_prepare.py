@@ -180,6 +180,37 @@ def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
     assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
 
 
+def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
+    """Rows of a large batch; the memory between them is never touched."""
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GiB")
+    case, stride = Case(device, S=19, sizes=HeadSizes(1, 1, 16, 16), dtype=torch.float16), 2**27
+
+    def spread(rows):
+        room = torch.empty(18 * stride + rows.shape[2], dtype=rows.dtype, device=device)
+        return room.as_strided(rows.shape, (stride, rows.shape[2], 1)).copy_(rows)
+
+    narrow, wide = case.proj.contiguous(), spread(case.proj)
+    made = [prepare.prepare_forward(x, *case.parameters, case.sizes) for x in (narrow, wide)]
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    grads, tile = case.grads(per_value_head=True), Walk(rows=2, steps=16, warps=4)
+    # One of the two at a time: either stride must be minded.
+    for proj, d_proj in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
+        got = prepare.prepare_backward(
+            proj, *case.parameters, case.sizes, *grads, d_proj, tile=tile
+        )
+        exact_d_proj = torch.zeros_like(narrow)
+        exact = prepare.prepare_backward(
+            narrow, *case.parameters, case.sizes, *grads, exact_d_proj, tile=tile
+        )
+        for start, end in ((0, case.sizes.z_column), (case.sizes.beta_column, None)):
+            assert torch.equal(d_proj[..., start:end], exact_d_proj[..., start:end])
+        for name in ("conv_weight", "A_log", "dt_bias"):
+            # Rounded to the parameter's type, after sums in tiles of another size.
+            tolerance = 2**-10 if name == "conv_weight" else 1e-5
+            assert_close(name, getattr(got, name), getattr(exact, name), tolerance)
+
+
 def test_half_precision_rounds_once(device):
     """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per element."""
     case = Case(device, S=40, dtype=torch.float16)

@@ -1,0 +1,54 @@
+"""Tiles of the walking kernels: as many tokens as 32-bit offsets reach, and the table's where they
+do."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_gdn.ops.fused.tiles import (
+    Walk,
+    prepare_backward_tile,
+    prepare_forward_tile,
+    within_reach,
+)
+
+WIDTH = 12352  # of a projection row with 16 key and 32 value heads of 128
+TABLE = [prepare_forward_tile, prepare_backward_tile]
+
+
+def reach(tile: Walk, tokens: int, taps: int) -> int:
+    """Rows between a tile's first token and the last it reads or writes."""
+    return min(tile.tokens + taps - 1, tokens) - 1
+
+
+@pytest.mark.parametrize("table", TABLE)
+@pytest.mark.parametrize("widest_head", [16, 128, 256])
+@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (8192, 4), (512, 339), (1 << 20, 1)])
+def test_rows_within_reach_keep_the_tile_of_the_table(tokens, batch, widest_head, table):
+    tile = table(tokens * batch, widest_head)
+    assert within_reach(tile, tokens, 4, (batch * WIDTH, 4096)) == tile
+
+
+@pytest.mark.parametrize("table", TABLE)
+@pytest.mark.parametrize("taps", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [512, 100_000])
+@pytest.mark.parametrize("stride", [2**22, 340 * WIDTH, 2**24 + 1, 2**27, 2**31 // 14])
+def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
+    usual = table(tokens * (stride // WIDTH), 128)
+    tile = within_reach(usual, tokens, taps, (4096, stride))
+    assert reach(tile, tokens, taps) * stride < 2**31
+    assert tile.steps % 4 == 0 and tile.steps >= taps - 1
+    assert tile[2:] == usual[2:] and tile.rows <= usual.rows and tile.steps <= usual.steps
+    if tile != usual:  # the next larger one would not do
+        larger = {"rows": 2 * tile.rows} if tile.rows < usual.rows else {"steps": 2 * tile.steps}
+        assert reach(tile._replace(**larger), tokens, taps) * stride >= 2**31
+
+
+def test_a_stride_that_is_64_bits_wide_itself_needs_no_smaller_tile():
+    tile = prepare_forward_tile(10_000, 128)
+    assert within_reach(tile, 10_000, 4, (2**31,)) == tile
+
+
+def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
+    with pytest.raises(ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"):
+        within_reach(Walk(4, 32, 4), 10_000, 4, (1_000_000_000,))
