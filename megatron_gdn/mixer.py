@@ -38,8 +38,9 @@ def announce_use(module: nn.Module) -> None:
     Megatron's data-parallel wrapper waits there for the gather of the module's parameters
     (``overlap_param_gather``); reading them without it could read last step's values.
     """
-    for hook in module._forward_pre_hooks.values():
-        hook(module, ())
+    for key, hook in module._forward_pre_hooks.items():
+        takes_keywords = key in module._forward_pre_hooks_with_kwargs
+        hook(module, (), {}) if takes_keywords else hook(module, ())
 
 
 def is_plain_rms_norm(module: nn.Module) -> bool:

@@ -173,8 +173,10 @@ def test_hooks_that_wait_for_parameters_run_for_modules_that_are_never_called():
     for name in ("conv1d", "out_norm"):
         hook = lambda module, *_, name=name: seen.append(name)  # noqa: E731
         layer.get_submodule(name).register_forward_pre_hook(hook)
+        taking_keywords = lambda module, args, kwargs, name=name: seen.append(name)  # noqa: E731
+        layer.get_submodule(name).register_forward_pre_hook(taking_keywords, with_kwargs=True)
     layer(torch.randn(4, 1, 24), None)
-    assert seen == ["conv1d", "out_norm"]
+    assert seen == ["conv1d", "conv1d", "out_norm", "out_norm"]
 
 
 def test_names_that_other_tools_look_up():
