@@ -76,7 +76,7 @@ def halo_table(
     if not (pieces.any_continues and reach):
         return None
     # Every piece asks for the rows start - reach .. start - 1, as far as its document goes back.
-    wanted = pieces.start[:, None] - reach + torch.arange(reach)
+    wanted = pieces.start[:, None] - reach + torch.arange(reach, device="cpu")
     piece, column = (wanted >= (pieces.start - pieces.seen)[:, None]).nonzero(as_tuple=True)
     source = pieces.place[wanted[piece, column]]
     giver, row, taker = source // pieces.tokens, source % pieces.tokens, pieces.rank[piece]
@@ -101,7 +101,7 @@ def halo_table(
     edge_rows = int(edge_length.sum())
     rows, sources = _by_row(
         torch.cat([redone_rows, row[sent]]),
-        torch.cat([redone_slots, edge_rows + torch.arange(len(sent))]),
+        torch.cat([redone_slots, edge_rows + torch.arange(len(sent), device="cpu")]),
         filler=edge_rows + len(sent),
     )
     sent_from = tuple(stretches(row[sent]))
@@ -125,7 +125,7 @@ def halo_table(
 def _ranges(start: Tensor, count: Tensor) -> Tensor:
     """``start[0] .. start[0] + count[0] - 1, start[1] .., ...``"""
     first = count.cumsum(0) - count
-    return torch.arange(int(count.sum())) + (start - first).repeat_interleave(count)
+    return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
 
 
 def _by_row(rows: Tensor, sources: Tensor, filler: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def _by_row(rows: Tensor, sources: Tensor, filler: int) -> tuple[Tensor, Tensor]
     order = rows.argsort(stable=True)
     rows, count = rows[order].unique_consecutive(return_counts=True)
     table = sources.new_full((len(rows), int(count.max()) if len(rows) else 0), filler)
-    line = torch.arange(len(rows)).repeat_interleave(count)
+    line = torch.arange(len(rows), device="cpu").repeat_interleave(count)
     table[line, _ranges(torch.zeros_like(count), count)] = sources[order]
     return rows, table
 

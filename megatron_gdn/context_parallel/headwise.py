@@ -184,7 +184,8 @@ class _OwnRows(torch.autograd.Function):
 @lru_cache(maxsize=16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
-    return to_device(torch.tensor([row for rows in columns for row in rows]), device)
+    table = torch.tensor([row for rows in columns for row in rows], device="cpu")
+    return to_device(table, device)
 
 
 class SingleRank:

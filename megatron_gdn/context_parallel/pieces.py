@@ -64,17 +64,18 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
         ValueError: a length does not divide, see :func:`.zigzag.check_lengths`.
     """
     place = rank_order_of_sequence(lengths, cp_size, layout)
-    total, kept = sum(lengths), torch.tensor([n for n in lengths if n], dtype=torch.int64)
+    total = sum(lengths)
+    kept = torch.tensor([n for n in lengths if n], dtype=torch.int64, device="cpu")
     ends = kept.cumsum(0)
     starts = ends - kept
     if layout is SequenceLayout.ZIGZAG:
-        chunk_2cp = torch.arange(2 * cp_size)
+        chunk_2cp = torch.arange(2 * cp_size, device="cpu")
         run_start = (starts[:, None] + (kept // (2 * cp_size))[:, None] * chunk_2cp).flatten()
     else:
         runs = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
-        run_start = torch.arange(runs if total else 0) * (total // runs)
+        run_start = torch.arange(runs if total else 0, device="cpu") * (total // runs)
     start = torch.cat([run_start, starts]).unique()  # sorted
-    length = torch.diff(start, append=torch.tensor([total]))
+    length = torch.diff(start, append=kept.new_tensor([total]))
     document = torch.searchsorted(starts, start, right=True) - 1
     tokens = total // cp_size
     return Pieces(

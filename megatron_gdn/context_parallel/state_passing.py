@@ -88,10 +88,10 @@ def state_table(
     N = len(mine)
     node, chain = pieces.run[mine] % n, pieces.run[mine] // n
     chains = int(pieces.run.max()) // n + 1
-    key = torch.tensor(nodes.slots)[node] * chains + chain
-    first = torch.full((h * chains,), N).scatter_reduce_(0, key, torch.arange(N), "amin")
-    last = torch.zeros(h * chains, dtype=torch.int64)
-    last.scatter_reduce_(0, key, torch.arange(N), "amax")
+    key = torch.tensor(nodes.slots, device="cpu")[node] * chains + chain
+    number = torch.arange(N, device="cpu")
+    first = key.new_full((h * chains,), N).scatter_reduce_(0, key, number, "amin")
+    last = key.new_zeros(h * chains).scatter_reduce_(0, key, number, "amax")
 
     enters, leaves = pieces.seen[mine][first] > 0, pieces.left[mine][last] > 0
     passes = enters & leaves & (first == last)
@@ -102,9 +102,9 @@ def state_table(
         return x.view(h, 1, chains).expand(h, rows, chains).flatten()
 
     def pieces_of_all_rows(x: Tensor) -> Tensor | None:
-        shift = torch.arange(rows).view(1, rows, 1) * N
+        shift = torch.arange(rows, device="cpu").view(1, rows, 1) * N
         x = (x.view(h, 1, chains) + shift).flatten()
-        every = torch.arange(rows * N)
+        every = torch.arange(rows * N, device="cpu")
         return None if torch.equal(x, every) else to_device(x, device)
 
     def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
@@ -116,7 +116,8 @@ def state_table(
     if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
         begin = pieces.local_start[mine][last]
         tokens = [
-            torch.arange(b, b + n) for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
+            torch.arange(b, b + n, device="cpu")
+            for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
         ]
         leavers = (
             to_device(torch.cat(tokens), device),

@@ -97,16 +97,16 @@ def rank_order_of_sequence(
     check_lengths(lengths, cp_size, layout)
     total = sum(lengths)
     if cp_size == 1 or layout is SequenceLayout.CONTIGUOUS:
-        return torch.arange(total)
+        return torch.arange(total, device="cpu")
     if layout is SequenceLayout.ZIGZAG_BUFFER:
         lengths = [total]
 
-    length_N = torch.tensor(lengths, dtype=torch.int64)
+    length_N = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     start_N = length_N.cumsum(0) - length_N
     length_T = length_N.repeat_interleave(length_N)
     start_T = start_N.repeat_interleave(length_N)
 
-    offset_T = torch.arange(total) - start_T
+    offset_T = torch.arange(total, device="cpu") - start_T
     chunk_tokens_T = length_T // (2 * cp_size)
     chunk_T = offset_T // chunk_tokens_T
     second_T = chunk_T >= cp_size

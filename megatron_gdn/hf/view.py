@@ -94,7 +94,7 @@ class HFView:
             ((entry, source),) = parts
             return self._pieces(entry)[source]
         spec = self.record.spec(key)
-        packed = torch.empty(spec.shape, dtype=spec.torch_dtype)
+        packed = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         for entry, source in parts:
             packed[source.expert] = self._compute_pieces(entry)[source]
         return packed

@@ -112,7 +112,7 @@ class ChunkTable:
 def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
     if not sequences:
         return None
-    table = torch.tensor([list(sequences), list(sequences.values())])
+    table = torch.tensor([list(sequences), list(sequences.values())], device="cpu")
     chunks, numbers = to_device(table, device)
     return chunks, numbers
 
@@ -126,14 +126,14 @@ def _build(
     n, total = first_chunk[-1], first_token[-1]
     padded = -(-n // at_once) * at_once if fill_up else n
 
-    token = torch.zeros(padded * C, dtype=torch.int64)
-    empty = torch.ones(padded * C, dtype=torch.bool)
+    token = torch.zeros(padded * C, dtype=torch.int64, device="cpu")
+    empty = torch.ones(padded * C, dtype=torch.bool, device="cpu")
     begins, ends = {}, {}
     for sequence, length in enumerate(lengths):
         if length == 0:
             continue
         filled = slice(first_chunk[sequence] * C, first_chunk[sequence] * C + length)
-        token[filled] = torch.arange(length) + first_token[sequence]
+        token[filled] = torch.arange(length, device="cpu") + first_token[sequence]
         empty[filled] = False
         begins[first_chunk[sequence]] = sequence
         ends[first_chunk[sequence + 1] - 1] = sequence
@@ -158,6 +158,6 @@ def _build(
                 chunks=min(stop, n) - start,
             )
         )
-    slot = torch.arange(padded * C)[~empty]
+    slot = torch.arange(padded * C, device="cpu")[~empty]
     identity = len(slot) == total == padded * C
     return ChunkTable(C, len(lengths), tuple(groups), None if identity else to_device(slot, device))

@@ -98,7 +98,7 @@ def _with_history(
     pieces, tokens, start = [], [], 0
     for index, piece in enumerate(x_BTC[0].split(documents.lengths)):
         pieces += [history_NHC[index], piece]
-        tokens.append(torch.arange(piece.shape[0]) + start + extra)
+        tokens.append(torch.arange(piece.shape[0], device="cpu") + start + extra)
         start += extra + piece.shape[0]
     offsets = [offset + index * extra for index, offset in enumerate(documents.offsets)]
     longer = Documents(tuple(offsets), documents.device)

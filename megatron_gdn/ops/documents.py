@@ -112,7 +112,7 @@ class Documents:
     @cached_property
     def cu_seqlens_cpu(self) -> Tensor:
         """int32 ``[M + 1]`` on the host: the offsets without empty documents (M of N remain)."""
-        return torch.tensor(self.filled_offsets, dtype=torch.int32)
+        return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -122,7 +122,7 @@ class Documents:
     @cached_property
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each token."""
-        length_N = torch.tensor(self.lengths)
+        length_N = torch.tensor(self.lengths, device="cpu")
         start_T = (length_N.cumsum(0) - length_N).repeat_interleave(length_N)
-        position_T = torch.arange(self.total_tokens) - start_T
+        position_T = torch.arange(self.total_tokens, device="cpu") - start_T
         return to_device(position_T.to(torch.int32), self.device)

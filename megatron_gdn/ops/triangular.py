@@ -89,7 +89,7 @@ def _identity_and_corners(
 ) -> tuple[Tensor, Tensor]:
     """``[C, C]`` and ``[levels, C, C]``: ones at the corners that join blocks of 1, 2, 4, ..."""
     with torch.inference_mode(False):
-        place, rows, corners = torch.arange(C), 1, []
+        place, rows, corners = torch.arange(C, device="cpu"), 1, []
         while rows < C or not corners:
             block = place // rows
             odd = block[:, None] % 2 == 1

@@ -75,7 +75,7 @@ def check_batch_invariance(
     expected: dict[str, Tensor] = {}
     for arrangement in places:
         lengths = [len(documents[n]) for n in arrangement.order]
-        offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        offsets = [0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()]
         results = run(
             torch.cat([documents[n] for n in arrangement.order]),
             offsets,

@@ -1,6 +1,7 @@
 """Run on every rank: chains of affine maps, and what is said of schemes and modes."""
 
 import logging
+import sys
 from unittest.mock import patch
 
 import torch
@@ -73,6 +74,14 @@ def two_runs_are_bitwise_equal(cp: int, lengths: tuple[int, ...] | None) -> None
         assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
+def cached_tables() -> list:
+    """Every cache of a function in the package: what it holds was made on some device."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("megatron_gdn.")]
+    found = {id(x): x for m in modules for x in vars(m).values() if hasattr(x, "cache_clear")}
+    assert len(found) > 5
+    return list(found.values())
+
+
 def trains_after_inference_mode(cp: int, mode: str) -> None:
     """Tables that an evaluation made under ``torch.inference_mode`` serve training too."""
     with parallel(cp=cp):
@@ -83,6 +92,33 @@ def trains_after_inference_mode(cp: int, mode: str) -> None:
         out, _ = layer(x, None, packed_seq_params=thd((16, 32)))
         grads = torch.autograd.grad(out.sum(), list(layer.parameters()))
         assert all(grad.isfinite().all() for grad in grads)
+
+
+def tables_do_not_follow_the_default_device(cp: int, mode: str, layout: str) -> None:
+    """Nothing that is worked out on the host comes up on ``torch.set_default_device``'s.
+
+    On meta, which stands for a GPU here, it would have no values.
+    """
+    with parallel(cp=cp):
+        layer = _layer(cp, linear_cp_mode=mode, cp_layout=layout)
+        x = torch.randn(52, 1, layer.hidden_size)
+
+        def results() -> list[torch.Tensor]:
+            made = []
+            for packed in (None, thd((20, 0, 84))):
+                for cache in cached_tables():
+                    cache.cache_clear()
+                layer.zero_grad()
+                leaf = x.clone().requires_grad_()
+                out = layer(leaf, None, packed_seq_params=packed)[0]
+                out.backward(torch.ones_like(out))
+                made += [out, leaf.grad, *(p.grad for p in layer.parameters())]
+            return made
+
+        usual = results()
+        with torch.device("meta"):
+            elsewhere = results()
+        assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 
 def recomputing_the_norm_inside_a_checkpoint_changes_nothing(cp: int, mode: str) -> None:

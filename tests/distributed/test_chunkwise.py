@@ -85,6 +85,12 @@ def test_training_works_after_an_evaluation_in_inference_mode(pools, mode):
     pools(2).run(laws.trains_after_inference_mode, 2, mode)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_tables_do_not_follow_the_default_device(pools, mode, layout):
+    pools(2).run(laws.tables_do_not_follow_the_default_device, 2, mode, layout)
+
+
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 def test_recomputing_the_norm_works_inside_checkpoints(pools, mode):
     pools(2).run(laws.recomputing_the_norm_inside_a_checkpoint_changes_nothing, 2, mode)

@@ -20,6 +20,7 @@ from megatron_gdn import causal_conv1d, observe, torch_chunk_gated_delta_rule
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.chunkwise_laws import cached_tables
 from tests.distributed.layer_laws import randomise_, thd
 from tests.parallel import assert_close, make_config
 
@@ -97,6 +98,26 @@ def test_packed_documents_are_independent_bit_for_bit():
     assert not torch.equal(before[2:67], after[2:67])
     alone, _ = layer(x[67:], None)
     assert_close("a document alone", before[67:], alone, 1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, (3, 0, 61, 7)], ids=["batch", "packed"])
+def test_tables_do_not_follow_the_default_device(lengths):
+    layer, x = build(), torch.randn(71, 1, 24)
+
+    def results():
+        for cache in cached_tables():
+            cache.cache_clear()
+        layer.zero_grad()
+        x_in = x.clone().requires_grad_()
+        packed = None if lengths is None else thd(lengths)
+        out, _ = layer(x_in, None, packed_seq_params=packed)
+        out.backward(torch.ones_like(out))
+        return [out, x_in.grad, *(p.grad for p in layer.parameters())]
+
+    usual = results()
+    with torch.device("meta"):  # stands for a GPU; what comes up there has no values
+        elsewhere = results()
+    assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 
 def test_a_copy_of_the_layer_uses_its_own_parameters():

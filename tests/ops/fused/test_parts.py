@@ -60,8 +60,10 @@ def test_no_part_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, di
         assert step == by_length or (step + CHUNK) * heads * dim > 2**31
 
 
-def test_tables_of_parts():
-    parts = Parts.build([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128], CPU)
+@pytest.mark.parametrize("default_device", ["cpu", "meta"])
+def test_tables_of_parts(default_device):
+    with torch.device(default_device):
+        parts = Parts.build([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128], CPU)
     assert parts.first.tolist() == [0, 1, 3, 4]
     assert parts.owner.tolist() == [0, 1, 1, 2]
     assert parts.opens.tolist() == [True, True, False, True]

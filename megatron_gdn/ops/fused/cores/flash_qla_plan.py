@@ -55,10 +55,11 @@ def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | No
 
     It reads lengths and heads only, never data, so it repeats.
     """
-    context = stages().build_cp_context(
-        torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
-        chunk_size=stages().CHUNK_SIZE, is_train=True,
-    )  # fmt: skip
+    with torch.device("cpu"):
+        context = stages().build_cp_context(
+            torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
+            chunk_size=stages().CHUNK_SIZE, is_train=True,
+        )  # fmt: skip
     return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
 
 
@@ -96,4 +97,5 @@ def _remember_chunks(on_device: Tensor, offsets) -> None:
     """Spares the kernels' wrappers from reading lengths back from the device."""
     from flash_qla.utils.index import prepare_varlen_metadata
 
-    prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))
+    with torch.device("cpu"):
+        prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))

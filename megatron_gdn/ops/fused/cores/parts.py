@@ -85,7 +85,7 @@ class Parts:
         lengths = [end - start for start, end in pairwise(offsets)]
 
         def table(values, dtype=torch.int32) -> Tensor:
-            return to_device(torch.tensor(values, dtype=dtype), device)
+            return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
         ragged = [[length % CHUNK != 0] for length in lengths]
         chains = tuple(range(a, b) for a, b in pairwise(first))
