@@ -121,6 +121,19 @@ def tables_do_not_follow_the_default_device(cp: int, mode: str, layout: str) -> 
         assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 
+def no_tokens_give_gradients_of_zero(cp: int, mode: str) -> None:
+    with parallel(cp=cp):
+        layer = _layer(cp, linear_cp_mode=mode)
+        for batch, packed in ((2, None), (1, thd((0, 0)))):
+            x = torch.randn(0, batch, layer.hidden_size, requires_grad=True)
+            layer.zero_grad()
+            out, _ = layer(x, None, packed_seq_params=packed)
+            assert out.shape == x.shape
+            out.sum().backward()
+            assert x.grad.shape == x.shape
+            assert all((p.grad == 0).all() for p in layer.parameters())
+
+
 def recomputing_the_norm_inside_a_checkpoint_changes_nothing(cp: int, mode: str) -> None:
     """``recompute_norm_out`` in a block that a checkpoint of either kind computes again."""
     with parallel(cp=cp):

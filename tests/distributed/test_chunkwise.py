@@ -92,6 +92,11 @@ def test_tables_do_not_follow_the_default_device(pools, mode, layout):
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_no_tokens_give_gradients_of_zero(pools, mode):
+    pools(2).run(laws.no_tokens_give_gradients_of_zero, 2, mode)
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 def test_recomputing_the_norm_works_inside_checkpoints(pools, mode):
     pools(2).run(laws.recomputing_the_norm_inside_a_checkpoint_changes_nothing, 2, mode)
 

@@ -170,6 +170,19 @@ def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused
     assert len(said) == 1 and "saved-tensor hooks" in said[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute_norm_out": True, "recompute_qkv": True}])
+@pytest.mark.parametrize("shape", [(0, 1), (0, 2), (5, 0)])
+def test_no_tokens_give_none_and_gradients_of_zero(shape, options):
+    layer = build(**options)
+    packed = thd((0, 0)) if shape == (0, 1) else None
+    x = torch.randn(*shape, 24, requires_grad=True)
+    out, _ = layer(x, None, packed_seq_params=packed)
+    assert out.shape == x.shape
+    out.sum().backward()
+    for tensor in (x, *layer.parameters()):
+        assert tensor.grad.shape == tensor.shape and (tensor.grad == 0).all()
+
+
 def test_an_output_norm_of_another_kind_is_called_as_a_module():
     class Halved(torch.nn.Module):
         def __init__(self, config, hidden_size, eps):

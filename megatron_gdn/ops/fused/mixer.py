@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..documents import Documents
 from .cores.base import Core, RuleInputs
+from .no_tokens import mix_no_tokens
 from .once import say_once
 from .prepared import Preparation, SplitSequences
 from .recompute import RefilledOutput
@@ -225,12 +226,14 @@ def gated_delta_mixer(
         assert documents is None and split.pieces.total_tokens == S
     if refilled is not None and norm is None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
+    gamma, eps, zero_centered = (None, None, False) if norm is None else norm
+    tensors = (proj, conv_weight, conv_bias, A_log, dt_bias, gamma)
+    if S * B == 0:  # on every rank that shares the sequences, so nobody waits for rows of them
+        return mix_no_tokens(*tensors, sizes=sizes, with_norm=norm is not None)
     prepare_module, norm_module = kernels_for(proj, conv_weight, kernels)
     if split is not None:
         documents, core = split.pieces, split.core(core)
         prepare_module = split.preparation(prepare_module)
-    gamma, eps, zero_centered = (None, None, False) if norm is None else norm
-    tensors = (proj, conv_weight, conv_bias, A_log, dt_bias, gamma)
     plan = _Plan(
         sizes=sizes,
         core=core,

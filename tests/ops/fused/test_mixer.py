@@ -5,6 +5,8 @@ Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -212,6 +214,28 @@ def test_an_output_that_others_keep_is_not_dropped(keeper):
 
     for a, b in zip(run(False, None), run(True, keeper), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("with_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize(("S", "B", "packed"), [(0, 2, False), (5, 0, False), (0, 1, True)])
+def test_no_tokens_are_nobodys_work_and_every_gradient_is_zero(S, B, packed, with_norm):
+    sizes = HeadSizes(2, 4, 6, 5)
+    leaves, _ = make_inputs(sizes, S=S, B=B, bias=True, lengths=(0, 0) if packed else None)
+    *tensors, gamma = leaves
+    core = SimpleNamespace(operand_dtype=None)  # it has nothing else to be asked for
+    out = gated_delta_mixer(
+        *tensors, sizes, core=core, norm=GatedNorm(gamma) if with_norm else None,
+        documents=Documents.from_cu_seqlens([0, 0, 0], 0) if packed else None,
+    )  # fmt: skip
+    if with_norm:
+        assert out.shape == (S, B, 20)
+    else:
+        assert [x.shape for x in out] == [(B, S, 4, 5)] * 2
+        out, leaves = out[0] * out[1], tensors
+    assert out.dtype == torch.float64
+    grads = torch.autograd.grad(out.sum(), leaves)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        assert grad.shape == leaf.shape and grad.dtype == leaf.dtype and (grad == 0).all()
 
 
 def test_without_grad_nothing_is_kept():
