@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -28,12 +29,37 @@ def full_fp32_matmul(device_type: str) -> Iterator[None]:
                 yield
         elif (kept := matmul.fp32_precision) not in _REDUCED:
             yield
+        elif device_type == "cuda" and (old := _old_switch()) is not None:
+            # By the switch it was set with: torch refuses to read it while a new one contradicts.
+            host = torch.backends.mkldnn.matmul
+            kept_host = host.fp32_precision
+            matmul.allow_tf32 = False
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(old)
+                _put_back(host, kept_host)
         else:
             matmul.fp32_precision = "ieee"
             try:
                 yield
             finally:
-                matmul.fp32_precision = kept
+                _put_back(matmul, kept)
+
+
+def _old_switch() -> str | None:
+    """``torch.get_float32_matmul_precision()``; None where a new switch contradicts it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _put_back(switch: Any, kept: str) -> None:
+    """A switch that followed a more general one shall follow it again."""
+    switch.fp32_precision = "none"
+    if switch.fp32_precision != kept:
+        switch.fp32_precision = kept
 
 
 @contextmanager

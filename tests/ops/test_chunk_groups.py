@@ -135,3 +135,67 @@ def test_reduced_precision_switches_are_off_inside_and_as_before_outside(device,
         assert switch.fp32_precision == "tf32"
     finally:
         switch.fp32_precision = kept
+
+
+@pytest.fixture
+def switches():
+    """torch's precision switches as nobody has touched them, before and after."""
+
+    def untouched():
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = "none"
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            switch.fp32_precision = "none"
+
+    untouched()
+    yield torch.backends
+    untouched()
+
+
+@pytest.mark.parametrize("precision", ["high", "medium", "highest"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_who_uses_torchs_old_switches_can_read_them_inside_and_has_them_back(
+    switches, device, precision
+):
+    """torch refuses to read an old switch that a new one contradicts."""
+
+    def state():
+        return (
+            torch.get_float32_matmul_precision(),
+            switches.cuda.matmul.allow_tf32,
+            switches.cuda.matmul.fp32_precision,
+            switches.mkldnn.matmul.fp32_precision,
+        )
+
+    torch.set_float32_matmul_precision(precision)
+    if device == "cuda":
+        switches.mkldnn.matmul.fp32_precision = "ieee"  # each device's has its own value
+    before = state()
+    with full_fp32_matmul(device):
+        inside = state()
+    assert state() == before
+    if device == "cuda":
+        assert inside[:2] == ("highest", False) and inside[2] not in ("tf32", "bf16")
+        assert inside[3] == before[3]
+    else:
+        assert inside == (*before[:3], "ieee")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_switch_that_follows_the_general_one_still_does_afterwards(switches, device):
+    switch = switches.cuda.matmul if device == "cuda" else switches.mkldnn.matmul
+    switches.fp32_precision = "tf32"
+    with full_fp32_matmul(device):
+        assert switch.fp32_precision == "ieee"
+    assert switch.fp32_precision == "tf32"
+    switches.fp32_precision = "ieee"
+    assert switch.fp32_precision == "ieee"
+
+
+def test_the_rule_has_the_same_bits_whatever_precision_the_model_asks_for(switches):
+    inputs = make_inputs(1, 70, 1, 2, 16, 16, 1.0, dtype=torch.float32)
+    plain = outputs_and_gradients(chunk_rule, inputs)
+    torch.set_float32_matmul_precision("medium")  # of which a CPU with bf16 products makes use
+    switched = outputs_and_gradients(chunk_rule, inputs)
+    for name in NAMES:
+        assert torch.equal(plain[name], switched[name]), name
