@@ -93,7 +93,7 @@ class _Mixer(torch.autograd.Function):
         prepared = plan.prepare.prepare_forward(
             proj, *parameters, plan.sizes,
             documents=plan.documents, normalise_qk=plan.normalise_qk,
-            batch_invariant=plan.core.batch_invariant,
+            dtype=plan.core.operand_dtype, batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         inputs = RuleInputs(*prepared)
         o, saved, core_plan = plan.core.forward(inputs, plan.documents, plan.keep)
@@ -106,7 +106,7 @@ class _Mixer(torch.autograd.Function):
             ctx.plan, ctx.core_plan = plan, core_plan
         if plan.eps is None:
             z = proj[..., plan.sizes.z_column : plan.sizes.beta_column]
-            return o, z.unflatten(-1, (plan.sizes.value_heads, -1)).transpose(0, 1)
+            return o.to(proj.dtype), z.unflatten(-1, (plan.sizes.value_heads, -1)).transpose(0, 1)
         mixed = plan.norm.gated_norm_forward(
             o, proj, gamma, plan.sizes, eps=plan.eps, zero_centered=plan.zero_centered
         )
@@ -148,17 +148,18 @@ class _Mixer(torch.autograd.Function):
             del d_out
         made = plan.prepare.prepare_forward(
             proj, *parameters, sizes, documents=plan.documents, normalise_qk=plan.normalise_qk,
-            parts=plan.again, batch_invariant=plan.core.batch_invariant,
+            parts=plan.again, dtype=plan.core.operand_dtype,
+            batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         q, k, v = (x if y is None else y for x, y in zip((q, k, v), made[:3], strict=True))
         del made
-        rule_grads = plan.core.backward(
+        *rule_grads, factor = plan.core.backward(
             d_o, RuleInputs(q, k, v, None, beta), tuple(saved), ctx.core_plan, plan.documents
         )
         del d_o, q, k, v
         grads = plan.prepare.prepare_backward(
             proj, *parameters, sizes, *rule_grads, d_proj,
-            documents=plan.documents, normalise_qk=plan.normalise_qk,
+            documents=plan.documents, factor=factor, normalise_qk=plan.normalise_qk,
             batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         return d_proj, *grads, d_gamma, None

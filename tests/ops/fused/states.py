@@ -65,12 +65,20 @@ class PlainRule:
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
-    """Sums the value heads that share a key head in dq and dk, where a core left that to us."""
+    """Sums the value heads that share a key head in dq and dk, where a core left that to us.
+
+    Likewise takes out a factor.
+    """
+    dq, dk, dv, dg, dbeta = grads[:5]
     summed = []
-    for grad in grads[:2]:
+    for grad in (dq, dk):
         wide = torch.promote_types(grad.dtype, torch.float32)
         summed.append(grad.unflatten(2, (groups, -1)).sum(3, dtype=wide))
-    return [*summed, *grads[2:]]
+    factor = getattr(grads, "factor", None)
+    if factor is None:
+        return [*summed, dv, dg, dbeta]
+    of_key_head = factor.view(groups, -1)[:, :1]
+    return [*(x * of_key_head for x in summed), dv * factor[:, None], dg * factor, dbeta * factor]
 
 
 def run_whole(core, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:

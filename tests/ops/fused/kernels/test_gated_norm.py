@@ -75,3 +75,17 @@ def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
     )
     assert (out == 0).all() and (d_proj == 0).all() and (d_gamma == 0).all()
     assert d_o.isfinite().all()
+
+
+@pytest.mark.parametrize("module", [norm, norm_torch], ids=["triton", "torch"])
+def test_o_may_have_another_dtype_than_the_projection(case, module):
+    """The result and the gradient of o have the projection's, rounded once."""
+    o, common = case.o.half(), (case.proj, case.gamma, case.sizes)
+    for same in (o.float(), o):
+        out = module.gated_norm_forward(same, *common)
+        d_proj = torch.zeros_like(case.proj)
+        d_o, d_gamma = module.gated_norm_backward(case.d_out, same, *common, d_proj)
+        found = [out, d_o, d_gamma, d_proj]
+        assert all(x.dtype == torch.float32 for x in found)
+        wide = found if same.dtype == torch.float32 else wide
+    assert all(torch.equal(a, b) for a, b in zip(found, wide, strict=True))
