@@ -17,7 +17,7 @@ from megatron_gdn.ops.fused.cores.half import HalfOperands, power_exponent
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from megatron_gdn.ops.norm import l2norm
 
-from .states import NAMES, PlainRule, by_key_head, documents_of, run_in_segments, run_whole
+from .states import NAMES, PlainRule, documents_of, run_in_segments, run_on_ranks, run_whole
 
 G, H, K, V = 2, 6, 5, 7
 # Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
@@ -158,39 +158,13 @@ def test_a_sequence_in_segments_equals_the_whole():
         assert_close(name, a, exact)
 
 
-def run_on_ranks(inputs, d_o, lengths):
-    """Every segment by itself, with powers of its own; states go from one to the next."""
-    parts = [
-        (RuleInputs(*x), d)
-        for *x, d in zip(*(x.split(lengths, dim=1) for x in (*inputs, d_o)), strict=True)
-    ]
-    states = torch.zeros(1, H, K, V)
-    forwards, entering = [], []
-    for x, _ in parts:
-        local, through, work = core.transition(x, None)
-        entering.append(states)
-        forwards.append((through, *core.forward(x, None, True, initial=states, work=work)))
-        states = through @ states + local
-    d_states = torch.zeros_like(states)
-    found = []
-    for (x, d), start, (through, o, saved, plan) in zip(
-        parts[::-1], entering[::-1], forwards[::-1], strict=True
-    ):
-        common = (d, x._replace(g=None), saved, plan, None)
-        d_local, work = core.d_initial(*common)
-        grads = core.backward(*common, initial=start, d_final=d_states, work=work)
-        d_states = through.mT @ d_states + d_local
-        found.append([o, *by_key_head(grads, G)])
-    return [torch.cat(x, dim=1) for x in zip(*found[::-1], strict=True)]
-
-
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60, 0.0], ids=["faint", "loud", "none"])
 def test_states_bring_gradients_of_any_size_from_other_ranks(size):
     """The last rank's gradients are far from the others' own, or all there are."""
     lengths = [70, 40, 65]
     inputs, d_o = make_inputs(sum(lengths))
     d_o[:, :110] *= size
-    got = run_on_ranks(inputs, d_o, lengths)
+    got = run_on_ranks(core, inputs, d_o, lengths)
     for name, *both in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
         if name == "q":  # gets nothing from later tokens: beside what does, its digits may go
             assert_close(name, *both)

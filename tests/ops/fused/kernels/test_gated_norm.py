@@ -80,12 +80,12 @@ def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
 @pytest.mark.parametrize("module", [norm, norm_torch], ids=["triton", "torch"])
 def test_o_may_have_another_dtype_than_the_projection(case, module):
     """The result and the gradient of o have the projection's, rounded once."""
-    o, common = case.o.half(), (case.proj, case.gamma, case.sizes)
-    for same in (o.float(), o):
-        out = module.gated_norm_forward(same, *common)
+    common = (case.proj, case.gamma, case.sizes)
+
+    def run(o):
         d_proj = torch.zeros_like(case.proj)
-        d_o, d_gamma = module.gated_norm_backward(case.d_out, same, *common, d_proj)
-        found = [out, d_o, d_gamma, d_proj]
-        assert all(x.dtype == torch.float32 for x in found)
-        wide = found if same.dtype == torch.float32 else wide
-    assert all(torch.equal(a, b) for a, b in zip(found, wide, strict=True))
+        backward = module.gated_norm_backward(case.d_out, o, *common, d_proj)
+        return [module.gated_norm_forward(o, *common), *backward, d_proj]
+
+    for a, b in zip(run(case.o.half()), run(case.o.half().float()), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)

@@ -23,8 +23,8 @@ def run(case, kernels: str, core=None, **options):
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, case.sizes, core=core or TorchCore(), norm=GatedNorm(gamma),
-        documents=case.documents, kernels=kernels, **options,
+        proj, weight, None, A_log, dt_bias, case.sizes, core=core or TorchCore(),
+        norm=GatedNorm(gamma), documents=case.documents, kernels=kernels, **options,
     )  # fmt: skip
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights.view(out.shape))]
@@ -48,7 +48,7 @@ def test_output_and_every_gradient(shape, device):
     "shape", [{"S": 35, "B": 2}, {"S": 40, "lengths": (1, 2, 20, 17)}], ids=["dense", "packed"]
 )
 def test_fp16_operands_give_the_twins_results(shape, device):
-    """To the rounding of q, k, v and d_o, which may fall the other way: 2^-11, and l2norm's part."""
+    """To the rounding of q, k, v and d_o to fp16, which may fall the other way now and then."""
     case, core = Case(device, sizes=HeadSizes(2, 6, 8, 16), **shape), HalfOperands(Plain())
     got, twin = run(case, "triton", core), run(case, "torch", core)
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
