@@ -40,8 +40,8 @@ class InHalf(TorchCore):
     def backward(self, d_o, inputs, saved, plan, documents, initial=None, d_final=None, work=None):
         assert d_o.dtype == torch.float16
         # Powers of two in, powers of two out: what a core may do with d_o is bounded above.
-        assert not d_o.isfinite().all() or d_o.abs().max() <= 2**-3
-        assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**3
+        assert not d_o.isfinite().all() or d_o.abs().max() <= 1
+        assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**5
         return super().backward(d_o, inputs, saved, plan, documents, initial, d_final, work)
 
 
@@ -135,7 +135,7 @@ def test_values_beyond_fp16_are_seen():
     assert not o.isfinite().all() and not grads[1].isfinite().all()
 
 
-@pytest.mark.parametrize("largest", [-3, 3])
+@pytest.mark.parametrize("largest", [-3, 0, 5])
 def test_the_largest_number_is_brought_just_below_its_mark(largest):
     every = [2.0**n * m for n in range(-126, 127) for m in (1.0, 1.9921875)]
     for dtype in (torch.float32, torch.bfloat16):
