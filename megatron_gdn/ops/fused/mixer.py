@@ -146,6 +146,8 @@ class _Mixer(torch.autograd.Function):
                 eps=plan.eps, zero_centered=plan.zero_centered,
             )  # fmt: skip
             del d_out
+        gradient = [d_o]
+        del d_o
         made = plan.prepare.prepare_forward(
             proj, *parameters, sizes, documents=plan.documents, normalise_qk=plan.normalise_qk,
             parts=plan.again, dtype=plan.core.operand_dtype,
@@ -153,10 +155,12 @@ class _Mixer(torch.autograd.Function):
         )  # fmt: skip
         q, k, v = (x if y is None else y for x, y in zip((q, k, v), made[:3], strict=True))
         del made
+        # Handed over, not lent: a core that makes another form of the gradient can free this one.
         *rule_grads, factor = plan.core.backward(
-            d_o, RuleInputs(q, k, v, None, beta), tuple(saved), ctx.core_plan, plan.documents
-        )
-        del d_o, q, k, v
+            gradient.pop(), RuleInputs(q, k, v, None, beta), tuple(saved), ctx.core_plan,
+            plan.documents,
+        )  # fmt: skip
+        del q, k, v
         grads = plan.prepare.prepare_backward(
             proj, *parameters, sizes, *rule_grads, d_proj,
             documents=plan.documents, factor=factor, normalise_qk=plan.normalise_qk,

@@ -13,7 +13,8 @@ import torch
 
 from megatron_gdn.ops.fused import GatedNorm, HeadSizes, cores, gated_delta_mixer, resolve_core
 from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.half import HalfOperands, power_exponent
+from megatron_gdn.ops.fused.cores.half import HalfOperands
+from megatron_gdn.ops.fused.cores.half_torch import power_exponent
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from megatron_gdn.ops.norm import l2norm
 
