@@ -8,10 +8,19 @@ Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, cores, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.fused import (
+    GatedNorm,
+    HeadSizes,
+    cores,
+    gated_delta_mixer,
+    norm_torch,
+    resolve_core,
+)
 from megatron_gdn.ops.fused.cores import RuleInputs
 from megatron_gdn.ops.fused.cores.half import HalfOperands
 from megatron_gdn.ops.fused.cores.half_torch import power_exponent
@@ -268,3 +277,29 @@ def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, w
 def test_unknown_operands_are_refused(choose):
     with pytest.raises(ValueError, match="'tf32'.*'bf16' or 'fp16'"):
         choose(operands="tf32")
+
+
+def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
+    """It is as large as v: the core's own buffers need not stand beside both."""
+    made, found = [], []
+    backward = norm_torch.gated_norm_backward
+
+    def remembered(*args, **options):
+        d_o, d_gamma = backward(*args, **options)
+        made.append(weakref.ref(d_o))
+        return d_o, d_gamma
+
+    class Looks(InHalf):
+        def backward(self, *args):
+            found.append(made[0]())
+            return super().backward(*args)
+
+    monkeypatch.setattr(norm_torch, "gated_norm_backward", remembered)
+    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
+    proj.requires_grad_()
+    out = gated_delta_mixer(
+        proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, core=HalfOperands(Looks()),
+        norm=GatedNorm(torch.ones(V)),
+    )  # fmt: skip
+    out.sum().backward()
+    assert found == [None]
