@@ -210,7 +210,8 @@ def gated_delta_mixer(
         (z is a view of ``proj``).
 
     Raises:
-        ValueError: shapes that do not fit, packed documents with B > 1.
+        ValueError: shapes that do not fit, packed documents with B > 1, fp16 operands without
+            ``normalise_qk``.
     """
     sizes.check_projection(proj)
     S, B = proj.shape[:2]
@@ -228,6 +229,11 @@ def gated_delta_mixer(
         Documents.from_cu_seqlens(documents, S)
     if split is not None:
         assert documents is None and split.pieces.total_tokens == S
+    if core.operand_dtype is not None and not normalise_qk:
+        raise ValueError(
+            f"this core takes q and k in {core.operand_dtype}, whose range they may leave without "
+            f"unit length; set normalise_qk=True, or choose the core with operands='bf16'."
+        )
     if refilled is not None and norm is None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     prepare_module, norm_module = kernels_for(proj, conv_weight, kernels)

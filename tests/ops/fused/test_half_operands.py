@@ -303,3 +303,12 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
     )  # fmt: skip
     out.sum().backward()
     assert found == [None]
+
+
+def test_the_mixer_refuses_q_and_k_of_any_length():
+    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
+    with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
+        gated_delta_mixer(
+            proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, core=core, norm=None,
+            normalise_qk=False,
+        )  # fmt: skip
