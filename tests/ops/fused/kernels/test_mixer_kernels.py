@@ -45,11 +45,11 @@ def test_output_and_every_gradient(shape, device):
 
 
 @pytest.mark.parametrize(
-    "shape", [{"S": 35, "B": 2}, {"S": 40, "lengths": (1, 2, 20, 17)}], ids=["dense", "packed"]
+    "shape", [{"S": 9, "B": 2}, {"S": 21, "lengths": (1, 2, 18)}], ids=["dense", "packed"]
 )
 def test_fp16_operands_give_the_twins_results(shape, device):
     """To the rounding of q, k, v and d_o to fp16, which may fall the other way now and then."""
-    case, core = Case(device, sizes=HeadSizes(2, 6, 8, 16), **shape), HalfOperands(Plain())
+    case, core = Case(device, sizes=HeadSizes(2, 4, 8, 16), **shape), HalfOperands(Plain())
     got, twin = run(case, "triton", core), run(case, "torch", core)
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
     for name, a, b in zip(names, got, twin, strict=True):
