@@ -101,7 +101,7 @@ def test_packed_documents_are_independent_bit_for_bit():
 def test_a_copy_of_the_layer_uses_its_own_parameters():
     layer = build()
     # Process groups cannot be copied; everything else must be.
-    kept = [layer.pg_collection, layer.tp_group, layer.context_parallel]
+    kept = [layer.pg_collection, layer.tp_group, layer._arrangements]
     kept += [m.tp_group for m in layer.modules() if hasattr(m, "tp_group")]
     copied = copy.deepcopy(layer, {id(thing): thing for thing in kept})
     x = torch.randn(5, 1, 24)
