@@ -73,6 +73,7 @@ def prepare_forward(
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
     one_path = batch_invariant and documents is not None
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     if S * B:
         # A pointer that is never followed stands for each part left out: kernels take no None. It
@@ -133,6 +134,7 @@ def prepare_backward(
     W = conv_weight.shape[-1]
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
     assert dq.shape[2] % G == 0 and dq.shape == dk.shape
