@@ -82,6 +82,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits; see
             :func:`megatron_gdn.ops.fused.resolve_core`.
+        rule_operands: ``"bf16"`` or ``"fp16"``, what the GPU backends round to between the products
+            inside a chunk; fp16 is the more exact, see :mod:`megatron_gdn.ops.fused.cores.half`.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
@@ -92,7 +94,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         recompute_norm_out: likewise the normed output, out_proj's input; Megatron's
             ``--recompute-modules gdn_norm_out`` switches it on too.
 
-    The last five are given through ``ModuleSpec(params={...})``.
+    The last six are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -120,6 +122,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
         backend: str = "auto",
+        rule_operands: str = "bf16",
         cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
         linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,
@@ -144,7 +147,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
 
         self._name_sizes(GDNDims.from_config(config))
         device = device_for(config)
-        self._choose_backend(backend, device)
+        self._choose_backend(backend, rule_operands, device)
         self.context_parallel = ContextParallel(
             self.dims, pg_collection.cp, self.cp_layout,
             mode=LinearCpMode.of(linear_cp_mode, config), core=self.core,
@@ -180,17 +183,14 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self.in_proj_split_names = list(self.dims.layout.names)
         self.act_fn, self.activation = F.silu, "silu"
 
-    def _choose_backend(self, backend: str, device: torch.device) -> None:
-        deterministic = (
-            self.config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
-        )
+    def _choose_backend(self, backend: str, operands: str, device: torch.device) -> None:
+        switched_on = torch.are_deterministic_algorithms_enabled()
         chosen = resolve_core(
-            backend,
+            backend, dtype=self.config.params_dtype, sizes=heads_of(self.dims),
             device="cuda" if device.type == "meta" and torch.cuda.is_available() else device,
-            dtype=self.config.params_dtype,
-            sizes=heads_of(self.dims),
-            deterministic=deterministic,
-        )
+            deterministic=self.config.deterministic_mode or switched_on,
+            operands=operands, normalise_qk=self.use_qk_l2norm,
+        )  # fmt: skip
         self.core, self.backend = chosen.core, chosen.core.name
         # The rule under upstream's name and signature, for tools that look it up on the layer.
         self.gated_delta_rule = BACKENDS["reference" if self.backend == "reference" else "fla"]

@@ -1,9 +1,9 @@
 """Runs test functions on real processes joined by gloo (or, on GPUs, nccl).
 
-Starting a process that imports torch and Megatron takes seconds, so a pool of them is started once
-per test session and handed function after function. A function sent to the pool is a plain
-module-level function; what it returns comes back, one value per rank, and what it raises is raised
-in the test, with the rank's traceback.
+Importing torch and Megatron takes seconds. So gloo ranks are forked from a server that has imported
+them, and a pool is started once per test session and handed function after function. A function
+sent to the pool is a plain module-level function; what it returns comes back, one value per rank,
+and what it raises is raised in the test, with the rank's traceback.
 """
 
 import contextlib
@@ -19,6 +19,23 @@ from typing import Any
 
 # Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
 TIMEOUT_S = {"gloo": 120, "nccl": 600}
+# What every rank imports. The server runs nothing of it, so it has no threads that a fork loses.
+_IMPORTED_ONCE = [
+    "megatron_gdn.specs",
+    "megatron_gdn.hf",
+    "megatron.core.models.gpt",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.optimizer",
+]
+
+
+def _context(backend: str):
+    """CUDA does not live through a fork: ranks with a GPU start afresh."""
+    if backend != "gloo":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
 
 
 def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: float) -> None:
@@ -68,7 +85,7 @@ class RankPool:
         self._pipes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context(self.backend)
         store = tempfile.mktemp(prefix="gloo-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()

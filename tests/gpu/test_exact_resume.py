@@ -3,11 +3,9 @@
 import os
 
 import pytest
-import torch
 
 from tests.precision import exact_resume_laws as laws
 from tests.precision.training import FLOAT16
-from tests.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
 
@@ -21,24 +19,10 @@ HEADS = {
 LENGTHS = (320, 960, 640)
 
 
-@pytest.fixture(scope="module")
-def gpus():
-    """``gpus(n)``: a nccl world of n ranks, with the workspace that cuBLAS needs to repeat."""
+@pytest.fixture(scope="module", autouse=True)
+def repeatable_cublas():
+    """The workspace that cuBLAS needs to repeat, for ranks that start from here on."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    made = {}
-
-    def pool(size):
-        if torch.cuda.device_count() < size:
-            pytest.skip(f"needs {size} GPUs")
-        if size not in made:
-            for other in made.values():
-                other.stop()
-            made[size] = RankPool(size, backend="nccl")
-        return made[size]
-
-    yield pool
-    for one in made.values():
-        one.stop()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])

@@ -39,11 +39,13 @@ def _load_grads(
 
 @triton.jit
 def _walk_one_token(
-    x_RD, grads, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+    x_RD, grads, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
     W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    NORMALISE: tl.constexpr, PADDED: tl.constexpr,
+    NORMALISE: tl.constexpr, SCALED: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
+
+    The gradients are ``grads`` times ``factor`` (1.0, and nothing is done, unless SCALED).
 
     ``history`` holds the last W - 1 inputs, newest first. ``pending`` holds dx of the last W - 1
     tokens as far as it is known, newest first: each waits for the tokens that still read it.
@@ -58,6 +60,8 @@ def _walk_one_token(
     dact_RD = grads[0].to(tl.float32)
     for member in tl.static_range(1, GROUP):
         dact_RD += grads[member].to(tl.float32)
+    if SCALED:
+        dact_RD = dact_RD * factor
     if NORMALISE:
         if PADDED:
             act_RD = tl.where(real_1D, act_RD, 0.0)
@@ -82,10 +86,11 @@ def _walk_one_token(
 @triton.jit(noinline=True)  # for the compiler's sake, see walk.py
 def _walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-    column, start, S, steps, stride_s, d_stride_s, grad_stride, eps,
+    column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
 
@@ -139,8 +144,8 @@ def _walk_head_backward(
             if LOOK_OUT:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
             x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
-                x_now, grads_now, seen_R, bias_1D, taps, history, pending, eps, real_1D,
-                W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, PADDED,
+                x_now, grads_now, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+                W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
             )  # fmt: skip
             summed = ()
             for tap in tl.static_range(W - 1):
@@ -164,8 +169,8 @@ def _walk_head_backward(
         if LOOK_OUT:
             seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
         x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
-            x_now, grads_now, seen_R, bias_1D, taps, history, pending, eps, real_1D,
-            W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, PADDED,
+            x_now, grads_now, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+            W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
         )  # fmt: skip
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
         dx_RD = dx_RD.to(d_proj_ptr.dtype.element_ty)
@@ -181,31 +186,34 @@ def _walk_head_backward(
 @triton.jit
 def _conv_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-    column, start, S, steps, stride_s, d_stride_s, grad_stride, eps,
+    column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """:func:`_walk_head_backward`, with masks only where they are needed (but see ONE_PATH)."""
     if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-            column, start, S, steps, stride_s, d_stride_s, grad_stride, eps,
+            column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
             D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, True, NORMALISE,
+            SCALED,
         )  # fmt: skip
     else:
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-            column, start, S, steps, stride_s, d_stride_s, grad_stride, eps,
+            column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
             D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, NORMALISE,
+            SCALED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gates_backward(
-    proj_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, d_proj_ptr, partial_ptr,
+    proj_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr,
     start, S, tokens, stride_s, d_stride_s,
-    H: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """All value heads of ``tokens`` tokens. The pointers are at the beta column of (0, b)."""
     SPAN: tl.constexpr = 16
@@ -215,6 +223,8 @@ def _gates_backward(
     A_log_H = tl.load(A_log_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
     dt_bias_H = tl.load(dt_bias_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
     rate_H = -tl.exp(A_log_H)
+    if SCALED:
+        factor_H = tl.load(factor_ptr + h_H, mask=real_H, other=0.0)
     base = tl.cast(start, tl.int64)
     proj_ptr += base * stride_s
     d_proj_ptr += base * d_stride_s
@@ -231,6 +241,9 @@ def _gates_backward(
         grad_TH = t_T[:, None] * H + h_H[None, :]
         dg_TH = tl.load(dg_ptr + grad_TH, mask=real_TH, other=0.0).to(tl.float32)
         dbeta_TH = tl.load(dbeta_ptr + grad_TH, mask=real_TH, other=0.0).to(tl.float32)
+        if SCALED:
+            dg_TH = dg_TH * factor_H[None, :]
+            dbeta_TH = dbeta_TH * factor_H[None, :]
         beta_TH = sigmoid(b_TH)
         dalpha_TH = dg_TH * rate_H[None, :] * sigmoid(x_TH)
         dA_TH += dg_TH * rate_H[None, :] * softplus(x_TH)
@@ -247,12 +260,13 @@ def _gates_backward(
 @triton.jit(do_not_specialize=["S", "steps"])
 def prepare_backward_kernel(
     proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, d_proj_ptr, partial_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr,
     S, steps, stride_s, stride_b, d_stride_s, d_stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """grid (1 + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
@@ -271,25 +285,27 @@ def prepare_backward_kernel(
     if slot < 0:
         _gates_backward(
             proj_ptr + CHANNELS + H * V, A_log_ptr, dt_bias_ptr,
-            dg_ptr + b * S * H, dbeta_ptr + b * S * H,
+            dg_ptr + b * S * H, dbeta_ptr + b * S * H, factor_ptr,
             d_proj_ptr + CHANNELS + H * V, partial_ptr + PARTIAL,
-            start, S, ROWS * steps, stride_s, d_stride_s, H, BLOCK_H,
+            start, S, ROWS * steps, stride_s, d_stride_s, H, BLOCK_H, SCALED,
         )  # fmt: skip
     elif slot < 2 * G:
+        factor = tl.load(factor_ptr + slot % G * (H // G)) if SCALED else 1.0
         grad_ptr = dq_ptr + slot * (GROUP * K) if slot < G else dk_ptr + (slot - G) * (GROUP * K)
         _conv_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr,
-            slot * K, start, S, steps, stride_s, d_stride_s, G * GROUP * K, eps,
+            slot * K, start, S, steps, stride_s, d_stride_s, G * GROUP * K, factor, eps,
             K, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_K, HAS_BIAS, PACKED, ONE_PATH,
-            NORMALISE,
+            NORMALISE, SCALED,
         )  # fmt: skip
     else:
         h = slot - 2 * G
+        factor = tl.load(factor_ptr + h) if SCALED else 1.0
         _conv_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr,
-            2 * G * K + h * V, start, S, steps, stride_s, d_stride_s, H * V, eps,
+            2 * G * K + h * V, start, S, steps, stride_s, d_stride_s, H * V, factor, eps,
             V, CHANNELS, 1, W, ROWS, STAGES, BLOCK_V, HAS_BIAS, PACKED, ONE_PATH,
-            False,
+            False, SCALED,
         )  # fmt: skip

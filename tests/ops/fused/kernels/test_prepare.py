@@ -11,8 +11,8 @@ from megatron_gdn.ops.fused.tiles import Walk
 
 from .kernel_cases import Case, assert_close
 
-SMALL_WALK = Walk(rows=8, steps=4, warps=4)  # several segments and tiles, even of 65 tokens
-PACKED = {"S": 130, "lengths": (1, 2, 3, 1, 57, 0, 2, 64)}  # documents shorter than the taps
+SMALL_WALK = Walk(rows=8, steps=4, warps=4)  # several segments, and three tiles of 65 tokens
+PACKED = {"S": 69, "lengths": (1, 2, 3, 1, 27, 0, 2, 33)}  # documents shorter than the taps
 
 CASES = {
     "S1": {"S": 1},
@@ -20,7 +20,7 @@ CASES = {
     "S3": {"S": 3, "sizes": HeadSizes(1, 4, 12, 20), "taps": 3},
     "S63-3to6": {"S": 63, "sizes": HeadSizes(3, 6, 8, 16)},
     "S65-B2": {"S": 65, "B": 2, "sizes": HeadSizes(1, 2, 8, 16), "bias": True},
-    "S130-1to4": {"S": 130, "sizes": HeadSizes(1, 4, 12, 20), "taps": 3},
+    "S69-1to4": {"S": 69, "sizes": HeadSizes(1, 4, 12, 20), "taps": 3},
     "packed": {**PACKED, "sizes": HeadSizes(1, 2, 8, 16)},
     "packed-1to3": {**PACKED, "sizes": HeadSizes(1, 3, 16, 8), "bias": True},
     "packed-2taps": {**PACKED, "sizes": HeadSizes(1, 1, 16, 16), "taps": 2},
@@ -102,6 +102,50 @@ def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
     )  # fmt: skip
     assert_close("q", got.q, exact.q)
     assert_close("d_proj", d_proj, exact_d_proj)
+
+
+def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
+    G, H = case.sizes[:2]
+    factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
+    *grads, dg, dbeta = case.grads(per_value_head=True)
+    grads = [*(x.half() for x in grads), dg, dbeta]
+    d_proj = torch.full_like(case.proj, float("nan"))
+    options = {"documents": case.documents, "factor": factor}
+    got = prepare.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj, tile=SMALL_WALK, **options
+    )
+    twin = case.double()
+    exact_d_proj = torch.full_like(twin.proj, float("nan"))
+    exact = prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
+        **options,
+    )  # fmt: skip
+    # Head by head, since their gradients are of different sizes.
+    for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
+        both = (x.split(case.sizes.sections, -1)[section] for x in (d_proj, exact_d_proj))
+        for x, y in zip(*(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True):
+            assert_close(f"d_proj of section {section}", x, y)
+    for name in got._fields:
+        if getattr(exact, name) is not None:
+            assert_close(name, getattr(got, name), getattr(exact, name))
+
+
+def test_the_twin_takes_a_factor_out_of_every_gradient(case):
+    """By linearity: the gradients times the factor, without one."""
+    G, H = case.sizes[:2]
+    factor = (2.0 ** torch.arange(3, G + 3, device=case.device)).repeat_interleave(H // G)
+    twin, results = case.double(), []
+    dq, dk, dv, dg, dbeta = (x.double() for x in case.grads(per_value_head=True))
+    scaled = [x * factor[:, None] for x in (dq, dk, dv)] + [x * factor for x in (dg, dbeta)]
+    for given, grads in ((factor, (dq, dk, dv, dg, dbeta)), (None, scaled)):
+        d_proj = torch.zeros_like(twin.proj)
+        made = prepare_torch.prepare_backward(
+            twin.proj, *twin.parameters, twin.sizes, *grads, d_proj,
+            documents=twin.documents, factor=given,
+        )  # fmt: skip
+        results.append([d_proj, *(x for x in made if x is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_without_l2norm(device):
@@ -215,3 +259,18 @@ def test_half_precision_rounds_once(device):
         error = (getattr(got, name).double() - getattr(exact, name)).abs()
         assert (error <= 2**-11 * getattr(exact, name).abs() * 1.01 + 2**-24).all(), name
     assert got.g.dtype == torch.float32 and got.beta.dtype == torch.float32
+
+
+@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+@pytest.mark.parametrize("parts", ["q", "qkvg"])
+def test_another_dtype_of_q_k_and_v_is_one_rounding_away(parts, module, device):
+    case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
+    wide = module.prepare_forward(case.proj, *case.parameters, case.sizes, parts=parts)
+    half = module.prepare_forward(
+        case.proj, *case.parameters, case.sizes, parts=parts, dtype=torch.float16
+    )
+    for name in parts.rstrip("g"):
+        assert getattr(half, name).dtype == torch.float16 and getattr(half, name).is_contiguous()
+        assert torch.equal(getattr(half, name), getattr(wide, name).half()), name
+    if "g" in parts:
+        assert torch.equal(half.g, wide.g) and torch.equal(half.beta, wide.beta)

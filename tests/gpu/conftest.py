@@ -1,0 +1,25 @@
+"""Worlds of GPUs."""
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """``gpus(n)``: a nccl world of n ranks; one world at a time."""
+    made = {}
+
+    def pool(size):
+        if torch.cuda.device_count() < size:
+            pytest.skip(f"needs {size} GPUs")
+        if size not in made:
+            for other in made.values():
+                other.stop()
+            made[size] = RankPool(size, backend="nccl")
+        return made[size]
+
+    yield pool
+    for one in made.values():
+        one.stop()

@@ -1,0 +1,63 @@
+"""On two and four GPUs over nccl in bf16: TP and CP are as exact as one rank."""
+
+import pytest
+
+from tests.gpu import parallel_laws as laws
+
+pytestmark = pytest.mark.gpu
+
+# The cut of every document into twice as many pieces as there are ranks leaves pieces of one token.
+LENGTHS = (64, 192, 8, 248)
+BATCH_AND_PACKED = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["batch", "packed"])
+
+
+def as_exact_as_one(pool, *case, **options):
+    """Two draws of the same error: 1.2, with the spread of few numbers, and one rounding more.
+
+    Ranks round their part of a sum to bf16 before the parts are added (2^-9 of the sum at most, in
+    quadrature to the error that one rank has).
+    """
+    for answer in pool.run(laws.errors_of_one_rank_and_of_all, *case, **options):
+        print(f"delta rule: {answer['backend']}")
+        for name, (parallel, one, numbers) in answer["errors"].items():
+            print(f"{name}: all ranks {parallel:.2e} one rank {one:.2e} of {numbers}")
+            spread = 1.2 * (1 + 2 / numbers**0.5)
+            assert parallel <= spread * (one**2 + 2**-18) ** 0.5, name
+
+
+@BATCH_AND_PACKED
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp", "mode"),
+    [
+        (2, 1, False, "auto"),
+        (2, 1, True, "auto"),
+        (1, 2, False, "headwise"),
+        (1, 2, False, "chunkwise"),
+        (2, 2, True, "headwise"),
+        (2, 2, True, "chunkwise"),
+        (1, 4, False, "headwise"),
+        (1, 4, False, "chunkwise"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
+    as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
+def test_chunkwise_in_whole_buffer_layouts_is_as_exact_as_one_rank(gpus, layout, ranks):
+    lengths = (3, 190, 1, 0, 130, 188)
+    as_exact_as_one(gpus(ranks), 1, ranks, False, lengths, mode="chunkwise", layout=layout)
+
+
+@BATCH_AND_PACKED
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_chunkwise_repeats_bitwise_in_deterministic_mode(gpus, ranks, lengths):
+    assert all(gpus(ranks).run(laws.chunkwise_repeats_bitwise, lengths))
+
+
+@BATCH_AND_PACKED
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+def test_chunkwise_waits_for_nothing(gpus, lengths, layout):
+    gpus(2).run(laws.chunkwise_waits_for_nothing, lengths, layout)
