@@ -75,19 +75,23 @@ def prepare_forward(
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
     one_path = batch_invariant and documents is not None
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     if S * B:
-        # A pointer that is never followed stands for each part left out: kernels take no None.
-        outputs = [proj if x is None else x for x in (q, k, v, g, beta)]
+        # A pointer that is never followed stands for each part left out: kernels take no None. It
+        # is of the same dtype, so that one compilation serves all choices of parts.
+        heads = next((x for x in (q, k, v) if x is not None), proj)
+        outputs = [heads if x is None else x for x in (q, k, v)]
+        outputs += [A_log if x is None else x for x in (g, beta)]
         grid = (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B)
         prepare_forward_kernel[grid](
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             *outputs,
-            S, proj.stride(0), proj.stride(1), eps,
+            S, tile.steps, first, proj.stride(0), proj.stride(1), eps,
             G=G, H=H, K=K, V=V, W=conv_weight.shape[-1],
-            ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
+            ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-            FIRST=first, HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
+            HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
             ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
@@ -135,6 +139,7 @@ def prepare_backward(
     W = conv_weight.shape[-1]
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
     assert dq.shape[2] % G == 0 and dq.shape == dk.shape
@@ -149,9 +154,9 @@ def prepare_backward(
         prepare_backward_kernel[(1 + 2 * G + H, tiles, B)](
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             dq, dk, dv, dg, dbeta, factor, d_proj, partial,
-            S, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
+            S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
             G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G,
-            ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
+            ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
             ONE_PATH=one_path, NORMALISE=normalise_qk, SCALED=factor is not None,

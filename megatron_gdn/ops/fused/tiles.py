@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Walk(NamedTuple):
-    """A program walks ``steps`` tokens along each of ``rows`` segments."""
+    """A program walks ``steps`` tokens, a multiple of four, along each of ``rows`` segments."""
 
     rows: int
     steps: int

@@ -80,6 +80,30 @@ def test_every_gradient_equals_autograd_through_the_twin(
     assert (got.conv_bias is None) == (case.conv_bias is None)
 
 
+@pytest.mark.parametrize("boundary", [29, 30, 64, 66, 67])
+def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
+    """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
+    case = Case(device, S=96, lengths=(boundary, 96 - boundary))
+    got = prepare.prepare_forward(
+        case.proj, *case.parameters, case.sizes, documents=case.documents, tile=SMALL_WALK
+    )
+    grads, twin = case.grads(per_value_head=False), case.double()
+    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
+    prepare.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj,
+        documents=case.documents, tile=SMALL_WALK,
+    )  # fmt: skip
+    exact = prepare_torch.prepare_forward(
+        twin.proj, *twin.parameters, twin.sizes, documents=twin.documents
+    )
+    prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
+        documents=twin.documents,
+    )  # fmt: skip
+    assert_close("q", got.q, exact.q)
+    assert_close("d_proj", d_proj, exact_d_proj)
+
+
 def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     G, H = case.sizes[:2]
     factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
