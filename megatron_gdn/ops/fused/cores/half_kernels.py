@@ -25,12 +25,12 @@ def _largest_kernel(
     x_ptr, largest_ptr, T, tokens,
     G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """grid (G, N): bits of the largest |x| in fp32 of one key head in ``tokens`` tokens.
+    """grid (N, G): bits of the largest |x| in fp32 of one key head in ``tokens`` tokens.
 
     As integers, inf is above every number and NaN above inf.
     """
-    g = tl.program_id(0)
-    first = tl.program_id(1) * tokens
+    g = tl.program_id(1)
+    first = tl.program_id(0) * tokens
     c_C = tl.arange(0, BLOCK_C)
     x_ptr += tl.cast(first, tl.int64) * (G * C) + g * C
     largest_RC = tl.zeros((ROWS, BLOCK_C), tl.int32)
@@ -41,7 +41,7 @@ def _largest_kernel(
         bits_RC = x_RC.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest_RC = tl.maximum(largest_RC, bits_RC)
     largest = tl.max(tl.max(largest_RC, axis=1), axis=0)
-    tl.store(largest_ptr + tl.program_id(1) * G + g, largest)
+    tl.store(largest_ptr + tl.program_id(0) * G + g, largest)
 
 
 @triton.jit
@@ -51,20 +51,20 @@ def _scale_kernel(
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr, HAS_CEILING: tl.constexpr,
 ):  # fmt: skip
-    """grid (G, tiles of ROWS tokens). EXPONENT less the largest's is that of the power of two."""
-    g = tl.program_id(0)
+    """grid (tiles of ROWS tokens, G). EXPONENT less the largest's is that of the power of two."""
+    g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
     largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
     exponent = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
     if HAS_CEILING:
         exponent = tl.minimum(exponent, tl.load(ceiling_ptr + g))
     up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
-    if tl.program_id(1) == 0:
+    if tl.program_id(0) == 0:
         down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
         for member in tl.static_range(RATIO):
             tl.store(up_ptr + g * RATIO + member, up)
             tl.store(down_ptr + g * RATIO + member, down)
-    first = tl.program_id(1) * ROWS
+    first = tl.program_id(0) * ROWS
     c_C = tl.arange(0, BLOCK_C)
     t_R = tl.arange(0, ROWS)
     base = tl.cast(first, tl.int64) * (G * C) + g * C
@@ -90,8 +90,8 @@ def to_half(
     found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     size = {"G": key_heads, "C": C, "ROWS": rows, "BLOCK_C": block, "num_warps": 4}
     if T:
-        _largest_kernel[(key_heads, tiles)](x, found, T, tokens, **size)
-    _scale_kernel[(key_heads, max(1, triton.cdiv(T, rows)))](
+        _largest_kernel[(tiles, key_heads)](x, found, T, tokens, **size)
+    _scale_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
         x, found, ceiling, half, up, down, T, tiles,
         EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, RATIO=H // key_heads,
         TILES=_TILES, HAS_CEILING=ceiling is not None, **size,
