@@ -168,7 +168,7 @@ def neighbours(args) -> None:
             def through_mixer(x, offsets, d_out, layer=layer, scheme=scheme):
                 proj = x.detach().requires_grad_()
                 documents = Documents.from_cu_seqlens(offsets, len(x), device=DEVICE)
-                out, _ = layer.mixer(layer, proj, scheme, documents)
+                out, _ = layer.mixer(layer, layer.core, proj, scheme, documents)
                 return {"output": out, "dproj": torch.autograd.grad(out, proj, d_out)[0]}
 
             widths = {

@@ -2,6 +2,7 @@
 
     python3 benchmarks/bench_layer.py --out results.jsonl          every case, FlashQLA
     python3 benchmarks/bench_layer.py --core fla --cases 1x32768   fla's Triton kernels in both
+    python3 benchmarks/bench_layer.py --layers ours ours-fp16      ours with fp16 operands as well
 
 Every measurement is one JSON line. The floor is: both projections alone + the delta rule alone +
 the bytes that must move around them at the copy bandwidth of this GPU.
@@ -25,13 +26,18 @@ from megatron_gdn.ops.fused import HeadSizes
 from megatron_gdn.ops.fused.cores import RuleInputs
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
+OPTIONS = {
+    "ours": {},
+    "ours-recompute": {"recompute": True},
+    "ours-fp16": {"rule_operands": "fp16"},
+}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument(
-        "--layers", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS)
+        "--layers", nargs="+", choices=("upstream", *OPTIONS), default=list(IMPLEMENTATIONS)
     )
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -76,7 +82,7 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
         if name == "upstream":
             module = build_upstream(args.hidden, sizes)
         else:
-            module = our_layer(args.hidden, sizes, args.core, recompute=name == "ours-recompute")
+            module = our_layer(args.hidden, sizes, args.core, **OPTIONS[name])
         runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
         modules[name] = module
     return runs, modules, x, documents
@@ -115,13 +121,14 @@ def floor_ms(case: Case, module, sizes: HeadSizes, x, documents, bandwidth: floa
 
     def unit(heads: int, dim: int) -> torch.Tensor:
         x = torch.randn(*shape, heads, dim, device="cuda")
-        return torch.nn.functional.normalize(x, dim=-1).bfloat16()
+        return torch.nn.functional.normalize(x, dim=-1).to(operand)
 
+    operand = module.core.operand_dtype or torch.bfloat16
     inputs = RuleInputs(
-        unit(G, K), unit(G, K), torch.randn(*shape, H, V, device="cuda").bfloat16(),
+        unit(G, K), unit(G, K), torch.randn(*shape, H, V, device="cuda").to(operand),
         -torch.rand(*shape, H, device="cuda"), torch.rand(*shape, H, device="cuda"),
     )  # fmt: skip
-    d_o = torch.randn_like(inputs.v)
+    d_o = torch.randn_like(inputs.v, dtype=torch.bfloat16)
 
     def rule(backward: bool) -> None:
         _, saved, plan = module.core.forward(inputs, documents, True)

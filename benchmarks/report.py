@@ -12,7 +12,12 @@ from pathlib import Path
 from plot import draw
 
 HERE = Path(__file__).parent
-LAYERS = {"upstream": "megatron-core", "ours": "ours", "ours-recompute": "ours, recomputing"}
+LAYERS = {
+    "upstream": "megatron-core",
+    "ours": "ours",
+    "ours-recompute": "ours, recomputing",
+    "ours-fp16": "ours, fp16 operands",
+}
 
 
 def read(name: str) -> list[dict]:

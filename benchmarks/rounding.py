@@ -1,11 +1,13 @@
 """Which of FlashQLA's roundings its error comes from, simulated in fp64 on a CPU.
 
     python3 benchmarks/rounding.py
+    python3 benchmarks/rounding.py --loud 10      # one token in 500 has gradients 2^10 times larger
 
 Runs the chunk equations of FlashQLA's Hopper kernels (0.1.3) in fp64 and rounds where they round:
 the operands of products in shared memory. Printed are errors over those of the plain rule in fp32
 on the same bf16 q, k, v and d_o with o, dq, dk, dv rounded to bf16: the ratio that the kernels'
-accuracy is held to. Truth is fp64 from the same values before any rounding.
+accuracy is held to. Truth is fp64 from the same values before any rounding. "fp16" is what
+``rule_operands="fp16"`` does: the gradient is scaled to the range of fp16 first.
 
 Legend: T tokens, C tokens of a chunk, H heads, D head dim.
 """
@@ -13,12 +15,15 @@ Legend: T tokens, C tokens of a chunk, H heads, D head dim.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 from measure import table
 from torch import Tensor
 
 from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.fused.cores.half import LARGEST_D_O
+from megatron_gdn.ops.fused.cores.half_torch import to_half
 
 C, D, H = 64, 128, 4
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -123,6 +128,13 @@ def run(inputs: list[Tensor], d_o: Tensor, at: Rounding) -> list[Tensor]:
     return [forward(chunks, at, scale), *backward(chunks, d_o, at, scale)]
 
 
+def run_in_fp16(inputs: list[Tensor], d_o: Tensor) -> list[Tensor]:
+    half, _, down = to_half(d_o[None], H, LARGEST_D_O)
+    found = run(inputs, half[0].double(), Rounding(dtype=torch.float16))
+    o, dq, dk, dv = (x.half().double() for x in found[:4])
+    return [o, *(x * down[:, None] for x in (dq, dk, dv)), *(x * down for x in found[4:])]
+
+
 def truth(inputs: list[Tensor], d_o: Tensor) -> list[Tensor]:
     """From the package's own rule in fp64."""
     leaves = [x[None].requires_grad_() for x in inputs]
@@ -151,20 +163,24 @@ def problem(tokens: int, A_log: float) -> tuple[list[Tensor], Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=777)
-    tokens = parser.parse_args().tokens
-    variants = {label: Rounding(EVERYWHERE - set(points)) for label, points in WITHOUT.items()}
-    variants["fp16"] = Rounding(dtype=torch.float16)
+    parser.add_argument("--loud", type=int, default=0, help="log2, of every 500th token's gradient")
+    args = parser.parse_args()
+    variants = {
+        label: partial(run, at=Rounding(EVERYWHERE - set(points)))
+        for label, points in WITHOUT.items()
+    }
+    variants["fp16"] = run_in_fp16
     rows = [["decay", "operands", *NAMES]]
     for decay, A_log in RATES.items():
-        inputs, d_o = problem(tokens, A_log)
+        inputs, d_o = problem(args.tokens, A_log)
+        d_o[::500] *= 2.0**args.loud
         exact = truth(inputs, d_o)
         inputs[:3] = (x.bfloat16().double() for x in inputs[:3])
         d_o = d_o.bfloat16().double()
         plain = errors(run(inputs, d_o, Rounding(())), exact)
-        for label, at in variants.items():
-            ratios = (
-                a / b for a, b in zip(errors(run(inputs, d_o, at), exact), plain, strict=True)
-            )
+        for label, variant in variants.items():
+            found = errors(variant(inputs, d_o), exact)
+            ratios = (a / b for a, b in zip(found, plain, strict=True))
             rows.append([decay, label, *(f"{ratio:.2f}" for ratio in ratios)])
     print(table(rows))
 

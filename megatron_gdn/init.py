@@ -26,7 +26,7 @@ def device_for(config: Any) -> torch.device:
 
 def next_seed() -> int:
     """A seed from torch's CPU generator, which Megatron keeps alike in a tensor-parallel group."""
-    return int(torch.randint(2**62, ()))
+    return int(torch.randint(2**62, (), device="cpu"))  # whatever the default device is
 
 
 def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:

@@ -6,7 +6,7 @@ of the projection, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,15 +21,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from .arrangement import Arrangements
 from .checkpoint import gdn_sharded_state_dict
 from .context_parallel import ContextParallel, LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal
 from .init import device_for, init_share_
-from .mixer import Mixer, apply_gated_norm, heads_of, is_plain_rms_norm
-from .observe import log_once, span
+from .mixer import Mixer, apply_gated_norm, is_plain_rms_norm
+from .observe import span
 from .ops import BACKENDS, decay_and_write_gates, l2norm
-from .ops.fused import resolve_core
+from .ops.fused import Core
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded, sum_gradient_over_tp
 
@@ -80,8 +81,10 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         name: path of this module in the model, for TE's precision settings.
         cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; of no meaning here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
-            (plain torch, deterministic) or ``"auto"``, the first of these that fits; see
-            :func:`megatron_gdn.ops.fused.resolve_core`.
+            (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
+            device and dtype; see :func:`megatron_gdn.ops.fused.resolve_core`.
+        rule_operands: ``"bf16"`` or ``"fp16"``, what the GPU backends round to between the products
+            inside a chunk; fp16 is the more exact, see :mod:`megatron_gdn.ops.fused.cores.half`.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
@@ -92,7 +95,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         recompute_norm_out: likewise the normed output, out_proj's input; Megatron's
             ``--recompute-modules gdn_norm_out`` switches it on too.
 
-    The last five are given through ``ModuleSpec(params={...})``.
+    The last six are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -120,6 +123,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
         backend: str = "auto",
+        rule_operands: str = "bf16",
         cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
         linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,
@@ -143,21 +147,17 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
         self._name_sizes(GDNDims.from_config(config))
-        device = device_for(config)
-        self._choose_backend(backend, device)
-        self.context_parallel = ContextParallel(
-            self.dims, pg_collection.cp, self.cp_layout,
-            mode=LinearCpMode.of(linear_cp_mode, config), core=self.core,
-            element_size=config.params_dtype.itemsize,
+        self._arrangements = Arrangements(
+            config, self.dims, pg_collection.cp, self.cp_layout,
+            backend=backend, operands=rule_operands, normalise_qk=use_qk_l2norm,
+            mode=linear_cp_mode,
         )  # fmt: skip
-        self._build(submodules, name, device)
-        self.recompute_norm_out = recompute_norm_out or (
-            config.recompute_granularity == "selective"
-            and "gdn_norm_out" in config.recompute_modules
-        )
+        self._build(submodules, name, device_for(config))
+        selective = config.recompute_granularity == "selective"
+        by_config = selective and "gdn_norm_out" in config.recompute_modules
+        self.recompute_norm_out = recompute_norm_out or by_config
         self.norm_out_checkpoint = None
-        fuse_norm = is_plain_rms_norm(self.out_norm)
-        self.mixer = Mixer(self.core, fuse_norm, self.recompute_norm_out, recompute_qkv)
+        self.mixer = Mixer(is_plain_rms_norm(self.out_norm), self.recompute_norm_out, recompute_qkv)
         self.reset_parameters()
 
     def _name_sizes(self, dims: GDNDims) -> None:
@@ -180,21 +180,23 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self.in_proj_split_names = list(self.dims.layout.names)
         self.act_fn, self.activation = F.silu, "silu"
 
-    def _choose_backend(self, backend: str, device: torch.device) -> None:
-        deterministic = (
-            self.config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
-        )
-        chosen = resolve_core(
-            backend,
-            device="cuda" if device.type == "meta" and torch.cuda.is_available() else device,
-            dtype=self.config.params_dtype,
-            sizes=heads_of(self.dims),
-            deterministic=deterministic,
-        )
-        self.core, self.backend = chosen.core, chosen.core.name
-        # The rule under upstream's name and signature, for tools that look it up on the layer.
-        self.gated_delta_rule = BACKENDS["reference" if self.backend == "reference" else "fla"]
-        log_once(f"GatedDeltaNet: delta rule backend {self.backend!r} ({chosen.reason})")
+    @property
+    def core(self) -> Core:
+        """The delta rule of the last forward; before the first, what is expected to run."""
+        return self._arrangements.latest.core
+
+    @property
+    def backend(self) -> str:
+        return self.core.name
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        return self._arrangements.latest.context_parallel
+
+    @property
+    def gated_delta_rule(self) -> Callable:
+        """The rule under upstream's name and signature, for tools that look it up on the layer."""
+        return BACKENDS["reference" if self.backend == "reference" else "fla"]
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
@@ -325,17 +327,15 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             TypeError: a keyword this layer does not know.
         """
         refuse_unsupported(inference_context, inference_params, sequence_len_offset, kwargs)
-        scheme, documents, tokens = self.context_parallel.resolve(
-            packed_seq_params, hidden_states, self.sp_size
-        )
-        require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
-
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
+        core, schemes = self._arrangements.of(proj_sBP.device, proj_sBP.dtype)
+        scheme, documents, tokens = schemes.resolve(packed_seq_params, hidden_states, self.sp_size)
+        require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
         with span("to_heads"):
             proj_SBP = scheme.open(proj_sBP, documents)
         with span("mixer"):
-            mixed_sBV, release = self.mixer(self, proj_SBP, scheme, documents)
+            mixed_sBV, release = self.mixer(self, core, proj_SBP, scheme, documents)
         with span("out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         release(out_sBD)

@@ -69,7 +69,6 @@ class Mixer:
     """conv + SiLU, l2norm, gates, delta rule and gated norm as one autograd function.
 
     Args:
-        core: implementation of the delta rule.
         fuse_norm: compute the layer's ``out_norm``, a plain RMSNorm, in here.
         recompute_norm: drop the normed output after the forward and compute it again for out_proj's
             backward; not where saved-tensor hooks keep it (a checkpoint around the layer, an
@@ -77,20 +76,23 @@ class Mixer:
         recompute_qkv: drop q, k and v and compute them again in the backward.
     """
 
-    def __init__(
-        self, core: Core, fuse_norm: bool, recompute_norm: bool, recompute_qkv: bool
-    ) -> None:
-        self.core, self.fuse_norm = core, fuse_norm
+    def __init__(self, fuse_norm: bool, recompute_norm: bool, recompute_qkv: bool) -> None:
+        self.fuse_norm = fuse_norm
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
 
     def __call__(
         self,
         layer: GatedDeltaNet,
+        core: Core,
         proj_SBP: Tensor,
         scheme: Scheme,
         documents: Documents | None,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         """Projection rows, as ``scheme`` opened them, to rows for out_proj.
+
+        Args:
+            layer: whose parameters are used.
+            core: implementation of the delta rule.
 
         Returns:
             ``[s, B, H * V]`` over this rank's tokens, and a function to be called with out_proj's
@@ -116,7 +118,7 @@ class Mixer:
             scheme.local(layer.A_log),
             scheme.local(layer.dt_bias),
             heads_of(scheme.dims),
-            core=self.core,
+            core=core,
             norm=read_norm(layer.out_norm) if norm_here else None,
             documents=documents if split is None else None,
             split=split,

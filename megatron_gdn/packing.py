@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,6 +14,27 @@ if TYPE_CHECKING:
 _RESOLVED = "_megatron_gdn_documents"
 
 
+class _Look(NamedTuple):
+    """Offsets as they were."""
+
+    tensor: torch.Tensor | None
+    version: int | None
+    values: torch.Tensor | None  # where comparing them waits for no device
+
+    @classmethod
+    def at(cls, tensor: torch.Tensor | None) -> _Look:
+        if tensor is None:
+            return cls(None, None, None)
+        return cls(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
+
+    def still_holds(self, tensor: torch.Tensor | None) -> bool:
+        if tensor is not self.tensor or tensor is None:
+            return tensor is self.tensor
+        if tensor._version != self.version:
+            return False
+        return self.values is None or torch.equal(tensor, self.values)
+
+
 def resolve_packed_seq_params(
     params: PackedSeqParams | None, total_tokens: int, device: torch.device
 ) -> Documents | None:
@@ -21,7 +42,9 @@ def resolve_packed_seq_params(
 
     The first layer of a micro-batch resolves and checks them, which reads ``cu_seqlens`` from the
     device once; the result is kept on ``params``, where all other layers (and recomputation)
-    find it.
+    find it. They look whether the offsets are still the same: on the CPU by value, on a GPU by
+    torch's version counter. Collectives and ``.data`` do not raise that: give every micro-batch
+    a PackedSeqParams of its own, or at least new tensors.
 
     Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
     before any context-parallel split. Padding stands at the end of a document's slot, where a
@@ -36,9 +59,17 @@ def resolve_packed_seq_params(
         ValueError: no boundaries, boundaries that do not start at 0, decrease or end elsewhere
             than at ``total_tokens``, other boundaries for keys than for queries, or a document
             longer than its padded slot.
+        NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
+            every micro-batch.
     """
     if params is None or params.qkv_format != "thd":
         return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
+            "host, and a replay would use those of the captured micro-batch. Leave this layer out "
+            "of the graphs, or train on unpacked sequences."
+        )
     sources = (
         params.cu_seqlens_q_padded,
         params.cu_seqlens_q,
@@ -48,15 +79,15 @@ def resolve_packed_seq_params(
     if any(source is not None and source.is_inference() for source in sources):
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
         return _resolve(*sources, total_tokens, device)
-    versions = tuple(None if source is None else source._version for source in sources)
     known = params.__dict__.get(_RESOLVED)
     if known is not None:
-        same = all(a is b for a, b in zip(known[0], sources, strict=True))
-        if same and known[1] == versions and known[2].total_tokens == total_tokens:
-            return known[2]
+        seen, documents = known
+        same = all(look.still_holds(source) for look, source in zip(seen, sources, strict=True))
+        if same and documents.total_tokens == total_tokens:
+            return documents
 
     documents = _resolve(*sources, total_tokens, device)
-    params.__dict__[_RESOLVED] = (sources, versions, documents)
+    params.__dict__[_RESOLVED] = (tuple(_Look.at(source) for source in sources), documents)
     return documents
 
 

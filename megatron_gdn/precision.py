@@ -32,19 +32,17 @@ class Fp32Parameters:
     """Mixin for modules: the parameters named below follow moves but not casts.
 
     ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
+    All parameters of the module keep the attributes that Megatron sets on them, also where torch
+    makes new ones (``to_empty`` from the meta device).
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and their kin change the device only."""
-        kept = {
-            name: parameter
-            for name in self._keep_in_float32_parameter_names
-            if (parameter := self._parameters.get(name)) is not None
-        }
-        gradients = [p.grad for p in kept.values() if p.grad is not None]
-        protected = [*kept.values(), *gradients]
+        before = dict(self.named_parameters(remove_duplicate=False))
+        kept = [before[name] for name in self._keep_in_float32_parameter_names if name in before]
+        protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -53,8 +51,7 @@ class Fp32Parameters:
             return moved
 
         result = super()._apply(apply, recurse)
-        for name, old in kept.items():
-            new = self._parameters[name]
-            if new is not old:  # torch made a new Parameter, without the old one's marks
-                new.__dict__.update(old.__dict__)
+        for name, new in self.named_parameters(remove_duplicate=False):
+            if new is not before[name]:
+                new.__dict__.update(before[name].__dict__ | new.__dict__)
         return result

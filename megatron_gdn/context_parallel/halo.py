@@ -159,13 +159,14 @@ class HaloPreparation:
 
     def prepare_forward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        *, documents, normalise_qk=True, eps=1e-6, parts="qkvg", batch_invariant=False,
+        *, documents, normalise_qk=True, eps=1e-6, parts="qkvg", dtype=None, batch_invariant=False,
     ) -> Prepared:  # fmt: skip
         """As the inner one; ``documents`` are the pieces."""
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
         settings = {
             "normalise_qk": normalise_qk,
             "eps": eps,
+            "dtype": dtype,
             "batch_invariant": batch_invariant,
         }
         work, again = None, self._received_RBC is not None
@@ -193,12 +194,13 @@ class HaloPreparation:
 
     def prepare_backward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes, dq, dk, dv, dg, dbeta, d_proj,
-        *, documents, normalise_qk=True, eps=1e-6, batch_invariant=False,
+        *, documents, factor=None, normalise_qk=True, eps=1e-6, batch_invariant=False,
     ) -> PreparedGrads:  # fmt: skip
         """As the inner one. The tokens done again send their gradients through the small buffer."""
         table, C = self._table, sizes.conv_width
         parameters = (conv_weight, conv_bias, A_log, dt_bias)
         settings = {
+            "factor": factor,
             "normalise_qk": normalise_qk,
             "eps": eps,
             "batch_invariant": batch_invariant,

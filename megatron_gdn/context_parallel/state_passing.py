@@ -166,6 +166,7 @@ class StatePassingCore:
         self, core: StatePassing, table: StateTable, exchange: Exchange, group: dist.ProcessGroup
     ) -> None:
         self.name, self.batch_invariant = core.name, core.batch_invariant
+        self.operand_dtype = core.operand_dtype
         self._core, self._table, self._exchange, self._group = core, table, exchange, group
 
     def _chain(self, local: Tensor, through: Tensor, nodes: Nodes) -> Tensor:
@@ -229,7 +230,8 @@ class StatePassingCore:
             d_final=_put(leaving, table.last, self._count),
             work=work,
         )
-        return RuleGrads(*(_in_rows(x, rows) for x in grads))
+        *per_token, factor = grads
+        return RuleGrads(*(_in_rows(x, rows) for x in per_token), factor)
 
 
 def _row(x: Tensor | None) -> Tensor | None:

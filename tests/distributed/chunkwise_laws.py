@@ -11,12 +11,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import SequenceLayout, observe
+from megatron_gdn import layer as layer_module
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.affine import pack
 from megatron_gdn.context_parallel.chunkwise import EXCHANGES
 from megatron_gdn.context_parallel.state_passing import chain_nodes
+from megatron_gdn.ops.fused.cores import Choice
+from megatron_gdn.ops.fused.cores.half import HalfOperands
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
-from tests.distributed.layer_laws import build_layer, randomise_, thd
+from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
 from tests.parallel import group_of_one, make_config, parallel
 
 
@@ -45,6 +48,20 @@ def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype)
             torch.testing.assert_close(
                 got[slot].double(), entering[j], rtol=0, atol=64 * torch.finfo(dtype).eps
             )
+
+
+class _Plain(TorchCore):
+    batch_invariant = False
+
+
+def fp16_operands_equal_one_rank(cp: int, **options) -> None:
+    """Every rank takes powers of two of its own; states and their gradients know none of them.
+
+    To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
+    """
+    choice = Choice(HalfOperands(_Plain()), "fp16 operands")
+    with patch.object(layer_module, "resolve_core", lambda *_, **__: choice):
+        parallel_equals_one_rank(1, cp, tolerance=2 * 8 * 2**-12, **options)
 
 
 def _layer(cp: int, **options):

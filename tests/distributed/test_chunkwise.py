@@ -75,6 +75,12 @@ def test_any_number_of_taps_equals_one_rank(pools, taps):
         )
 
 
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
+def test_fp16_operands_equal_one_rank(pools, lengths, mode):
+    pools(2).run(laws.fp16_operands_equal_one_rank, 2, lengths=lengths, linear_cp_mode=mode)
+
+
 @pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
 def test_two_runs_are_bitwise_equal(pools, lengths):
     pools(4).run(laws.two_runs_are_bitwise_equal, 4, lengths)

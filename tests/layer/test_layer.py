@@ -123,7 +123,7 @@ def test_tables_do_not_follow_the_default_device(lengths):
 def test_a_copy_of_the_layer_uses_its_own_parameters():
     layer = build()
     # Process groups cannot be copied; everything else must be.
-    kept = [layer.pg_collection, layer.tp_group, layer.context_parallel]
+    kept = [layer.pg_collection, layer.tp_group, layer._arrangements]
     kept += [m.tp_group for m in layer.modules() if hasattr(m, "tp_group")]
     copied = copy.deepcopy(layer, {id(thing): thing for thing in kept})
     x = torch.randn(5, 1, 24)
@@ -293,6 +293,16 @@ def test_the_chosen_backend_is_logged_once_with_its_reason(caplog):
     lines = [r.message for r in caplog.records if "backend" in r.message]
     assert len(lines) == 1
     assert "backend 'reference' (not flash_qla: flash_qla runs on a GPU" in lines[0]
+
+
+def test_the_layer_hands_on_what_the_rules_operands_should_be(caplog):
+    observe.log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.observe"):
+        build(rule_operands="fp16")
+    lines = [r.message for r in caplog.records if "backend" in r.message]
+    assert len(lines) == 1 and "no fp16 operands: the plain rule computes in fp32" in lines[0]
+    with pytest.raises(ValueError, match="'bf16' or 'fp16'"):
+        build(rule_operands="tf32")
 
 
 def test_the_packed_metadata_is_read_once_for_all_layers(monkeypatch):

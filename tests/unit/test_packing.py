@@ -36,6 +36,22 @@ def test_a_micro_batch_is_resolved_once_and_again_when_it_changes():
     assert resolve_packed_seq_params(params, 12, CPU).offsets == (0, 12)
 
 
+def test_boundaries_changed_behind_torchs_back_are_seen():
+    """As a collective writes them, which leaves the version counter alone."""
+    params = thd([0, 4, 12])
+    resolve_packed_seq_params(params, 12, CPU)
+    params.cu_seqlens_q.numpy()[1] = params.cu_seqlens_kv.numpy()[1] = 5
+    assert resolve_packed_seq_params(params, 12, CPU).offsets == (0, 5, 12)
+
+
+def test_boundaries_are_not_baked_into_a_graph(monkeypatch):
+    params = thd([0, 4, 12])
+    resolve_packed_seq_params(params, 12, CPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="captured in a CUDA graph"):
+        resolve_packed_seq_params(params, 12, torch.device("cuda"))
+
+
 def test_what_is_not_packed_has_no_documents():
     assert resolve_packed_seq_params(None, 12, CPU) is None
     assert resolve_packed_seq_params(PackedSeqParams(qkv_format="sbhd"), 12, CPU) is None

@@ -12,6 +12,8 @@ class Small(Fp32Parameters, nn.Module):
         super().__init__()
         self.A_log = nn.Parameter(torch.rand(7, device=device))
         self.weight = nn.Parameter(torch.rand(3, device=device))
+        self.conv = nn.Linear(2, 2, device=device)
+        self.conv.weight.tensor_model_parallel = True
         mark_keep_in_fp32(self.A_log)
 
 
@@ -39,3 +41,4 @@ def test_a_module_from_the_meta_device_keeps_dtype_and_mark():
     module = Small("meta").bfloat16().to_empty(device="cpu")
     assert module.A_log.dtype == torch.float32 and module.A_log.keep_in_fp32
     assert module.weight.dtype == torch.bfloat16
+    assert module.conv.weight.tensor_model_parallel

@@ -94,7 +94,7 @@ class _Mixer(torch.autograd.Function):
         prepared = plan.prepare.prepare_forward(
             proj, *parameters, plan.sizes,
             documents=plan.documents, normalise_qk=plan.normalise_qk,
-            batch_invariant=plan.core.batch_invariant,
+            dtype=plan.core.operand_dtype, batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         inputs = RuleInputs(*prepared)
         o, saved, core_plan = plan.core.forward(inputs, plan.documents, plan.keep)
@@ -107,7 +107,7 @@ class _Mixer(torch.autograd.Function):
             ctx.plan, ctx.core_plan = plan, core_plan
         if plan.eps is None:
             z = proj[..., plan.sizes.z_column : plan.sizes.beta_column]
-            return o, z.unflatten(-1, (plan.sizes.value_heads, -1)).transpose(0, 1)
+            return o.to(proj.dtype), z.unflatten(-1, (plan.sizes.value_heads, -1)).transpose(0, 1)
         mixed = plan.norm.gated_norm_forward(
             o, proj, gamma, plan.sizes, eps=plan.eps, zero_centered=plan.zero_centered
         )
@@ -147,19 +147,24 @@ class _Mixer(torch.autograd.Function):
                 eps=plan.eps, zero_centered=plan.zero_centered,
             )  # fmt: skip
             del d_out
+        gradient = [d_o]
+        del d_o
         made = plan.prepare.prepare_forward(
             proj, *parameters, sizes, documents=plan.documents, normalise_qk=plan.normalise_qk,
-            parts=plan.again, batch_invariant=plan.core.batch_invariant,
+            parts=plan.again, dtype=plan.core.operand_dtype,
+            batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         q, k, v = (x if y is None else y for x, y in zip((q, k, v), made[:3], strict=True))
         del made
-        rule_grads = plan.core.backward(
-            d_o, RuleInputs(q, k, v, None, beta), tuple(saved), ctx.core_plan, plan.documents
-        )
-        del d_o, q, k, v
+        # Handed over, not lent: a core that makes another form of the gradient can free this one.
+        *rule_grads, factor = plan.core.backward(
+            gradient.pop(), RuleInputs(q, k, v, None, beta), tuple(saved), ctx.core_plan,
+            plan.documents,
+        )  # fmt: skip
+        del q, k, v
         grads = plan.prepare.prepare_backward(
             proj, *parameters, sizes, *rule_grads, d_proj,
-            documents=plan.documents, normalise_qk=plan.normalise_qk,
+            documents=plan.documents, factor=factor, normalise_qk=plan.normalise_qk,
             batch_invariant=plan.core.batch_invariant,
         )  # fmt: skip
         return d_proj, *grads, d_gamma, None
@@ -206,7 +211,8 @@ def gated_delta_mixer(
         (z is a view of ``proj``).
 
     Raises:
-        ValueError: shapes that do not fit, packed documents with B > 1.
+        ValueError: shapes that do not fit, packed documents with B > 1, fp16 operands without
+            ``normalise_qk``.
     """
     sizes.check_projection(proj)
     S, B = proj.shape[:2]
@@ -224,6 +230,11 @@ def gated_delta_mixer(
         Documents.from_cu_seqlens(documents, S)
     if split is not None:
         assert documents is None and split.pieces.total_tokens == S
+    if core.operand_dtype is not None and not normalise_qk:
+        raise ValueError(
+            f"this core takes q and k in {core.operand_dtype}, whose range they may leave without "
+            f"unit length; set normalise_qk=True, or choose the core with operands='bf16'."
+        )
     if refilled is not None and norm is None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gamma, eps, zero_centered = (None, None, False) if norm is None else norm

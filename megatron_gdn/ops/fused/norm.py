@@ -30,18 +30,18 @@ def gated_norm_forward(
     """``o * rsqrt(mean(o^2) + eps) * gamma * silu(z)`` per head, rounded once.
 
     Args:
-        o: ``[B, S, H, V]`` contiguous, the output of the delta rule.
+        o: ``[B, S, H, V]`` contiguous, the output of the delta rule, in any dtype.
         proj: ``[S, B, P]``; z is read from its columns.
         gamma: ``[V]``; ``1 + gamma`` scales when ``zero_centered``.
         out: write here instead of into a new tensor.
 
     Returns:
-        ``[S, B, H * V]`` contiguous, in ``o``'s dtype.
+        ``[S, B, H * V]`` contiguous, in ``proj``'s dtype.
     """
     S, B, _ = proj.shape
     H, V = sizes.value_heads, sizes.value_dim
     assert o.is_contiguous() and o.shape == (B, S, H, V)
-    out = o.new_empty(S, B, H * V) if out is None else out
+    out = proj.new_empty(S, B, H * V) if out is None else out
     rows, tile = S * H, norm_forward_tile(V)
     if rows * B:
         gated_norm_forward_kernel[(triton.cdiv(rows, tile.rows), B)](
@@ -72,7 +72,7 @@ def gated_norm_backward(
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
 
     Returns:
-        The gradient of o ``[B, S, H, V]`` in its dtype, and of gamma in its dtype.
+        The gradient of o ``[B, S, H, V]`` in ``proj``'s dtype, and of gamma in its dtype.
     """
     S, B, _ = proj.shape
     H, V = sizes.value_heads, sizes.value_dim
@@ -81,7 +81,7 @@ def gated_norm_backward(
     rows = S * H
     tile = norm_backward_tile(rows * B, V) if tile is None else tile
     programs = triton.cdiv(rows, tile.rows * tile.repeats)
-    d_o = torch.empty_like(o)
+    d_o = torch.empty_like(o, dtype=proj.dtype)
     partial = torch.empty(B * programs, V, dtype=torch.float32, device=o.device)
     if rows * B:
         gated_norm_backward_kernel[(programs, B)](

@@ -24,8 +24,9 @@ def gated_norm_forward(
 ) -> Tensor:
     """As :func:`.norm.gated_norm_forward`, differentiable when ``out`` is None."""
     z = proj[..., sizes.z_column : sizes.beta_column].unflatten(-1, (sizes.value_heads, -1))
-    y = rms_norm_gated(o, z.transpose(0, 1), gamma, eps, zero_centered)
-    y = y.transpose(0, 1).flatten(2)
+    wide = torch.promote_types(proj.dtype, torch.float32)
+    y = rms_norm_gated(o.to(wide), z.transpose(0, 1), gamma, eps, zero_centered)
+    y = y.transpose(0, 1).flatten(2).to(proj.dtype)
     return y.contiguous() if out is None else out.copy_(y)
 
 
@@ -41,11 +42,11 @@ def gated_norm_backward(
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`.norm.gated_norm_backward`, through autograd of the forward above."""
-    wide = torch.promote_types(o.dtype, torch.float32)
+    wide = torch.promote_types(proj.dtype, torch.float32)
     with torch.enable_grad():
         leaves = [x.detach().to(wide).requires_grad_() for x in (o, proj, gamma)]
         out = gated_norm_forward(*leaves, sizes, eps=eps, zero_centered=zero_centered)
     d_o, d_rows, d_gamma = torch.autograd.grad(out, leaves, d_out.to(wide))
     section = slice(sizes.z_column, sizes.beta_column)
     d_proj[..., section] = d_rows[..., section]
-    return d_o.to(o.dtype).contiguous(), d_gamma.to(gamma.dtype)
+    return d_o.to(proj.dtype).contiguous(), d_gamma.to(gamma.dtype)

@@ -33,6 +33,7 @@ def prepare_forward(
     normalise_qk: bool = True,
     eps: float = 1e-6,
     parts: str = "qkvg",
+    dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     tile: Walk | None = None,
 ) -> Prepared:
@@ -54,6 +55,7 @@ def prepare_forward(
             for tokens near boundaries and far from them, and no fused multiply-add, which a
             compiler places in one copy of a loop and not in another.
         parts: what to compute, a stretch of ``"qkvg"`` (g is both gates); the rest is None.
+        dtype: of q, k and v; None is the projection's.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests. Either is made smaller
             where tokens lie too far apart for it, see :func:`.tiles.within_reach`.
 
@@ -66,9 +68,9 @@ def prepare_forward(
     S, B, _ = proj.shape
     G, H, K, V = sizes
     assert parts and parts in "qkvg"
-    q = proj.new_empty(B, S, G, K) if "q" in parts else None
-    k = proj.new_empty(B, S, G, K) if "k" in parts else None
-    v = proj.new_empty(B, S, H, V) if "v" in parts else None
+    q = proj.new_empty(B, S, G, K, dtype=dtype) if "q" in parts else None
+    k = proj.new_empty(B, S, G, K, dtype=dtype) if "k" in parts else None
+    v = proj.new_empty(B, S, H, V, dtype=dtype) if "v" in parts else None
     g = beta = None
     if "g" in parts:
         g = torch.empty(B, S, H, dtype=torch.float32, device=proj.device)
@@ -78,19 +80,23 @@ def prepare_forward(
     one_path = batch_invariant and documents is not None
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
     tile = within_reach(tile, S, conv_weight.shape[-1], (proj.stride(0), G * K, H * V))
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     if S * B:
-        # A pointer that is never followed stands for each part left out: kernels take no None.
-        outputs = [proj if x is None else x for x in (q, k, v, g, beta)]
+        # A pointer that is never followed stands for each part left out: kernels take no None. It
+        # is of the same dtype, so that one compilation serves all choices of parts.
+        heads = next((x for x in (q, k, v) if x is not None), proj)
+        outputs = [heads if x is None else x for x in (q, k, v)]
+        outputs += [A_log if x is None else x for x in (g, beta)]
         grid = (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B)
         prepare_forward_kernel[grid](
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             *outputs,
-            S, proj.stride(0), proj.stride(1), eps,
+            S, tile.steps, first, proj.stride(0), proj.stride(1), eps,
             G=G, H=H, K=K, V=V, W=conv_weight.shape[-1],
-            ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
+            ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-            FIRST=first, HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
+            HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
             ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
@@ -112,6 +118,7 @@ def prepare_backward(
     d_proj: Tensor,
     *,
     documents: Documents | None = None,
+    factor: Tensor | None = None,
     normalise_qk: bool = True,
     eps: float = 1e-6,
     batch_invariant: bool = False,
@@ -127,6 +134,8 @@ def prepare_backward(
         dv: ``[B, S, H, V]``.
         dg, dbeta: ``[B, S, H]``.
         d_proj: ``[S, B, P]``, written.
+        factor: ``[H]`` fp32, what the gradients of a value head and of its key head are to be
+            multiplied by; value heads of one key head share theirs. None: nothing.
         batch_invariant: as in :func:`prepare_forward`.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
     """
@@ -137,6 +146,7 @@ def prepare_backward(
     strides = (proj.stride(0), d_proj.stride(0), dq.shape[2] * K, H * V)
     tile = within_reach(tile, S, W, strides)
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
     assert dq.shape[2] % G == 0 and dq.shape == dk.shape
@@ -150,14 +160,14 @@ def prepare_backward(
     if S * B:
         prepare_backward_kernel[(1 + 2 * G + H, tiles, B)](
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
-            dq, dk, dv, dg, dbeta, d_proj, partial,
-            S, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
+            dq, dk, dv, dg, dbeta, factor, d_proj, partial,
+            S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
             G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G,
-            ROWS=tile.rows, STEPS=tile.steps, STAGES=tile.stages,
+            ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
-            ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
-            maxnreg=tile.registers, enable_fp_fusion=not one_path,
+            ONE_PATH=one_path, NORMALISE=normalise_qk, SCALED=factor is not None,
+            num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split([channels * W, with_bias, H, H])
     return PreparedGrads(

@@ -45,6 +45,7 @@ def prepare_forward(
     normalise_qk: bool = True,
     eps: float = 1e-6,
     parts: str = "qkvg",
+    dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> Prepared:
     """As :func:`.prepare.prepare_forward`, differentiable."""
@@ -65,7 +66,7 @@ def prepare_forward(
         x = x.unflatten(-1, (heads[part], -1))
         if normalise_qk and part != "v":
             x = l2norm(x, eps)
-        made[part] = x.to(proj.dtype).contiguous()
+        made[part] = x.to(dtype or proj.dtype).contiguous()
     if "g" not in parts:
         return Prepared(**made, g=None, beta=None)
     b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
@@ -88,6 +89,7 @@ def prepare_backward(
     d_proj: Tensor,
     *,
     documents: Documents | None = None,
+    factor: Tensor | None = None,
     normalise_qk: bool = True,
     eps: float = 1e-6,
     batch_invariant: bool = False,
@@ -104,9 +106,12 @@ def prepare_backward(
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
-    grads = torch.autograd.grad(
-        outputs, leaves, [x.to(wide) for x in (dq, dk, dv, dg, dbeta)], materialize_grads=True
-    )
+    d_outputs = [x.to(wide) for x in (dq, dk, dv, dg, dbeta)]
+    if factor is not None:
+        of_key_head = factor.view(heads, -1)[:, :1]
+        factors = (of_key_head, of_key_head, factor[:, None], factor, factor)
+        d_outputs = [x * y for x, y in zip(d_outputs, factors, strict=True)]
+    grads = torch.autograd.grad(outputs, leaves, d_outputs, materialize_grads=True)
     z, rest = sizes.z_column, sizes.beta_column
     d_proj[..., :z] = grads[0][..., :z]
     d_proj[..., rest:] = grads[0][..., rest:]

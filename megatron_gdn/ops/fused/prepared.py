@@ -16,7 +16,7 @@ from .cores.base import Core
 class Prepared(NamedTuple):
     """Inputs of the delta rule, contiguous; None where a part was not asked for."""
 
-    q: Tensor | None  # [B, S, G, K] in the projection's dtype
+    q: Tensor | None  # [B, S, G, K] in the projection's dtype, or another one asked for
     k: Tensor | None  # [B, S, G, K]
     v: Tensor | None  # [B, S, H, V]
     g: Tensor | None  # [B, S, H] fp32, <= 0
@@ -40,12 +40,12 @@ class Preparation(Protocol):
 
     def prepare_forward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        *, documents, normalise_qk, eps=..., parts=..., batch_invariant=...,
+        *, documents, normalise_qk, eps=..., parts=..., dtype=..., batch_invariant=...,
     ) -> Prepared: ...  # fmt: skip
 
     def prepare_backward(
         self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes, dq, dk, dv, dg, dbeta, d_proj,
-        *, documents, normalise_qk, eps=..., batch_invariant=...,
+        *, documents, factor=..., normalise_qk, eps=..., batch_invariant=...,
     ) -> PreparedGrads: ...  # fmt: skip
 
 

@@ -13,7 +13,7 @@ _FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
 
 
 class Walk(NamedTuple):
-    """A program walks ``steps`` tokens along each of ``rows`` segments."""
+    """A program walks ``steps`` tokens, a multiple of four, along each of ``rows`` segments."""
 
     rows: int
     steps: int

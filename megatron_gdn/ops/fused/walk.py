@@ -1,5 +1,10 @@
 """Device functions of the kernels that walk along the sequence, one token at a time.
 
+Written with Triton's compiler in mind (3.6): for every load and store, its coalescing pass follows
+the uses of all operations of a function, so its time grows with the cube of what one function
+holds. Hence each walk is a function that is not inlined, everything constant is computed before the
+loop, and the number of steps is known at the launch alone: one compilation serves all lengths.
+
 Legend: R segments walked side by side, D dim of the head at hand.
 """
 
@@ -8,15 +13,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+UNROLL = tl.constexpr(4)  # steps of a turn of the loop; the steps of a walk are a multiple
+
 
 @triton.jit
-def load_row(ptr, stride, t_R, d_D, real_D, S, EDGE: tl.constexpr):
-    """Row t_r of every segment; at an edge of the sequence, zeros past its end."""
-    at_RD = ptr + t_R[:, None] * stride + d_D[None, :]
-    if EDGE:
-        return tl.load(at_RD, mask=(t_R < S)[:, None] & real_D[None, :], other=0.0)
+def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
+    """One row of every segment; zeros past the end of the sequence and of a PADDED head."""
+    if EDGE and PADDED:
+        return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
+    elif EDGE:
+        return tl.load(at_RD, mask=real_R[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(at_RD, mask=real_1D, other=0.0)
     else:
-        return tl.load(at_RD, mask=real_D[None, :], other=0.0)
+        return tl.load(at_RD)
+
+
+@triton.jit
+def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
+    """The reverse of :func:`load_row`."""
+    if EDGE and PADDED:
+        tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
+    elif EDGE:
+        tl.store(at_RD, y_RD, mask=real_R[:, None])
+    elif PADDED:
+        tl.store(at_RD, y_RD, mask=real_1D)
+    else:
+        tl.store(at_RD, y_RD)
 
 
 @triton.jit
@@ -34,23 +57,21 @@ def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
     taps = ()
     for tap in tl.static_range(W):
         tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
-        taps = taps + (tap_D.to(tl.float32),)
+        taps = taps + (tap_D.to(tl.float32)[None, :],)
     return taps
 
 
 @triton.jit
 def load_history(
-    x_ptr, stride, first_R, seen_R, left, d_D, real_D, W: tl.constexpr, EDGE: tl.constexpr
-):
+    x_at_RD, stride, seen_R, real_R, real_1D,
+    W: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
     """The W - 1 inputs before each segment that its first token may see, newest first."""
     history = ()
     for delay in tl.static_range(1, W):
-        at_RD = x_ptr + (first_R - delay)[:, None] * stride + d_D[None, :]
-        if EDGE:
-            seen_RD = ((seen_R >= delay) & (first_R < left))[:, None] & real_D[None, :]
-            past_RD = tl.load(at_RD, mask=seen_RD, other=0.0)
-        else:
-            past_RD = tl.load(at_RD, mask=real_D[None, :], other=0.0)
+        past_RD = load_row(
+            x_at_RD - delay * stride, (seen_R >= delay) & real_R, real_1D, PADDED, EDGE
+        )
         history = history + (past_RD.to(tl.float32),)
     return history
 
@@ -65,27 +86,27 @@ def forget(history, seen_R, W: tl.constexpr):
 
 
 @triton.jit
-def convolve(x_RD, history, taps, bias_D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
+def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The pre-activation of one token per segment."""
-    pre_RD = taps[W - 1][None, :] * x_RD
+    pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
-        pre_RD += bias_D[None, :]
+        pre_RD += bias_1D
     for delay in tl.static_range(1, W):
-        pre_RD += taps[W - 1 - delay][None, :] * history[delay - 1]
+        pre_RD += taps[W - 1 - delay] * history[delay - 1]
     return pre_RD
 
 
 @triton.jit
-def at_an_edge(position_ptr, start, S, TOKENS: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr):
-    """Whether the walk over TOKENS tokens meets an end of the sequence or of a document.
+def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
+    """Whether the walk over ``tokens`` tokens meets an end of the sequence or of a document.
 
     Within reach of the taps in either direction. All other walks, nearly all of a long sequence,
     need no masks.
     """
-    edge = (start < W - 1) | (start + TOKENS + W - 1 > S)
+    end = start + tokens + (W - 1)  # of what the walk reads
+    edge = (start < W - 1) | (end > S)
     if PACKED:
-        t_T = tl.arange(0, 2 * TOKENS)
-        near_T = (t_T < TOKENS + W - 1) & (start + t_T < S)
-        position_T = tl.load(position_ptr + start + t_T, mask=near_T, other=W)
-        edge = edge | (tl.min(position_T) < W - 1)
+        # Positions count up within a document, so the last one tells that of the first, start.
+        last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
+        edge = edge | (last - (end - 1 - start) < W - 1)
     return edge

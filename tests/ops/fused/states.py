@@ -65,12 +65,20 @@ class PlainRule:
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
-    """Sums the value heads that share a key head in dq and dk, where a core left that to us."""
+    """Sums the value heads that share a key head in dq and dk, where a core left that to us.
+
+    Likewise takes out a factor.
+    """
+    dq, dk, dv, dg, dbeta = grads[:5]
     summed = []
-    for grad in grads[:2]:
+    for grad in (dq, dk):
         wide = torch.promote_types(grad.dtype, torch.float32)
         summed.append(grad.unflatten(2, (groups, -1)).sum(3, dtype=wide))
-    return [*summed, *grads[2:]]
+    factor = getattr(grads, "factor", None)
+    if factor is None:
+        return [*summed, dv, dg, dbeta]
+    of_key_head = factor.view(groups, -1)[:, :1]
+    return [*(x * of_key_head for x in summed), dv * factor[:, None], dg * factor, dbeta * factor]
 
 
 def run_whole(core, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
@@ -96,3 +104,27 @@ def run_in_segments(core, inputs: RuleInputs, d_o: Tensor, documents: Documents)
         d_o, inputs, saved, plan, documents, initial=entering, d_final=leaving, work=work
     )
     return [o, *by_key_head(grads, inputs.k.shape[2])]
+
+
+def run_on_ranks(core, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]:
+    """The same, every segment in calls of its own, as if it lay on a rank of its own."""
+    parts = [
+        (RuleInputs(*x), d)
+        for *x, d in zip(*(x.split(lengths, dim=1) for x in (*inputs, d_o)), strict=True)
+    ]
+    forwards, state = [], None
+    for part, _ in parts:
+        local, through, work = core.transition(part, None)
+        state = torch.zeros_like(local) if state is None else state
+        forwards.append((state, through, *core.forward(part, None, True, initial=state, work=work)))
+        state = through @ state + local
+    found, d_state = [], torch.zeros_like(state)
+    for (part, d), (entering, through, o, saved, plan) in zip(
+        parts[::-1], forwards[::-1], strict=True
+    ):
+        common = (d, part._replace(g=None), saved, plan, None)
+        d_local, work = core.d_initial(*common)
+        grads = core.backward(*common, initial=entering, d_final=d_state, work=work)
+        d_state = through.mT @ d_state + d_local
+        found.append([o, *by_key_head(grads, inputs.k.shape[2])])
+    return [torch.cat(x, dim=1) for x in zip(*found[::-1], strict=True)]

@@ -14,7 +14,7 @@ from megatron_gdn.ops.fused.cores import RuleInputs
 from megatron_gdn.ops.fused.cores import fla as fla_core
 
 from .states import PlainRule, by_key_head, documents_of, run_in_segments, run_whole
-from .test_flash_qla_wiring import HEADS, K, V, check, random_inputs
+from .test_flash_qla_wiring import HEADS, K, V, check, check_fp16_operands, random_inputs
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
 
@@ -113,6 +113,10 @@ def test_documents_with_and_without_states(core, lengths):
     joined = PlainRule(inputs, (sum(lengths),))
     got = run_in_segments(core, inputs, d_o, documents)
     check(got, [joined.forward()[0], *joined.backward(d_o)[0]])
+
+
+def test_fp16_operands_leave_no_trace(core):
+    check_fp16_operands(core, (130, 1, 300))
 
 
 def test_batch_rows_with_states(core):

@@ -20,6 +20,8 @@ pytestmark = [
 
 NAMES = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
 DECAYS = {"strong": 2.8, "usual": 0.0, "none": -20.0}  # A_log; exp of it is the decay rate
+ALL_DECAYS = {**DECAYS, "slow": -4.6}
+HALF = ("flash_qla fp16", "fla fp16")
 SHAPES = {
     "S1": {"S": 1},
     "S63-B2": {"S": 63, "B": 2},
@@ -41,7 +43,9 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=128, seed=0):
 
     proj = normal(S, B, sizes.width)
     weight = (normal(sizes.conv_width, 1, 4).detach() * 0.5).requires_grad_()
-    A_log = (normal(heads[1], dtype=torch.float32).detach() * 0.3 + DECAYS[decay]).requires_grad_()
+    A_log = (
+        normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
+    ).requires_grad_()
     dt_bias = normal(heads[1], dtype=torch.float32)
     gamma = (1 + 0.3 * normal(dim).detach()).requires_grad_()
     documents = None
@@ -64,8 +68,11 @@ def run(sizes, leaves, d_out, documents, core, kernels="auto", **options):
 
 
 def core_named(name, sizes, dtype=torch.bfloat16):
+    """A core by its name, of which " fp16" may be a part: with such operands."""
+    name, half, _ = name.partition(" fp16")
+    options = {"operands": "fp16"} if half else {}
     try:
-        return resolve_core(name, device="cuda", dtype=dtype, sizes=sizes).core
+        return resolve_core(name, device="cuda", dtype=dtype, sizes=sizes, **options).core
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -137,10 +144,34 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core)
             )
             for name in ("flash_qla", "fla")
         ),
+        *HALF,
     ],
 )
 def test_the_whole_mixer_is_as_exact_as_plain_torch(core):
     check_against_fp64((16, 32), core, yardstick="reference", S=777)
+
+
+@pytest.mark.parametrize("core", HALF)
+@pytest.mark.parametrize("decay", ["none", "strong", "slow"])
+def test_fp16_operands_are_as_exact_as_plain_torch_at_any_decay(decay, core):
+    check_against_fp64((16, 32), core, yardstick="reference", S=777, decay=decay)
+
+
+@pytest.mark.parametrize("core", HALF)
+@pytest.mark.parametrize("shape", ["S63-B2", "S2100-B3", "packed"])
+def test_fp16_operands_are_as_exact_as_plain_torch_at_any_shape(shape, core):
+    check_against_fp64((16, 32), core, yardstick="reference", seeds=2, **SHAPES[shape])
+
+
+def test_fp16_operands_know_no_size_of_the_gradient():
+    """Powers of two leave every bit: nothing over- or underflows on the way."""
+    sizes, leaves, d_out, documents = make_inputs((16, 32), S=333)
+    core = core_named("flash_qla fp16", sizes)
+    usual = run(sizes, leaves, d_out, documents, core)
+    for size in (2.0**-60, 2.0**60):
+        got = run(sizes, leaves, d_out * size, documents, core)
+        for name, a, b in zip(NAMES[1:], got[1:], usual[1:], strict=True):
+            assert torch.equal(a, b * size), name
 
 
 def test_other_head_dims_take_a_path_that_is_right():
@@ -150,7 +181,7 @@ def test_other_head_dims_take_a_path_that_is_right():
     check_against_fp64((16, 32), "auto", yardstick="auto", S=130, dim=64)
 
 
-@pytest.mark.parametrize("core", ["flash_qla", "fla"])
+@pytest.mark.parametrize("core", ["flash_qla", "fla", "flash_qla fp16"])
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
 def test_recomputing_keeps_every_bit(shape, core):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
@@ -161,10 +192,11 @@ def test_recomputing_keeps_every_bit(shape, core):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("core", ["flash_qla", "flash_qla fp16"])
 @pytest.mark.parametrize("shape", ["S2100-B3", "packed", "long"])
-def test_two_runs_are_bitwise_equal(shape):
+def test_two_runs_are_bitwise_equal(shape, core):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
-    core = core_named("flash_qla", sizes)
+    core = core_named(core, sizes)
     first = run(sizes, leaves, d_out, documents, core)
     for _ in range(5):
         for name, a, b in zip(
@@ -185,7 +217,7 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged():
         assert not torch.equal(a[100:163], b[100:163]), name
 
 
-@pytest.mark.parametrize("core", ["flash_qla", "fla"])
+@pytest.mark.parametrize("core", ["flash_qla", "fla", *HALF])
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
 def test_nothing_waits_for_the_device(shape, core):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])

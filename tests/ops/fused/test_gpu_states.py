@@ -12,8 +12,17 @@ import torch
 
 from megatron_gdn.ops.fused import HeadSizes, resolve_core
 from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.fused.cores.half import HalfOperands
 
-from .states import NAMES, PlainRule, by_key_head, documents_of, run_in_segments, run_whole
+from .states import (
+    NAMES,
+    PlainRule,
+    by_key_head,
+    documents_of,
+    run_in_segments,
+    run_on_ranks,
+    run_whole,
+)
 from .test_gpu_mixer import errors
 
 pytestmark = [
@@ -156,9 +165,34 @@ def test_states_and_their_gradients_of_batch_rows(name):
     assert not bad, bad
 
 
-def test_a_core_with_states_waits_for_nothing():
+@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("way", [run_in_segments, run_on_ranks], ids=["documents", "ranks"])
+def test_fp16_operands_pass_states_more_exactly(way, name):
+    """At most half of what bf16 operands cost, which have three bits less.
+
+    From the same values, which both dtypes hold. The first segments' own gradients are tiny.
+    """
+    core, lengths = core_named(name), [700, 65, 2100]
+    inputs, d_o = make_inputs(sum(lengths), decay="none")
+    d_o[:, :765] *= 2.0**-8
+    exact = exact_run(inputs, d_o)
+    segments = lengths if way is run_on_ranks else documents_of(lengths, "cuda")
+    bf16 = errors(way(core, inputs, d_o, segments), exact)
+    half = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
+    fp16 = errors(way(HalfOperands(core), half, d_o, segments), exact)
+    lines = [f"{n}: {a:.2e}, bf16 {b:.2e}" for n, a, b in zip(NAMES, fp16, bf16, strict=True)]
+    print("\n" + "\n".join(lines))
+    bad = [x for x, a, b in zip(lines, fp16, bf16, strict=True) if not a <= 0.5 * b]
+    assert not bad, "; ".join(bad)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["bf16", "fp16"])
+def test_a_core_with_states_waits_for_nothing(half):
     core, lengths = core_named("flash_qla"), (1, 63, 3000, 2)
     inputs, d_o = make_inputs(sum(lengths))
+    if half:
+        core = HalfOperands(core)
+        inputs = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
     run_in_segments(core, inputs, d_o, documents_of(lengths, "cuda"))
     fresh = documents_of((2, 62, 3001, 1), "cuda")
     assert fresh.cu_seqlens.is_cuda

@@ -17,6 +17,8 @@ from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from megatron_gdn.ops.norm import l2norm
 from megatron_gdn.ops.reference import recurrent_gated_delta_rule
 
+from .states import NAMES
+
 G, H, K, V = 2, 6, 5, 7
 CASES = {
     "batch": ((2, 70), None, 1.0),
@@ -100,7 +102,7 @@ def test_gradients_flow_through_both_ends(case):
     grads = core.backward(
         d_o, given, saved, plan, documents, initial=initial, d_final=d_final, work=work
     )
-    for name, got, exact in zip(grads._fields, grads, expected, strict=True):
+    for name, got, exact in zip(NAMES[1:], grads[:5], expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: n + m)
 
 

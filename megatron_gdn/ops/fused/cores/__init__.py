@@ -16,12 +16,14 @@ from ...obstacles import (
 from ..once import say_once
 from ..sizes import HeadSizes
 from .base import Core, RuleGrads, RuleInputs
+from .half import HalfOperands
 from .repeatable import find_repeatable, why_not_repeatable
 from .torch_rule import TorchCore
 
 __all__ = ["CORES", "Choice", "Core", "RuleGrads", "RuleInputs", "resolve_core"]
 
 CORES = ("flash_qla", "fla", "reference")
+OPERANDS = ("bf16", "fp16")
 
 
 class Choice(NamedTuple):
@@ -49,6 +51,8 @@ def resolve_core(
     dtype: torch.dtype,
     sizes: HeadSizes,
     deterministic: bool = False,
+    operands: str = "bf16",
+    normalise_qk: bool = True,
 ) -> Choice:
     """Choose the delta rule of the mixer, from shapes, dtype and architecture alone.
 
@@ -61,6 +65,10 @@ def resolve_core(
             flash_qla where it was tested for that (see :mod:`.repeatable`), else the reference.
             fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
             name where it was not tested; the log then says so.
+        operands: what flash_qla and fla round the operands of their products to in a bf16 layer:
+            ``"bf16"``, or ``"fp16"`` with three bits more (see :mod:`.half`). Where fp16 changes
+            nothing or cannot be had, ``reason`` says so.
+        normalise_qk: whether q and k have unit length; fp16 operands need that.
 
     Raises:
         ValueError: an unknown name, or one that these sizes, this dtype, device or
@@ -68,7 +76,33 @@ def resolve_core(
         ImportError: the backend's package is missing, too old, or known to compute wrong results
             here.
     """
-    device = torch.device(device)
+    if operands not in OPERANDS:
+        raise ValueError(f"unknown operands {operands!r} of the delta rule; use 'bf16' or 'fp16'.")
+    choice = _choose(backend, torch.device(device), dtype, sizes, deterministic)
+    if operands == "bf16":
+        return choice
+    why = _why_not_half(choice.core, dtype, normalise_qk)
+    if why is None:
+        return Choice(HalfOperands(choice.core), f"{choice.reason}; fp16 operands")
+    return choice._replace(reason=f"{choice.reason}; no fp16 operands: {why}")
+
+
+def _why_not_half(core: Core, dtype: torch.dtype, normalise_qk: bool) -> str | None:
+    """Why a core keeps the operands it has; None where they become fp16."""
+    if core.name == "reference":
+        return "the plain rule computes in fp32 or wider"
+    if dtype != torch.bfloat16:
+        return f"the layer's own dtype is {dtype}"
+    if core.batch_invariant:
+        return "what they round depends on all documents of a batch, which deterministic mode bars"
+    if not normalise_qk:
+        return "without unit length, q and k may leave the range of fp16"
+    return None
+
+
+def _choose(
+    backend: str, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, deterministic: bool
+) -> Choice:
     if backend not in ("auto", *CORES):
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto' or one of "

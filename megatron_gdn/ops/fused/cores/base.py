@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ...documents import Documents
@@ -23,13 +24,18 @@ class RuleInputs(NamedTuple):
 
 
 class RuleGrads(NamedTuple):
-    """dq and dk may have H heads, one per value head: the receiver sums those that share one."""
+    """dq and dk may have H heads, one per value head: the receiver sums those that share one.
+
+    With a ``factor`` the gradients of a head are these times the head's factor, a power of two
+    that value heads of one key head have in common: the receiver multiplies, in fp32.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     beta: Tensor
+    factor: Tensor | None = None  # [H] fp32
 
 
 class Transition(NamedTuple):
@@ -48,10 +54,13 @@ class Core(Protocol):
     come. ``backward`` gets ``inputs.g`` as None: a core that needs it returns it among the
     tensors, in whatever form it prefers. No call waits for the device. ``batch_invariant`` says
     that the bits of a sequence do not depend on the other sequences or on its place.
+    ``operand_dtype`` is the dtype that q, k and v are wanted in, and that o has; None takes the
+    projection's. d_o has the projection's dtype.
     """
 
     name: str
     batch_invariant: bool
+    operand_dtype: torch.dtype | None
 
     def forward(
         self, inputs: RuleInputs, documents: Documents | None, keep: bool
@@ -78,7 +87,8 @@ class StatePassing(Core, Protocol):
         dS_in  = through^T @ dS_out + d_local           d_initial
 
     The initial state is not among the saved tensors: the caller hands it in again. ``work`` is
-    what ``transition`` or ``d_initial`` returned for the same inputs, to be used again.
+    what ``transition`` or ``d_initial`` returned for the same inputs, to be used again; that of
+    ``d_initial`` is None or a tensor of gradients ``[., H, ., .]``, linear in ``d_o``.
     """
 
     def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition: ...
@@ -99,7 +109,7 @@ class StatePassing(Core, Protocol):
         saved: tuple[Tensor | None, ...],
         plan: object,
         documents: Documents | None,
-    ) -> tuple[Tensor, object]: ...
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def backward(
         self,

@@ -94,6 +94,7 @@ class _Work(NamedTuple):
 class FlaCore:
     name = "fla"
     batch_invariant = False
+    operand_dtype = None
 
     def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition:
         from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h

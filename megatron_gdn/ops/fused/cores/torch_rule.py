@@ -15,6 +15,7 @@ CHUNK = 64
 class TorchCore:
     name = "reference"
     batch_invariant = True
+    operand_dtype = None
 
     @staticmethod
     def _rule(k: Tensor, documents: Documents | None) -> ChunkedRule:

@@ -10,9 +10,11 @@ from megatron_gdn.context_parallel import Chunkwise, local_indices
 from megatron_gdn.mixer import heads_of
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.fused.cores.half import HalfOperands
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 
 from .conftest import INTERPRETED, _numpy_scalars_as_indices
+from .test_mixer_kernels import Plain
 
 DIMS = GDNDims(
     hidden_size=8,
@@ -25,7 +27,7 @@ DIMS = GDNDims(
 
 
 def kernels_equal_their_twins_over_pieces(
-    layout: str, lengths: tuple[int, ...] | None, dtype: torch.dtype
+    layout: str, lengths: tuple[int, ...] | None, dtype: torch.dtype, half_operands: bool = False
 ) -> dict[str, tuple[float, float]]:
     """Relative error against fp64 of everything the mixer gives: (kernels, twins)."""
     if INTERPRETED and not hasattr(_numpy_scalars_as_indices, "done"):
@@ -54,8 +56,9 @@ def kernels_equal_their_twins_over_pieces(
     def run(kernels: str, wide: bool) -> dict[str, torch.Tensor]:
         leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in (proj, *weights)]
         *tensors, gamma = leaves
+        core = HalfOperands(Plain()) if half_operands and not wide else TorchCore()
         mixed = gated_delta_mixer(
-            *tensors, sizes, core=TorchCore(), norm=GatedNorm(gamma),
+            *tensors, sizes, core=core, norm=GatedNorm(gamma),
             split=scheme.split(leaves[0], documents), kernels=kernels,
         )  # fmt: skip
         grads = torch.autograd.grad((mixed.double() * weight.double()).sum(), leaves)

@@ -75,3 +75,17 @@ def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
     )
     assert (out == 0).all() and (d_proj == 0).all() and (d_gamma == 0).all()
     assert d_o.isfinite().all()
+
+
+@pytest.mark.parametrize("module", [norm, norm_torch], ids=["triton", "torch"])
+def test_o_may_have_another_dtype_than_the_projection(case, module):
+    """The result and the gradient of o have the projection's, rounded once."""
+    common = (case.proj, case.gamma, case.sizes)
+
+    def run(o):
+        d_proj = torch.zeros_like(case.proj)
+        backward = module.gated_norm_backward(case.d_out, o, *common, d_proj)
+        return [module.gated_norm_forward(o, *common), *backward, d_proj]
+
+    for a, b in zip(run(case.o.half()), run(case.o.half().float()), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)

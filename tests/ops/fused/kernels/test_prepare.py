@@ -80,6 +80,74 @@ def test_every_gradient_equals_autograd_through_the_twin(
     assert (got.conv_bias is None) == (case.conv_bias is None)
 
 
+@pytest.mark.parametrize("boundary", [29, 30, 64, 66, 67])
+def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
+    """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
+    case = Case(device, S=96, lengths=(boundary, 96 - boundary))
+    got = prepare.prepare_forward(
+        case.proj, *case.parameters, case.sizes, documents=case.documents, tile=SMALL_WALK
+    )
+    grads, twin = case.grads(per_value_head=False), case.double()
+    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
+    prepare.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj,
+        documents=case.documents, tile=SMALL_WALK,
+    )  # fmt: skip
+    exact = prepare_torch.prepare_forward(
+        twin.proj, *twin.parameters, twin.sizes, documents=twin.documents
+    )
+    prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
+        documents=twin.documents,
+    )  # fmt: skip
+    assert_close("q", got.q, exact.q)
+    assert_close("d_proj", d_proj, exact_d_proj)
+
+
+def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
+    G, H = case.sizes[:2]
+    factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
+    *grads, dg, dbeta = case.grads(per_value_head=True)
+    grads = [*(x.half() for x in grads), dg, dbeta]
+    d_proj = torch.full_like(case.proj, float("nan"))
+    options = {"documents": case.documents, "factor": factor}
+    got = prepare.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj, tile=SMALL_WALK, **options
+    )
+    twin = case.double()
+    exact_d_proj = torch.full_like(twin.proj, float("nan"))
+    exact = prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
+        **options,
+    )  # fmt: skip
+    # Head by head, since their gradients are of different sizes.
+    for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
+        both = (x.split(case.sizes.sections, -1)[section] for x in (d_proj, exact_d_proj))
+        for x, y in zip(*(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True):
+            assert_close(f"d_proj of section {section}", x, y)
+    for name in got._fields:
+        if getattr(exact, name) is not None:
+            assert_close(name, getattr(got, name), getattr(exact, name))
+
+
+def test_the_twin_takes_a_factor_out_of_every_gradient(case):
+    """By linearity: the gradients times the factor, without one."""
+    G, H = case.sizes[:2]
+    factor = (2.0 ** torch.arange(3, G + 3, device=case.device)).repeat_interleave(H // G)
+    twin, results = case.double(), []
+    dq, dk, dv, dg, dbeta = (x.double() for x in case.grads(per_value_head=True))
+    scaled = [x * factor[:, None] for x in (dq, dk, dv)] + [x * factor for x in (dg, dbeta)]
+    for given, grads in ((factor, (dq, dk, dv, dg, dbeta)), (None, scaled)):
+        d_proj = torch.zeros_like(twin.proj)
+        made = prepare_torch.prepare_backward(
+            twin.proj, *twin.parameters, twin.sizes, *grads, d_proj,
+            documents=twin.documents, factor=given,
+        )  # fmt: skip
+        results.append([d_proj, *(x for x in made if x is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_without_l2norm(device):
     case = Case(device, S=37)
     grads = case.grads(per_value_head=True)
@@ -222,3 +290,18 @@ def test_half_precision_rounds_once(device):
         error = (getattr(got, name).double() - getattr(exact, name)).abs()
         assert (error <= 2**-11 * getattr(exact, name).abs() * 1.01 + 2**-24).all(), name
     assert got.g.dtype == torch.float32 and got.beta.dtype == torch.float32
+
+
+@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+@pytest.mark.parametrize("parts", ["q", "qkvg"])
+def test_another_dtype_of_q_k_and_v_is_one_rounding_away(parts, module, device):
+    case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
+    wide = module.prepare_forward(case.proj, *case.parameters, case.sizes, parts=parts)
+    half = module.prepare_forward(
+        case.proj, *case.parameters, case.sizes, parts=parts, dtype=torch.float16
+    )
+    for name in parts.rstrip("g"):
+        assert getattr(half, name).dtype == torch.float16 and getattr(half, name).is_contiguous()
+        assert torch.equal(getattr(half, name), getattr(wide, name).half()), name
+    if "g" in parts:
+        assert torch.equal(half.g, wide.g) and torch.equal(half.beta, wide.beta)

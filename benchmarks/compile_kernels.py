@@ -1,0 +1,216 @@
+"""What Triton makes of the mixer's kernels for Hopper, on a machine with or without a GPU.
+
+    python3 benchmarks/compile_kernels.py
+    python3 benchmarks/compile_kernels.py --tokens 32768 --kernels backward --loops --keep /tmp/asm
+
+For each compilation its seconds of processor time by stage, registers, stack (spills and frames)
+and shared memory, and with --loops the instructions of every loop. A launch that an earlier one's
+compilation serves prints nothing. Needs what the triton wheel brings along, ptxas included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import triton
+import triton.compiler.compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.fused import norm, prepare
+from megatron_gdn.ops.fused.sizes import HeadSizes
+
+
+class _Hopper:
+    """As much of a Triton driver as compiling asks for. A device of its own: nothing is cached."""
+
+    def get_current_device(self) -> _Hopper:
+        return self
+
+    def get_current_stream(self, device: _Hopper) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class _Clock:
+    @staticmethod
+    def time() -> float:
+        """Processor time of this process and its children: ptxas is one."""
+        who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        return sum(sum(resource.getrusage(one)[:2]) for one in who)
+
+
+@dataclass
+class Compilation:
+    kernel: str
+    stages: dict[str, float]  # seconds
+    asm: dict[str, str | bytes] = field(repr=False)
+    shared: int
+    registers: int
+    stack: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages.values())
+
+
+def _nvidia_tool(name: str, cubin: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [getattr(triton.knobs.nvidia, name).path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@contextmanager
+def compile_for_hopper() -> Iterator[list[Compilation]]:
+    """Inside, launches of kernels compile them and nothing more; the list fills with what they do.
+
+    The cache is empty to begin with: a launch adds to the list if no earlier one compiled the same.
+    """
+    done, times, launch = [], [], JITFunction.run
+
+    def run(self: JITFunction, *args, grid, warmup, **kwargs):
+        before = len(times)
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        for timed in times[before:]:
+            stages = {"ast": timed.ir_initialization, **dict(timed.lowering_stages)}
+            usage = _nvidia_tool("cuobjdump", kernel.asm["cubin"], "-res-usage")
+            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            done.append(
+                Compilation(
+                    self.fn.__name__, {name: us / 1e6 for name, us in stages.items()},
+                    kernel.asm, kernel.metadata.shared, registers, stack,
+                )
+            )  # fmt: skip
+        return kernel
+
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        patch.dict("os.environ", TRITON_CACHE_DIR=cache),
+        patch.object(triton.runtime.driver, "_active", _Hopper()),
+        patch.object(triton.compiler.compiler, "time", _Clock),
+        patch.object(
+            triton.knobs.compilation, "listener", lambda **event: times.append(event["times"])
+        ),
+        patch.object(JITFunction, "run", run),
+    ):
+        yield done
+
+
+class Problem:
+    """Tensors without memory, in bf16, and the launches of the mixer on them."""
+
+    def __init__(self, tokens: int, heads: tuple[int, int], documents: int = 0) -> None:
+        self.sizes = HeadSizes(*heads, 128, 128)
+        self.documents = None
+        if documents:
+            offsets = [n * tokens // documents for n in range(documents)] + [tokens]
+            self.documents = Documents.from_cu_seqlens(offsets, tokens)
+        self.proj = self.tensor(tokens, 1, self.sizes.width)
+        gates = (self.tensor(heads[1], dtype=torch.float32) for _ in range(2))
+        self.parameters = (self.tensor(self.sizes.conv_width, 1, 4), None, *gates)
+
+    @staticmethod
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def forward(self, **options) -> None:
+        prepare.prepare_forward(
+            self.proj, *self.parameters, self.sizes, documents=self.documents, **options
+        )
+
+    def backward(self, **options) -> None:
+        tokens, (_, H, K, V) = len(self.proj), self.sizes
+        qk, v, gate = (1, tokens, H, K), (1, tokens, H, V), (1, tokens, H)
+        grads = [self.tensor(*shape) for shape in (qk, qk, v)]
+        grads += [self.tensor(*gate, dtype=torch.float32) for _ in range(2)]
+        prepare.prepare_backward(
+            self.proj, *self.parameters, self.sizes, *grads, torch.empty_like(self.proj),
+            documents=self.documents, **options,
+        )  # fmt: skip
+
+    def norms(self, **_options) -> None:
+        tokens, (_, H, _, V) = len(self.proj), self.sizes
+        o, gamma = self.tensor(1, tokens, H, V), self.tensor(V)
+        out = norm.gated_norm_forward(o, self.proj, gamma, self.sizes)
+        d_proj = torch.empty_like(self.proj)
+        norm.gated_norm_backward(out, o, self.proj, gamma, self.sizes, d_proj)
+
+
+def loops(compilation: Compilation) -> list[Counter[str]]:
+    """The instructions of every innermost loop, by name; of loads and stores with their width."""
+    listing = _nvidia_tool("nvdisasm", compilation.asm["cubin"], "-c")
+    names, labels, found = [], {}, []
+    for line in listing.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif one := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+)(\S*)(.*)", line):
+            name, options, operands = one.groups()
+            width = re.search(r"\.(64|128)\b", options)
+            names.append(name + (width[1] if width and name[:2] in ("LD", "ST") else ""))
+            target = re.search(r"\.(L_x_\d+)", operands) if name == "BRA" else None
+            if target and labels.get(target[1], len(names)) < len(names) - 8:
+                found.append(Counter(names[labels[target[1]] :]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192, 2048, 1000])
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--kernels", nargs="+", default=["forward", "backward", "norms"])
+    parser.add_argument("--loops", action="store_true", help="instructions of every loop")
+    parser.add_argument("--keep", type=Path, help="folder for the assembly of each stage")
+    args = parser.parse_args()
+    with compile_for_hopper() as done:
+        for kernel in args.kernels:
+            for documents, batch_invariant in ((0, False), (4, False), (4, True)):
+                for tokens in args.tokens:
+                    before = len(done)
+                    problem = Problem(tokens, tuple(args.heads), documents)
+                    getattr(problem, kernel)(batch_invariant=batch_invariant)
+                    layout = "packed" if documents else "dense"
+                    case = f"{layout}{', one path' if batch_invariant else ''}, {tokens} tokens"
+                    for n, one in enumerate(done[before:], start=before):
+                        show(one, case, args.loops)
+                        if args.keep:
+                            keep(one, args.keep / f"{n:02d}-{one.kernel}")
+    print(f"{len(done)} compilations, {sum(one.seconds for one in done):.1f} s")
+
+
+def show(one: Compilation, case: str, with_loops: bool) -> None:
+    stages = " ".join(f"{name} {seconds:.2f}" for name, seconds in one.stages.items())
+    print(
+        f"{one.kernel}, {case}: {one.seconds:.2f} s ({stages}), {one.registers} registers, "
+        f"{one.stack} bytes of stack, {one.shared} of shared memory",
+        flush=True,
+    )
+    for counts in loops(one) if with_loops else ():
+        print(f"    {counts.total()}:", *(f"{name} {n}" for name, n in sorted(counts.items())))
+
+
+def keep(one: Compilation, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage, text in one.asm.items():
+        if isinstance(text, str):
+            (folder / stage).write_text(text)
+    (folder / "sass").write_text(_nvidia_tool("nvdisasm", one.asm["cubin"], "-c"))
+
+
+if __name__ == "__main__":
+    main()

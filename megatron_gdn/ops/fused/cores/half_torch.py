@@ -1,0 +1,59 @@
+"""Gradients brought to fp16 by powers of two, in plain torch: the twin of :mod:`.half_kernels`.
+
+Legend: B batch, S seq, G key heads, H value heads, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BIAS, MANTISSA = 127, 23  # of fp32
+
+
+def to_half(
+    x: Tensor, key_heads: int, largest: int, ceiling: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply every key head's part of x by a power of two that brings it below ``2^largest``.
+
+    Args:
+        x: ``[B, S, H, V]``, any dtype.
+        largest: see :func:`power_exponent`.
+        ceiling: ``[G]`` int32, biased exponents that the powers' must not exceed.
+
+    Returns:
+        The product, rounded once to fp16, contiguous; the power of every value head, ``[H]`` fp32;
+        its inverse.
+    """
+    exponent = power_exponent(x, key_heads, largest, (0, 1, 3))
+    if ceiling is not None:
+        exponent = torch.minimum(exponent, ceiling)
+    up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
+    half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
+    return torch.mul(x, up[:, None], out=half), up, down
+
+
+def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...]) -> Tensor:
+    """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
+
+    To within a factor of two: the largest |x| of a key head then lies in ``[2^(largest - 1),
+    2^largest)``. The powers lie in 2^-126 .. 2^126, so they and their inverses are normal numbers
+    whatever x holds: zeros (the largest power), inf or NaN (the smallest). An |x| near fp32's end
+    comes to 2^2 at most. Exact, since it reads the exponent's bits.
+
+    Args:
+        x: any dtype, with H value heads in the dimension that ``dims``, all others, leave out.
+    """
+    if x.numel() == 0:
+        most_G = torch.zeros(key_heads, device=x.device)
+    else:
+        most_H = torch.linalg.vector_norm(x, float("inf"), dim=dims)
+        most_G = most_H.float().view(key_heads, -1).amax(1)
+    exponent = most_G.view(torch.int32) >> MANTISSA & 0xFF
+    return (2 * BIAS - 1 + largest - exponent).clamp(1, 2 * BIAS - 1)
+
+
+def _power(exponent: Tensor, value_heads: int) -> Tensor:
+    """``[G]`` biased exponents to ``[H]`` fp32 powers of two."""
+    power = (exponent << MANTISSA).view(torch.float32)
+    return power.repeat_interleave(value_heads // len(exponent), output_size=value_heads)

@@ -1,0 +1,76 @@
+"""A layer built in one place and dtype and run in another, as Megatron does it."""
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn import arrangement
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def build(config=None, **options):
+    return build_module(
+        gated_delta_net_spec("local", **options), config or make_config(), layer_number=1
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the delta rule was chosen for, in order."""
+    requests, resolve = [], arrangement.resolve_core
+
+    def watched(**request):
+        requests.append((request["device"].type, request["dtype"], request["deterministic"]))
+        return resolve(**request)
+
+    monkeypatch.setattr(arrangement, "resolve_core", watched)
+    return requests
+
+
+def test_the_rule_is_chosen_once_for_every_kind_of_rows(asked):
+    layer = build(make_config(bf16=True))  # the parameters are fp32: params_dtype is not given
+    assert asked == [("cpu", torch.bfloat16, False)]
+    x = torch.randn(5, 1, 24)
+    for _ in range(2):
+        layer(x, None)
+    assert asked[1:] == [("cpu", torch.float32, False)]
+    layer.double()(x.double(), None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        layer(x.double(), None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked[2:] == [("cpu", torch.float64, False), ("cpu", torch.float64, True)]
+
+
+def test_activations_are_priced_in_their_own_dtype():
+    layer = build(make_config(bf16=True))
+    assert layer.context_parallel._element_size == 2
+    layer(torch.randn(5, 1, 24), None)
+    assert layer.context_parallel._element_size == 4
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_a_layer_from_the_meta_device_is_the_one_built_here(default):
+    """Megatron builds under ``torch.device("meta")`` and has parameters reset where they land."""
+    here = build()
+    config = make_config(use_cpu_initialization=False, init_model_with_meta_device=True)
+    with torch.device(default):
+        layer = build(config)
+    assert layer.conv1d.weight.is_meta and layer.A_log.is_meta and layer.dt_bias.is_meta
+    layer.to_empty(device="cpu")
+    for one in (here, layer):
+        torch.manual_seed(3)
+        one.reset_parameters()
+    for name, parameter in here.named_parameters():
+        landed = layer.get_parameter(name)
+        assert landed.dtype == parameter.dtype, name
+        for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "keep_in_fp32"):
+            assert getattr(landed, mark, None) == getattr(parameter, mark, None), (name, mark)
+    x = torch.randn(5, 1, 24)
+    with torch.no_grad():
+        layer.out_norm.weight.fill_(1)  # a module's own initialisation is not the layer's to repeat
+    assert torch.equal(layer(x, None)[0], here(x, None)[0])

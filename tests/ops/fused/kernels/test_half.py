@@ -1,0 +1,69 @@
+"""The kernels that bring gradients to fp16 against their plain-torch twin: equal in every bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused.cores import half_kernels, half_torch
+
+SHAPES = {
+    "T1": (1, 1, 1, 1, 4),
+    "T3-B2": (2, 3, 3, 6, 20),
+    "T300-1to3": (1, 300, 1, 3, 24),
+    "T700-B2": (2, 700, 2, 4, 40),
+    "nothing": (1, 0, 2, 4, 8),
+}
+
+
+def gradients(shape, device, dtype):
+    B, S, G, H, V = shape
+    make = torch.Generator().manual_seed(S)
+    x = torch.randn(B, S, H, V, generator=make) * 2.0 ** torch.arange(-40, H - 40)[:, None]
+    return (x * torch.randn(B, S, 1, 1, generator=make).exp()).to(dtype).to(device), G
+
+
+def assert_equal_to_the_twin(x, key_heads, *others):
+    got = half_kernels.to_half(x, key_heads, *others)
+    twin = half_torch.to_half(x, key_heads, *others)
+    for name, a, b in zip(("half", "up", "down"), got, twin, strict=True):
+        assert a.dtype == b.dtype and a.is_contiguous()
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_bit_equals_the_twins(shape, dtype, device):
+    x, G = gradients(shape, device, dtype)
+    half, up, down = assert_equal_to_the_twin(x, G, 0)
+    assert torch.equal(up * down, torch.ones_like(up))
+    if dtype == torch.float32 and x.numel():
+        most = half.float().abs().amax((0, 1, 3)).view(G, -1).amax(1)
+        assert (most >= 0.5).all() and (most <= 1).all()  # 1: rounded up to it
+
+
+def test_a_ceiling_holds_for_its_head(device):
+    x, G = gradients(SHAPES["T700-B2"], device, torch.float32)
+    up = half_torch.to_half(x, G, 0)[1]
+    ceiling = torch.tensor([100, 253], dtype=torch.int32, device=device)
+    limited = assert_equal_to_the_twin(x, G, 0, ceiling)[1]
+    assert (limited[:2] == 2.0 ** (100 - 127)).all() and torch.equal(limited[2:], up[2:])
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -float("inf"), 3e38, 1e-45])
+def test_zero_and_what_is_not_finite_and_the_ends_of_fp32(bad, device):
+    x, G = gradients(SHAPES["T3-B2"], device, torch.float32)
+    x[:, :, 2:4] = 0 if bad == 0 or abs(bad) < 1 else x[:, :, 2:4]
+    x[0, 1, 3, 7] = bad
+    half, up, down = assert_equal_to_the_twin(x, G, 0)
+    assert up.isfinite().all() and down.isfinite().all()
+    assert half[:, :, :2].isfinite().all() and half[:, :, 4:].isfinite().all()
+    assert half[0, 1, 3, 7].isfinite() == torch.tensor(bad).isfinite()
+
+
+def test_gradients_that_are_not_contiguous(device):
+    x, G = gradients(SHAPES["T3-B2"], device, torch.float32)
+    assert_equal_to_the_twin(x.transpose(0, 1), G, 0)

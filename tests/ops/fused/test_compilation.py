@@ -1,0 +1,58 @@
+"""What compiling the preparation kernels costs, on any machine: Triton needs no GPU for it.
+
+Nobody sees these properties in results. They are lost by a harmless-looking change, and found again
+in the first minutes of somebody's training.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+from benchmarks.compile_kernels import Problem, compile_for_hopper, loops
+
+LENGTHS = [32768, 8192, 2048, 1000, 1]  # an entry of the tile table each; multiples of 16 and not
+LAYOUTS = {"dense": 0, "packed": 3}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def compilations(request):
+    with compile_for_hopper() as done:
+        for tokens in LENGTHS:
+            problem = Problem(tokens, (16, 32), LAYOUTS[request.param])
+            problem.backward()
+            for parts in ("qkvg", "q", "qkv", "g"):
+                problem.forward(parts=parts)
+    return [one for one in done if one.kernel.startswith("prepare")]
+
+
+def test_one_compilation_serves_every_length_and_every_choice_of_parts(compilations):
+    assert sorted(one.kernel for one in compilations) == [
+        "prepare_backward_kernel",
+        "prepare_forward_kernel",
+    ]
+
+
+def test_no_stage_of_the_compiler_runs_away(compilations):
+    """The stages before LLVM take 0.8 to 1.4 times as long as LLVM and ptxas.
+
+    A walk that is inlined into its kernel, or masks and addresses made anew in every step, let
+    Triton's coalescing pass take four times as long and more.
+    """
+    for one in compilations:
+        after = sum(one.stages[stage] for stage in ("llir", "ptx", "cubin"))
+        assert one.stages["ttgir"] < 2.5 * after, one
+
+
+def test_loops_stay_in_registers_and_copy_ahead(compilations):
+    """A frame of 16 bytes for a function that is called; a walk that watches for boundaries spills
+    one or two numbers more, outside of the loop for the most part."""
+    for one in compilations:
+        assert one.stack <= 32, one
+        walks = [counts for counts in loops(one) if counts["LDGSTS64"]]
+        assert len(walks) == 4, "key and value heads, with and without masks"
+        for counts in walks:
+            assert counts["STG64"] == 4, counts  # a row of four steps each
+            assert counts["STL"] == 0 and counts["LDL"] <= 5, counts
+            assert counts["LDG"] == 0, "all loads of a loop are copies ahead"

@@ -1,0 +1,314 @@
+"""fp16 operands in a layer of another dtype: the powers of two around a core, on a CPU.
+
+The core inside is the plain rule, which computes in fp32 from whatever it is given; so what is seen
+is what the wrapper does, and one rounding to fp16 of q, k, v, d_o, o, dq, dk, dv and no other.
+
+Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused import (
+    GatedNorm,
+    HeadSizes,
+    cores,
+    gated_delta_mixer,
+    norm_torch,
+    resolve_core,
+)
+from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.fused.cores.half import HalfOperands
+from megatron_gdn.ops.fused.cores.half_torch import power_exponent
+from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.norm import l2norm
+
+from .states import NAMES, PlainRule, documents_of, run_in_segments, run_on_ranks, run_whole
+
+G, H, K, V = 2, 6, 5, 7
+# Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
+HALF = 2 * 2**-12
+
+
+class InHalf(TorchCore):
+    """The plain rule, which refuses what it should not be given."""
+
+    batch_invariant = False
+
+    def forward(self, inputs, *others):
+        assert {x.dtype for x in inputs[:3]} == {torch.float16}
+        return super().forward(inputs, *others)
+
+    def d_initial(self, d_o, inputs, *others):
+        assert d_o.dtype == torch.float16
+        return super().d_initial(d_o, inputs, *others)
+
+    def backward(self, d_o, inputs, saved, plan, documents, initial=None, d_final=None, work=None):
+        assert d_o.dtype == torch.float16
+        # Powers of two in, powers of two out: what a core may do with d_o is bounded above.
+        assert not d_o.isfinite().all() or d_o.abs().max() <= 1
+        assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**5
+        return super().backward(d_o, inputs, saved, plan, documents, initial, d_final, work)
+
+
+core = HalfOperands(InHalf())
+
+
+def make_inputs(S=70, B=1, seed=0):
+    """fp16 q, k, v, and a bf16 d_o."""
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(B, S, *shape, generator=make, dtype=torch.float64)
+
+    q, k = (l2norm(normal(G, K)).half() for _ in range(2))
+    g, beta = -normal(H).abs().float(), normal(H).sigmoid().float()
+    return RuleInputs(q, k, normal(H, V).half(), g, beta), normal(H, V).bfloat16()
+
+
+def run(inputs, d_o):
+    o, *grads = run_whole(core, inputs, d_o)
+    assert o.dtype == torch.float16
+    return [o, *grads]
+
+
+def exact_run(inputs, d_o):
+    rule = PlainRule(RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]])
+    return [rule.forward()[0], *rule.backward(d_o.double())[0]]
+
+
+def assert_close(name, got, exact, tolerance=HALF):
+    error = ((got.double() - exact).norm() / exact.norm()).item()
+    assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("exponent", [0, -40, 40, -100, 100, -128])
+def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent):
+    """Not of subnormal gradients alone: 2^-128 is where bf16 itself begins to lose bits."""
+    inputs, d_o = make_inputs()
+    d_o = (d_o.double() * 2.0**exponent).bfloat16()
+    for name, got, exact in zip(NAMES, run(inputs, d_o), exact_run(inputs, d_o), strict=True):
+        assert_close(name, got, exact)
+
+
+def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
+    inputs, d_o = make_inputs()
+    _, saved, plan = core.forward(inputs, None, True)
+
+    def backward(d_o):
+        return core.backward(d_o, inputs._replace(g=None), saved, plan, None)
+
+    usual = backward(d_o)
+    for exponent in (-40, 40):
+        other = backward(d_o * 2.0**exponent)
+        for name in NAMES[1:]:
+            assert torch.equal(getattr(usual, name), getattr(other, name)), name
+        assert torch.equal(other.factor, usual.factor * 2.0**exponent)
+
+
+def test_a_quiet_key_head_keeps_its_digits_beside_a_loud_one():
+    inputs, d_o = make_inputs()
+    quiet = slice(0, H // G)
+    d_o[:, :, quiet] *= 2.0**-60
+    got, exact = run(inputs, d_o), exact_run(inputs, d_o)
+    for index, heads in ((1, slice(0, 1)), (2, slice(0, 1)), (3, quiet), (4, quiet), (5, quiet)):
+        assert_close(NAMES[index], got[index][:, :, heads], exact[index][:, :, heads])
+
+
+def test_no_gradient_gives_none_and_the_factor_stays_finite():
+    inputs, d_o = make_inputs()
+    _, saved, plan = core.forward(inputs, None, True)
+    grads = core.backward(torch.zeros_like(d_o), inputs._replace(g=None), saved, plan, None)
+    assert grads.factor.isfinite().all() and (grads.factor > 0).all()
+    assert all((x == 0).all() for x in grads[:5])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_reaches_the_gradients_of_its_head_and_no_other(bad):
+    inputs, d_o = make_inputs()
+    exact = run(inputs, d_o)
+    d_o[0, 33, 1, 2] = bad
+    got = run(inputs, d_o)
+    for name, x, y in zip(NAMES[3:], got[3:], exact[3:], strict=True):
+        assert not x[:, :, 1].isfinite().all(), name
+        assert torch.equal(x[:, :, H // G :], y[:, :, H // G :]), name
+
+
+def test_values_beyond_fp16_are_seen():
+    inputs, d_o = make_inputs()
+    inputs.v[0, 3, 0, 0] = float("inf")  # what fp16 makes of 65520 and more
+    o, *grads = run(inputs, d_o)
+    assert not o.isfinite().all() and not grads[1].isfinite().all()
+
+
+@pytest.mark.parametrize("largest", [-3, 0, 5])
+def test_the_largest_number_is_brought_just_below_its_mark(largest):
+    every = [2.0**n * m for n in range(-126, 127) for m in (1.0, 1.9921875)]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.tensor(every, dtype=dtype).view(1, 1, -1, 1)
+        exponent = power_exponent(x, len(every), largest, (0, 1, 3))
+        power = (exponent << 23).view(torch.float32)
+        assert (power.log2() == power.log2().round()).all()
+        scaled = x.flatten().double() * power
+        inside = (exponent > 1) & (exponent < 253)
+        assert inside.sum() > 480 and (scaled[inside] < 2.0**largest).all()
+        assert (scaled[inside] >= 2.0 ** (largest - 1)).all()
+        assert scaled.max() < 2.0 ** max(largest, 2)
+
+
+def test_a_sequence_in_segments_equals_the_whole():
+    lengths = (1, 63, 64, 65, 30)
+    inputs, d_o = make_inputs(sum(lengths))
+    got = run_in_segments(core, inputs, d_o, documents_of(lengths))
+    for name, a, exact in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
+        assert_close(name, a, exact)
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**60, 0.0], ids=["faint", "loud", "none"])
+def test_states_bring_gradients_of_any_size_from_other_ranks(size):
+    """The last rank's gradients are far from the others' own, or all there are."""
+    lengths = [70, 40, 65]
+    inputs, d_o = make_inputs(sum(lengths))
+    d_o[:, :110] *= size
+    got = run_on_ranks(core, inputs, d_o, lengths)
+    for name, *both in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
+        if name == "q":  # gets nothing from later tokens: beside what does, its digits may go
+            assert_close(name, *both)
+            continue
+        for rank, (a, exact) in enumerate(zip(*(x.split(lengths, 1) for x in both), strict=True)):
+            assert_close(f"{name} of rank {rank}", a, exact)
+
+
+SIZES = HeadSizes(G, H, K, V)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("lengths", [None, (1, 2, 30, 0, 37)], ids=["dense", "packed"])
+def test_the_mixer_takes_the_factor_out_of_every_gradient(lengths, recompute):
+    make = torch.Generator().manual_seed(1)
+    S, B = 70, 2 if lengths is None else 1
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make).requires_grad_()
+
+    leaves = [normal(S, B, SIZES.width), normal(SIZES.conv_width, 1, 4), normal(H), normal(H)]
+    gamma, d_out = normal(V), normal(S, B, H * V).detach()
+    documents = None if lengths is None else documents_of(lengths)
+    options = {"documents": documents, "recompute_qkv": recompute}
+
+    def run_mixer(core, dtype, size=1.0):
+        *tensors, gain = (x.detach().to(dtype).requires_grad_() for x in (*leaves, gamma))
+        out = gated_delta_mixer(
+            *tensors[:2], None, *tensors[2:], SIZES, core=core, norm=GatedNorm(gain), **options
+        )
+        assert out.dtype == dtype
+        return [out, *torch.autograd.grad(out, [*tensors, gain], size * d_out.to(dtype))]
+
+    names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
+    got, exact = run_mixer(core, torch.float32), run_mixer(TorchCore(), torch.float64)
+    tiny = run_mixer(core, torch.float32, 2.0**-50)
+    for name, a, b, c in zip(names, got, exact, tiny, strict=True):
+        # The gradient of l2norm takes away what lies along q and k, the larger part with K = 5.
+        assert_close(name, a, b, 8 * HALF)
+        assert torch.equal(a if name == "out" else a * 2.0**-50, c), name
+
+
+def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
+    proj, weight = torch.randn(9, 2, SIZES.width).bfloat16(), torch.randn(SIZES.conv_width, 4)
+    proj.requires_grad_()
+    gates = (torch.zeros(H), torch.zeros(H))
+    o, z = gated_delta_mixer(proj, weight.bfloat16(), None, *gates, SIZES, core=core, norm=None)
+    assert o.dtype == z.dtype == torch.bfloat16
+    (d_proj,) = torch.autograd.grad(o.float().square().sum(), [proj])
+    assert d_proj.dtype == torch.bfloat16 and d_proj.isfinite().all() and d_proj.any()
+
+
+class Gpu:
+    """What the choice sees of a GPU core."""
+
+    def __init__(self, name, deterministic=False):
+        self.name, self.batch_invariant = name, deterministic
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    monkeypatch.setattr(cores, "why_not_flash_qla", lambda *_: None)
+    monkeypatch.setattr(cores, "why_not_fla", lambda *_: None)
+    make = cores._make
+    monkeypatch.setattr(
+        cores, "_make", lambda name, *x: make(name) if name == "reference" else Gpu(name, *x)
+    )
+
+    def choose(backend="auto", operands="fp16", **options):
+        options = {"dtype": torch.bfloat16, "device": "cpu", **options}
+        return resolve_core(backend, sizes=HeadSizes(2, 4, 128, 128), operands=operands, **options)
+
+    return choose
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash_qla", "fla"])
+def test_the_choice_of_fp16_operands(choose, backend):
+    core, reason = choose(backend)
+    assert isinstance(core, HalfOperands) and core.name == backend.replace("auto", "flash_qla")
+    assert reason.endswith("fp16 operands")
+    assert isinstance(choose(backend, operands="bf16").core, Gpu)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"backend": "reference"}, "computes in fp32"),
+        ({"dtype": torch.float16}, "own dtype is torch.float16"),
+        ({"backend": "flash_qla", "deterministic": True}, "deterministic mode"),
+        ({"normalise_qk": False}, "unit length"),
+    ],
+    ids=["reference", "fp16", "deterministic", "no l2norm"],
+)
+def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, why):
+    core, reason = choose(**options)
+    assert not isinstance(core, HalfOperands)
+    assert "no fp16 operands: " in reason and why in reason
+
+
+def test_unknown_operands_are_refused(choose):
+    with pytest.raises(ValueError, match="'tf32'.*'bf16' or 'fp16'"):
+        choose(operands="tf32")
+
+
+def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
+    """It is as large as v: the core's own buffers need not stand beside both."""
+    made, found = [], []
+    backward = norm_torch.gated_norm_backward
+
+    def remembered(*args, **options):
+        d_o, d_gamma = backward(*args, **options)
+        made.append(weakref.ref(d_o))
+        return d_o, d_gamma
+
+    class Looks(InHalf):
+        def backward(self, *args):
+            found.append(made[0]())
+            return super().backward(*args)
+
+    monkeypatch.setattr(norm_torch, "gated_norm_backward", remembered)
+    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
+    proj.requires_grad_()
+    out = gated_delta_mixer(
+        proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, core=HalfOperands(Looks()),
+        norm=GatedNorm(torch.ones(V)),
+    )  # fmt: skip
+    out.sum().backward()
+    assert found == [None]
+
+
+def test_the_mixer_refuses_q_and_k_of_any_length():
+    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
+    with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
+        gated_delta_mixer(
+            proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, core=core, norm=None,
+            normalise_qk=False,
+        )  # fmt: skip
