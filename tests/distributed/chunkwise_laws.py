@@ -10,8 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn import SequenceLayout, observe
-from megatron_gdn import layer as layer_module
+from megatron_gdn import SequenceLayout, arrangement, observe
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.affine import pack
 from megatron_gdn.context_parallel.chunkwise import EXCHANGES
@@ -60,7 +59,7 @@ def fp16_operands_equal_one_rank(cp: int, **options) -> None:
     To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
     """
     choice = Choice(HalfOperands(_Plain()), "fp16 operands")
-    with patch.object(layer_module, "resolve_core", lambda *_, **__: choice):
+    with patch.object(arrangement, "resolve_core", lambda *_, **__: choice):
         parallel_equals_one_rank(1, cp, tolerance=2 * 8 * 2**-12, **options)
 
 
