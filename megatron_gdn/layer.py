@@ -21,10 +21,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from .arrangement import Arrangements
 from .checkpoint import gdn_sharded_state_dict
 from .context_parallel import ContextParallel, LinearCpMode, SequenceLayout
 from .dims import GDNDims
+from .execution import Executions
 from .forward_arguments import refuse_unsupported, require_causal
 from .init import device_for, init_share_
 from .mixer import Mixer, apply_gated_norm, is_plain_rms_norm
@@ -147,7 +147,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
         self._name_sizes(GDNDims.from_config(config))
-        self._arrangements = Arrangements(
+        self._executions = Executions(
             config, self.dims, pg_collection.cp, self.cp_layout,
             backend=backend, operands=rule_operands, normalise_qk=use_qk_l2norm,
             mode=linear_cp_mode,
@@ -183,7 +183,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
     @property
     def core(self) -> Core:
         """The delta rule of the last forward; before the first, what is expected to run."""
-        return self._arrangements.latest.core
+        return self._executions.latest.core
 
     @property
     def backend(self) -> str:
@@ -191,7 +191,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
 
     @property
     def context_parallel(self) -> ContextParallel:
-        return self._arrangements.latest.context_parallel
+        return self._executions.latest.context_parallel
 
     @property
     def gated_delta_rule(self) -> Callable:
@@ -329,7 +329,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         refuse_unsupported(inference_context, inference_params, sequence_len_offset, kwargs)
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
-        core, schemes = self._arrangements.of(proj_sBP.device, proj_sBP.dtype)
+        core, schemes = self._executions.of(proj_sBP.device, proj_sBP.dtype)
         scheme, documents, tokens = schemes.resolve(packed_seq_params, hidden_states, self.sp_size)
         require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
         with span("to_heads"):

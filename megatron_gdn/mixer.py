@@ -38,7 +38,7 @@ def announce_use(module: nn.Module) -> None:
     Megatron's data-parallel wrapper waits there for the gather of the module's parameters
     (``overlap_param_gather``); reading them without it could read last step's values.
     """
-    for key, hook in module._forward_pre_hooks.items():
+    for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
         takes_keywords = key in module._forward_pre_hooks_with_kwargs
         hook(module, (), {}) if takes_keywords else hook(module, ())
 
@@ -46,8 +46,8 @@ def announce_use(module: nn.Module) -> None:
 def is_plain_rms_norm(module: nn.Module) -> bool:
     """Whether ``out_norm`` is an RMSNorm that the kernels can compute themselves.
 
-    Known are ours, torch's and Transformer Engine's, without hooks on the output; any other module
-    is called as it is.
+    Known are ours, torch's and Transformer Engine's, without hooks on the output when the layer is
+    built (later ones are not called); any other module is called as it is.
     """
     names = {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(module).__mro__}
     known = isinstance(module, TorchRMSNorm | nn.RMSNorm) or "transformer_engine.RMSNorm" in names
@@ -109,7 +109,7 @@ class Mixer:
         norm_here = self.fuse_norm and not (recompute_norm and scheme.moves_rows)
         refilled = RefilledOutput() if recompute_norm and norm_here else None
         announce_use(layer.conv1d)
-        split = scheme.split(proj_SBP, documents)
+        split = scheme.split(proj_SBP, documents) if proj_SBP.numel() else None
         sections, bias = layer.dims.layout.conv_sections, layer.conv1d.bias
         mixed = gated_delta_mixer(
             proj_SBP,

@@ -83,7 +83,7 @@ def resolve_packed_seq_params(
     if known is not None:
         seen, documents = known
         same = all(look.still_holds(source) for look, source in zip(seen, sources, strict=True))
-        if same and documents.total_tokens == total_tokens:
+        if same and documents.total_tokens == total_tokens and documents.device == device:
             return documents
 
     documents = _resolve(*sources, total_tokens, device)

@@ -33,15 +33,17 @@ class Fp32Parameters:
 
     ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
     All parameters of the module keep the attributes that Megatron sets on them, also where torch
-    makes new ones (``to_empty`` from the meta device).
+    makes new ones (``to_empty`` from the meta device) or swaps their contents.
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and their kin change the device only."""
-        before = dict(self.named_parameters(remove_duplicate=False))
-        kept = [before[name] for name in self._keep_in_float32_parameter_names if name in before]
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        marks = {name: dict(parameter.__dict__) for name, parameter in parameters.items()}
+        names = self._keep_in_float32_parameter_names
+        kept = [parameters[name] for name in names if name in parameters]
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
@@ -51,7 +53,6 @@ class Fp32Parameters:
             return moved
 
         result = super()._apply(apply, recurse)
-        for name, new in self.named_parameters(remove_duplicate=False):
-            if new is not before[name]:
-                new.__dict__.update(before[name].__dict__ | new.__dict__)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            parameter.__dict__.update(marks[name] | parameter.__dict__)
         return result

@@ -19,7 +19,7 @@ from typing import Any
 
 # Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
 TIMEOUT_S = {"gloo": 120, "nccl": 600}
-# What every rank imports. The server runs nothing of it, so it has no threads that a fork loses.
+# What every rank imports. The server runs nothing of it: no thread holds a lock when it forks.
 _IMPORTED_ONCE = [
     "megatron_gdn.specs",
     "megatron_gdn.hf",

@@ -20,12 +20,13 @@ def full_fp32_matmul(device_type: str) -> Iterator[None]:
     model. The switches are torch's global ones: they are read when a product is launched, and put
     back at the end.
     """
-    matmul = torch.backends.cuda.matmul if device_type == "cuda" else torch.backends.mkldnn.matmul
+    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    matmul = getattr(backend, "matmul", None)
     # Entering autocast costs more than a small product, so it is left alone where it is off.
     autocasts = torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False) if autocasts else nullcontext():
         if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
-            with _legacy_full_fp32(device_type):
+            with _legacy_full_fp32():
                 yield
         elif (kept := matmul.fp32_precision) not in _REDUCED:
             yield
@@ -63,7 +64,7 @@ def _put_back(switch: Any, kept: str) -> None:
 
 
 @contextmanager
-def _legacy_full_fp32(device_type: str) -> Iterator[None]:
+def _legacy_full_fp32() -> Iterator[None]:
     kept = torch.get_float32_matmul_precision()
     if kept == "highest":
         yield

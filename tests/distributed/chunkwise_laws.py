@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn import SequenceLayout, arrangement, observe
+from megatron_gdn import SequenceLayout, execution, observe
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.affine import pack
 from megatron_gdn.context_parallel.chunkwise import EXCHANGES
@@ -19,6 +19,7 @@ from megatron_gdn.ops.fused.cores import Choice
 from megatron_gdn.ops.fused.cores.half import HalfOperands
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
+from tests.ops.fused.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel
 
 
@@ -49,17 +50,13 @@ def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype)
             )
 
 
-class _Plain(TorchCore):
-    batch_invariant = False
-
-
 def fp16_operands_equal_one_rank(cp: int, **options) -> None:
     """Every rank takes powers of two of its own; states and their gradients know none of them.
 
     To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
     """
-    choice = Choice(HalfOperands(_Plain()), "fp16 operands")
-    with patch.object(arrangement, "resolve_core", lambda *_, **__: choice):
+    choice = Choice(HalfOperands(InHalf()), "fp16 operands")
+    with patch.object(execution, "resolve_core", lambda *_, **__: choice):
         parallel_equals_one_rank(1, cp, tolerance=2 * 8 * 2**-12, **options)
 
 
@@ -140,8 +137,8 @@ def tables_do_not_follow_the_default_device(cp: int, mode: str, layout: str) -> 
 def no_tokens_give_gradients_of_zero(cp: int, mode: str) -> None:
     with parallel(cp=cp):
         layer = _layer(cp, linear_cp_mode=mode)
-        for batch, packed in ((2, None), (1, thd((0, 0)))):
-            x = torch.randn(0, batch, layer.hidden_size, requires_grad=True)
+        for tokens, batch, packed in ((0, 2, None), (8, 0, None), (0, 1, thd((0, 0)))):
+            x = torch.randn(tokens, batch, layer.hidden_size, requires_grad=True)
             layer.zero_grad()
             out, _ = layer(x, None, packed_seq_params=packed)
             assert out.shape == x.shape

@@ -17,6 +17,7 @@ def gpus():
         if size not in made:
             for other in made.values():
                 other.stop()
+            made.clear()
             made[size] = RankPool(size, backend="nccl")
         return made[size]
 

@@ -18,7 +18,7 @@ def as_exact_as_one(pool, *case, **options):
     quadrature to the error that one rank has).
     """
     for answer in pool.run(laws.errors_of_one_rank_and_of_all, *case, **options):
-        print(f"delta rule: {answer['backend']}")
+        assert answer["backend"] == "flash_qla"
         for name, (parallel, one, numbers) in answer["errors"].items():
             print(f"{name}: all ranks {parallel:.2e} one rank {one:.2e} of {numbers}")
             spread = 1.2 * (1 + 2 / numbers**0.5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import arrangement
+from megatron_gdn import execution
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import make_config
 
@@ -20,13 +20,13 @@ def build(config=None, **options):
 @pytest.fixture
 def asked(monkeypatch):
     """What the delta rule was chosen for, in order."""
-    requests, resolve = [], arrangement.resolve_core
+    requests, resolve = [], execution.resolve_core
 
     def watched(**request):
         requests.append((request["device"].type, request["dtype"], request["deterministic"]))
         return resolve(**request)
 
-    monkeypatch.setattr(arrangement, "resolve_core", watched)
+    monkeypatch.setattr(execution, "resolve_core", watched)
     return requests
 
 
@@ -44,6 +44,12 @@ def test_the_rule_is_chosen_once_for_every_kind_of_rows(asked):
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked[2:] == [("cpu", torch.float64, False), ("cpu", torch.float64, True)]
+
+
+def test_a_device_of_another_type_is_another_kind(asked):
+    layer = build()
+    layer._executions.of(torch.device("meta"), torch.float32)
+    assert asked == [("cpu", torch.float32, False), ("meta", torch.float32, False)]
 
 
 def test_activations_are_priced_in_their_own_dtype():

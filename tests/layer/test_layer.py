@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import weakref
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_tables_do_not_follow_the_default_device(lengths):
 def test_a_copy_of_the_layer_uses_its_own_parameters():
     layer = build()
     # Process groups cannot be copied; everything else must be.
-    kept = [layer.pg_collection, layer.tp_group, layer._arrangements]
+    kept = [layer.pg_collection, layer.tp_group, layer._executions]
     kept += [m.tp_group for m in layer.modules() if hasattr(m, "tp_group")]
     copied = copy.deepcopy(layer, {id(thing): thing for thing in kept})
     x = torch.randn(5, 1, 24)
@@ -132,6 +133,16 @@ def test_a_copy_of_the_layer_uses_its_own_parameters():
         for parameter in copied.parameters():
             parameter.mul_(2)
     assert torch.equal(layer(x, None)[0], before)
+
+
+def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
+    layer = build(recompute_norm_out=True)
+    rows = []
+    layer.in_proj.register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out[0])))
+    out, _ = layer(torch.randn(9, 1, 24), None)
+    loss = out.square().sum()
+    loss.backward()
+    assert rows[0]() is None and loss.isfinite() and out.isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{"recompute_qkv": True}, {"recompute_norm_out": True}])

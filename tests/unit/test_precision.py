@@ -37,8 +37,13 @@ def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast):
     assert module.weight.dtype != torch.float32
 
 
-def test_a_module_from_the_meta_device_keeps_dtype_and_mark():
-    module = Small("meta").bfloat16().to_empty(device="cpu")
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_module_from_the_meta_device_keeps_dtype_and_mark(swap):
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        module = Small("meta").bfloat16().to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
     assert module.A_log.dtype == torch.float32 and module.A_log.keep_in_fp32
     assert module.weight.dtype == torch.bfloat16
     assert module.conv.weight.tensor_model_parallel

@@ -38,8 +38,7 @@ class RefilledOutput:
 
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
         """Called by the mixer: ``refill(x)`` writes the same bits as ``output`` into x."""
-        if not saved_tensors_are_hooked():
-            self._output, self._refill = output.detach(), refill
+        self._output, self._refill = output.detach(), refill
 
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the storage now; fill it again once the gradient of ``out`` is known.
@@ -57,6 +56,7 @@ class RefilledOutput:
             if storage.nbytes() == 0:
                 storage.resize_(size)
                 refill(output.data)  # .data: the same values again are no change to autograd
+            hook.remove()  # or whoever keeps ``out`` keeps what the refill reads, graph or none
 
         storage.resize_(0)
-        out.register_hook(fill_again)
+        hook = out.register_hook(fill_again)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
 
@@ -18,6 +19,27 @@ NAMES = ("o", "q", "k", "v", "g", "beta")
 def documents_of(lengths, device="cpu") -> Documents:
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
+
+
+class InHalf(TorchCore):
+    """A core for fp16 operands: the plain rule, which refuses what it should not be given."""
+
+    batch_invariant = False
+
+    def forward(self, inputs, *others):
+        assert {x.dtype for x in inputs[:3]} == {torch.float16}
+        return super().forward(inputs, *others)
+
+    def d_initial(self, d_o, inputs, *others):
+        assert d_o.dtype == torch.float16
+        return super().d_initial(d_o, inputs, *others)
+
+    def backward(self, d_o, inputs, saved, plan, documents, initial=None, d_final=None, work=None):
+        assert d_o.dtype == torch.float16
+        # Powers of two in, powers of two out: what a core may do with d_o is bounded above.
+        assert not d_o.isfinite().all() or d_o.abs().max() <= 1
+        assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**5
+        return super().backward(d_o, inputs, saved, plan, documents, initial, d_final, work)
 
 
 class PlainRule:

@@ -27,32 +27,11 @@ from megatron_gdn.ops.fused.cores.half_torch import power_exponent
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from megatron_gdn.ops.norm import l2norm
 
-from .states import NAMES, PlainRule, documents_of, run_in_segments, run_on_ranks, run_whole
+from .states import NAMES, InHalf, PlainRule, documents_of, run_in_segments, run_on_ranks, run_whole
 
 G, H, K, V = 2, 6, 5, 7
 # Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
 HALF = 2 * 2**-12
-
-
-class InHalf(TorchCore):
-    """The plain rule, which refuses what it should not be given."""
-
-    batch_invariant = False
-
-    def forward(self, inputs, *others):
-        assert {x.dtype for x in inputs[:3]} == {torch.float16}
-        return super().forward(inputs, *others)
-
-    def d_initial(self, d_o, inputs, *others):
-        assert d_o.dtype == torch.float16
-        return super().d_initial(d_o, inputs, *others)
-
-    def backward(self, d_o, inputs, saved, plan, documents, initial=None, d_final=None, work=None):
-        assert d_o.dtype == torch.float16
-        # Powers of two in, powers of two out: what a core may do with d_o is bounded above.
-        assert not d_o.isfinite().all() or d_o.abs().max() <= 1
-        assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**5
-        return super().backward(d_o, inputs, saved, plan, documents, initial, d_final, work)
 
 
 core = HalfOperands(InHalf())

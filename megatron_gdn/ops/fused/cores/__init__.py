@@ -77,7 +77,9 @@ def resolve_core(
             here.
     """
     if operands not in OPERANDS:
-        raise ValueError(f"unknown operands {operands!r} of the delta rule; use 'bf16' or 'fp16'.")
+        raise ValueError(
+            f"unknown rule_operands {operands!r} of the delta rule; use 'bf16' or 'fp16'."
+        )
     choice = _choose(backend, torch.device(device), dtype, sizes, deterministic)
     if operands == "bf16":
         return choice

@@ -13,8 +13,8 @@ from megatron_gdn.ops.fused import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.fused.cores.half import HalfOperands
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 
+from ..states import InHalf
 from .conftest import INTERPRETED, _numpy_scalars_as_indices
-from .test_mixer_kernels import Plain
 
 DIMS = GDNDims(
     hidden_size=8,
@@ -56,7 +56,7 @@ def kernels_equal_their_twins_over_pieces(
     def run(kernels: str, wide: bool) -> dict[str, torch.Tensor]:
         leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in (proj, *weights)]
         *tensors, gamma = leaves
-        core = HalfOperands(Plain()) if half_operands and not wide else TorchCore()
+        core = HalfOperands(InHalf()) if half_operands and not wide else TorchCore()
         mixed = gated_delta_mixer(
             *tensors, sizes, core=core, norm=GatedNorm(gamma),
             split=scheme.split(leaves[0], documents), kernels=kernels,

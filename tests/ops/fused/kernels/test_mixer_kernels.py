@@ -9,13 +9,8 @@ from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer
 from megatron_gdn.ops.fused.cores.half import HalfOperands
 from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 
+from ..states import InHalf
 from .kernel_cases import Case, assert_close
-
-
-class Plain(TorchCore):
-    """With the paths of the kernels that batch invariance does without."""
-
-    batch_invariant = False
 
 
 def run(case, kernels: str, core=None, **options):
@@ -49,7 +44,7 @@ def test_output_and_every_gradient(shape, device):
 )
 def test_fp16_operands_give_the_twins_results(shape, device):
     """To the rounding of q, k, v and d_o to fp16, which may fall the other way now and then."""
-    case, core = Case(device, sizes=HeadSizes(2, 4, 8, 16), **shape), HalfOperands(Plain())
+    case, core = Case(device, sizes=HeadSizes(2, 4, 8, 16), **shape), HalfOperands(InHalf())
     got, twin = run(case, "triton", core), run(case, "torch", core)
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
     for name, a, b in zip(names, got, twin, strict=True):

@@ -20,13 +20,13 @@ from .observe import log_once
 from .ops.fused import Core, resolve_core
 
 
-class Arrangement(NamedTuple):
+class Execution(NamedTuple):
     core: Core
     context_parallel: ContextParallel
 
 
-class Arrangements:
-    """The arrangement of one layer, for every device type and dtype that it meets.
+class Executions:
+    """How one layer runs on every device type and dtype that it meets.
 
     Deterministic are those made under ``config.deterministic_mode``, or while
     ``torch.use_deterministic_algorithms`` is on.
@@ -59,10 +59,10 @@ class Arrangements:
         self._config, self._dims, self._group, self._layout = config, dims, group, layout
         self._rule = {"backend": backend, "operands": operands, "normalise_qk": normalise_qk}
         self._mode = LinearCpMode.of(mode, config)
-        self._made: dict[tuple, Arrangement] = {}
+        self._made: dict[tuple, Execution] = {}
         self.latest = self.of(_expected_device(), _expected_dtype(config))
 
-    def of(self, device: torch.device, dtype: torch.dtype) -> Arrangement:
+    def of(self, device: torch.device, dtype: torch.dtype) -> Execution:
         """For projection rows on ``device`` in ``dtype``; from here on the latest."""
         switched_on = torch.are_deterministic_algorithms_enabled()
         key = device.type, dtype, self._config.deterministic_mode or switched_on
@@ -71,7 +71,7 @@ class Arrangements:
         self.latest = self._made[key]
         return self.latest
 
-    def _make(self, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Arrangement:
+    def _make(self, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Execution:
         core, reason = resolve_core(
             device=device, dtype=dtype, sizes=heads_of(self._dims),
             deterministic=deterministic, **self._rule,
@@ -81,7 +81,7 @@ class Arrangements:
             self._dims, self._group, self._layout,
             mode=self._mode, core=core, element_size=dtype.itemsize,
         )  # fmt: skip
-        return Arrangement(core, schemes)
+        return Execution(core, schemes)
 
 
 def _expected_device() -> torch.device:
