@@ -43,7 +43,7 @@ def _forward_backward(layer, x, weight, lengths) -> dict[str, torch.Tensor]:
 
 
 def errors_of_one_rank_and_of_all(
-    tp: int, cp: int, sp: bool, lengths, mode: str = "auto", layout: str = "zigzag"
+    tp: int, cp: int, sp: bool, lengths, mode: str = "auto", layout: str = "zigzag", **options
 ) -> dict:
     """Relative rms error against fp32, of everything a layer gives.
 
@@ -69,7 +69,7 @@ def errors_of_one_rank_and_of_all(
             return found | {name: p.grad for name, p in layer.named_parameters()}
 
         truth = everything(exact, x.float())
-        one = build_layer(make_config(**BF16), alone, {})
+        one = build_layer(make_config(**BF16), alone, options)
         with torch.no_grad():
             for name, parameter in one.named_parameters():
                 parameter.copy_(exact.get_parameter(name))
@@ -82,7 +82,9 @@ def errors_of_one_rank_and_of_all(
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
         )
-        layer = build_layer(config, groups, {"linear_cp_mode": mode, "cp_layout": layout})
+        layer = build_layer(
+            config, groups, {"linear_cp_mode": mode, "cp_layout": layout, **options}
+        )
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(share_of(name, exact.get_parameter(name), layer))

@@ -44,6 +44,12 @@ def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
     as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode)
 
 
+@BATCH_AND_PACKED
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_with_fp16_operands_too(gpus, mode, lengths):
+    as_exact_as_one(gpus(2), 1, 2, False, lengths, mode=mode, rule_operands="fp16")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
 def test_chunkwise_in_whole_buffer_layouts_is_as_exact_as_one_rank(gpus, layout, ranks):
