@@ -100,6 +100,7 @@ class Mixer:
         self.fuse_norm = fuse_norm
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
 
+    @torch.compiler.disable  # one kernel after the other already, from tables cached by value
     def __call__(
         self,
         layer: GatedDeltaNet,
