@@ -32,6 +32,26 @@ def heads_of(dims) -> HeadSizes:
     )
 
 
+def require_wide_gates(layer: GatedDeltaNet) -> None:
+    """Refuse decay parameters that something rounded on their way into the layer.
+
+    Casts of the module leave them fp32 (:mod:`megatron_gdn.precision`); what puts other tensors in
+    their place, as sharded data parallelism with a dtype of its own does, is seen only here.
+
+    Raises:
+        ValueError: ``A_log`` or ``dt_bias`` is narrower than fp32.
+    """
+    for name in ("A_log", "dt_bias"):
+        dtype = getattr(layer, name).dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): it "
+                f"stands in the exponent of a decay that the recurrence compounds. Under torch's "
+                f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
+                f"elsewhere, do not replace the layer's parameters by rounded ones."
+            )
+
+
 def announce_use(module: nn.Module) -> None:
     """Run a module's forward pre-hooks, for a module whose parameters are read without a call.
 
@@ -80,6 +100,7 @@ class Mixer:
         self.fuse_norm = fuse_norm
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
 
+    @torch.compiler.disable  # one kernel after the other already, from tables cached by value
     def __call__(
         self,
         layer: GatedDeltaNet,
@@ -97,7 +118,11 @@ class Mixer:
         Returns:
             ``[s, B, H * V]`` over this rank's tokens, and a function to be called with out_proj's
             output, which frees what the backward will compute again.
+
+        Raises:
+            ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
         """
+        require_wide_gates(layer)
         recompute_norm = self.recompute_norm and layer.training
         if recompute_norm and saved_tensors_are_hooked():
             log_once(

@@ -48,7 +48,8 @@ def resolve_packed_seq_params(
 
     Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
     before any context-parallel split. Padding stands at the end of a document's slot, where a
-    causal layer cannot see it from the tokens before.
+    causal layer cannot see it from the tokens before. Its rows must be finite (gradients of the
+    weights are sums over all rows, and 0 * NaN is NaN), its outputs mean nothing: mask the loss.
 
     Args:
         params: as Megatron passes it to a layer; other formats than ``"thd"`` are not packed.

@@ -247,6 +247,7 @@ class Headwise:
         # By the documents' identity: hashing and adding up many lengths takes longer than a launch.
         self._exchange = lru_cache(maxsize=32)(self._make)
 
+    @torch.compiler.disable  # Dynamo takes the handles of point-to-point messages for tensors
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
         """``[s, B, P] -> [S, B, p]``, tokens in sequence order, this rank's heads."""
         return to_heads(proj_sBP, self._exchange_of(self._proj, proj_sBP, self.size, documents))

@@ -117,7 +117,8 @@ def export_folder(
     Args:
         source: a folder made by `import_folder`, its shards possibly trained since.
         target: a new folder; it appears only when it is complete.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where the source had BF16.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where the source had BF16. Without
+            it they are rounded to what the source had, and a warning names those that lost bits.
         progress: show a bar.
     """
     imported = ImportedFolder(source, fp32_gates)
@@ -126,6 +127,7 @@ def export_folder(
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(imported.folder / _OTHER_FILES / name, folder / name)
         write_hf_files(folder, imported.files, imported.read, progress)
+    imported.warn_of_rounded_gates()
 
 
 def write_hf_files(
@@ -213,6 +215,10 @@ class ImportedFolder:
 
     def read(self, key: str) -> Tensor:
         return self._view.read(key) if key in self._view else self._passthrough.read(key)
+
+    def warn_of_rounded_gates(self) -> None:
+        """Say which decay parameters read so far the source's dtype does not hold."""
+        self._view.warn_of_rounded_gates()
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
         """Every parameter of one rank."""

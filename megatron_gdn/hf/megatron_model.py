@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ def save_hf_weights(
     like: str | Path,
     record: SourceRecord | None = None,
     progress: bool = False,
+    fp32_gates: bool = False,
 ) -> None:
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
 
@@ -129,6 +130,8 @@ def save_hf_weights(
         like: the Hugging Face folder the model came from.
         record: what `load_hf_weights` returned; default is read from ``like``.
         progress: show a bar.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
+            they are rounded to what ``like`` has, and a warning names those that lost bits.
 
     Raises:
         NotImplementedError: pipeline or expert parallelism.
@@ -148,6 +151,7 @@ def save_hf_weights(
     refuse_existing(folder)  # On every rank, or the others would wait in a collective.
     model = unwrapped(model)
     record = record or SourceRecord.from_folder(like)
+    record = replace(record, fp32_gates=fp32_gates or record.fp32_gates)
     source = SafetensorsFolder(like)
     plan = record.plan(_architecture(model), model.config.layernorm_zero_centered_gamma)
     _check_tie(model, record.config)
@@ -176,6 +180,7 @@ def save_hf_weights(
             (scratch / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.folder / path, scratch / path)
         write_hf_files(scratch, files, read, progress)
+    view.warn_of_rounded_gates()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,6 +16,8 @@ from .model_map import Architecture
 from .plan import Plan, make_plan
 from .safetensors_reader import SafetensorsFolder, TensorSpec
 from .tensor_map import HFRef, TensorMap
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -63,6 +66,10 @@ class HFView:
         record: dtypes and originals of the source.
         read_shards: a Megatron name (any of a map's ``names``, canonical first) to the shards of
             all tensor-parallel ranks, in rank order.
+
+    Attributes:
+        rounded_gates: the keys of ``A_log`` and ``dt_bias`` read so far whose values the dtype of
+            the file does not hold.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class HFView:
         read_shards: Callable[[TensorMap], Sequence[Tensor]],
     ) -> None:
         self.record = record
+        self.rounded_gates: set[str] = set()
         self._read_shards = read_shards
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         self._aliases = plan.aliases
@@ -108,7 +116,21 @@ class HFView:
         if entry.shift and all(s.key in self.record.originals for s in entry.sources):
             original = [self.record.originals[source.key] for source in entry.sources]
         pieces = entry.to_hf(full, dtypes, original)
+        if entry.fp32:
+            for source, piece in zip(entry.sources, pieces, strict=True):
+                if not torch.equal(piece.to(full.dtype), full.view(piece.shape)):
+                    self.rounded_gates.add(source.key)
         return dict(zip(entry.sources, pieces, strict=True))
+
+    def warn_of_rounded_gates(self) -> None:
+        """Say, after an export, which decay parameters lost bits in it."""
+        if self.rounded_gates:
+            logger.warning(
+                "rounded from fp32 to the dtype that the source files have: %s. A_log and dt_bias "
+                "stand in the exponent of a decay; to keep what was trained, export with "
+                "fp32_gates=True (--fp32-gates on the command line).",
+                ", ".join(sorted(self.rounded_gates)),
+            )
 
 
 def state_dict_to_hf(
@@ -126,8 +148,10 @@ def state_dict_to_hf(
         zero_centered_gamma: the model's ``config.layernorm_zero_centered_gamma``.
 
     Yields:
-        ``(key, tensor)`` in the dtype of the source file. Multi-token prediction and vision keys
-        are not in a Megatron text model and so not here; `record.plan(...).passthrough` lists them.
+        ``(key, tensor)`` in the dtype of the source file; ``A_log`` and ``dt_bias`` in fp32 if
+        ``record.fp32_gates``, else a warning at the end names those that were rounded.
+        Multi-token prediction and vision keys are not in a Megatron text model and so not here;
+        `record.plan(...).passthrough` lists them.
 
     Raises:
         ValueError: a parameter is missing.
@@ -143,3 +167,4 @@ def state_dict_to_hf(
     view = HFView(plan, record, read_shards)
     for key in view:
         yield key, view.read(key)
+    view.warn_of_rounded_gates()

@@ -24,6 +24,14 @@ def test_tp2_cp2_loads_at_tp1_tp2_and_pp2(pools, tmp_path, bias, conv_bias):
     assert_equal({**stages[0], **stages[1]}, whole)
 
 
+def test_tp2_loads_at_tp4(pools, tmp_path):
+    options = {"bias": True, "conv_bias": True}
+    pools(2).run(laws.save, str(tmp_path), 2, 1, options)
+    whole = pools(1).run(laws.load_and_gather, str(tmp_path), 1, 1, options)[0]
+    for rank in pools(4).run(laws.load_and_gather, str(tmp_path), 4, 1, options):
+        assert_equal(rank, whole)
+
+
 def assert_equal(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():

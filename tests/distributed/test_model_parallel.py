@@ -1,8 +1,10 @@
-"""A whole hybrid model through Megatron's schedule: every layout takes the same step."""
+"""Whole models, hybrid ones through Megatron's schedule: every layout takes the same step."""
 
 import pytest
 
+from tests.distributed import gpt_laws
 from tests.distributed import model_laws as laws
+from tests.parallel import assert_close
 
 LAYOUTS = [
     ({"pp": 2}, 2),
@@ -32,3 +34,23 @@ def test_loss_and_gradients_of_a_step_equal_one_rank(pools, weights, layout, ran
     assert merged.keys() == one.keys()
     for name, value in one.items():
         assert merged[name] == pytest.approx(value, rel=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("mode", "recompute"),
+    [(None, True), ("headwise", False), ("headwise", True), ("chunkwise", True)],
+)
+def test_a_packed_gpt_model_equals_one_rank(pools, mode, recompute):
+    """Loss and every gradient; alone on its rank (None), what recomputing changes."""
+    one = pools(1).run(gpt_laws.packed_step)[0]
+    cp = 1 if mode is None else 2
+    for rank in pools(cp).run(gpt_laws.packed_step, cp, recompute, linear_cp_mode=mode):
+        assert rank.keys() == one.keys()
+        for name, value in one.items():
+            assert value.abs().max() > 0, name
+            # fp32 through two layers, sums over at most 48 tokens in another order.
+            assert_close(name, rank[name], value, 2e-5)
+
+
+def test_megatrons_batch_cutter_gives_a_rank_its_local_indices(pools):
+    pools(2).run(gpt_laws.megatron_cuts_batches_as_local_indices)

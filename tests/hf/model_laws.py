@@ -1,6 +1,8 @@
 """What runs on the ranks: a transformers model and the Megatron model filled from its folder."""
 
+import logging
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -217,6 +219,38 @@ def save_gives_the_source_back(
         save_hf_weights(model, target, like=folder, record=record)
         torch.distributed.barrier()
     return [str(difference) for difference in compare_folders(folder, target)]
+
+
+def save_trained_gates(
+    folder: Path, target: Path, tp: int, fp32_gates: bool
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Load, move the gates of layer 0 off bf16, save; this rank's gates and its warnings."""
+    with parallel(tp), _warnings_of("megatron_gdn.hf") as said:
+        model = build_megatron(
+            read_hf_config(folder), "hybrid", bf16=True, params_dtype=torch.bfloat16
+        )
+        record = load_hf_weights(model, folder)
+        layer = model.decoder.layers[0].self_attention
+        gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
+        with torch.no_grad():
+            for gate in gates.values():
+                gate.add_(torch.linspace(0.001, 0.002, gate.numel()))
+        said.clear()
+        save_hf_weights(model, target, like=folder, record=record, fp32_gates=fp32_gates)
+        assert record.fp32_gates is False  # the caller's own is left as it was
+        torch.distributed.barrier()
+        return {name: gate.detach() for name, gate in gates.items()}, said
+
+
+@contextmanager
+def _warnings_of(name: str):
+    said, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def loading_fails(folder: Path, kind: str = "hybrid", tp: int = 1, config=None, **changes) -> str:

@@ -128,6 +128,22 @@ def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
     assert grown == 3 * 8 * 2 * 2
 
 
+@pytest.mark.parametrize("options", [[], ["--fp32-gates"]], ids=["", "fp32 gates"])
+def test_the_command_line_says_which_trained_gates_it_rounds(hf_folder, tmp_path, caplog, options):
+    shards, back = tmp_path / "shards", tmp_path / "back"
+    import_folder(hf_folder("next"), shards)
+    (layer,) = shards.glob("tp_rank_00_of_01/layer_0000.safetensors")
+    tensors = load_file(layer)
+    trained = tensors["decoder.layers.0.self_attention.dt_bias"].add_(2.0**-12)
+    save_file(tensors, layer)
+    assert main(["export", str(shards), str(back), *options]) == 0
+    key = "model.layers.0.linear_attn.dt_bias"
+    assert torch.equal(open_weights(back).read(key).float(), trained) == bool(options)
+    said = [r.getMessage() for r in caplog.records if "rounded from" in r.getMessage()]
+    assert len(said) == (not options)
+    assert all(f"the source files have: {key}. " in text for text in said)
+
+
 def test_transformers_loads_the_exported_folder(hf_folder, tmp_path):
     import transformers
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import ImportedFolder, import_folder
+from megatron_gdn.hf.compare import open_weights
 from tests.hf.model_laws import (
     layer_agrees,
     loaded_shards,
@@ -11,6 +12,7 @@ from tests.hf.model_laws import (
     logits_agree,
     packed_documents_agree,
     save_gives_the_source_back,
+    save_trained_gates,
 )
 
 DENSE = ["dense", "dense tied", "dense ratio 1", "dense ratio 3", "vision"]
@@ -108,6 +110,34 @@ def test_two_ranks_save_the_bits_they_loaded(pools, hf_folder, tmp_path):
         tp=2,
     )
     assert found == []
+
+
+@pytest.mark.parametrize("fp32_gates", [False, True], ids=["as in the source", "fp32"])
+@pytest.mark.parametrize(("name", "tp"), [("next", 1), ("next", 2), ("dense", 1)])
+def test_trained_gates_are_saved_in_fp32_or_their_loss_is_said(
+    pools, hf_folder, tmp_path, name, tp, fp32_gates
+):
+    """Qwen3-Next's files have both gates in bf16, Qwen3.5's only dt_bias."""
+    source, target = hf_folder(name), tmp_path / "saved"
+    ranks = pools(tp).run(save_trained_gates, source, target, tp, fp32_gates)
+    before, after = open_weights(source), open_weights(target)
+    lost = []
+    for gate in ("A_log", "dt_bias"):
+        key = f"model.layers.0.linear_attn.{gate}"
+        trained = torch.cat([gates[gate] for gates, _ in ranks])
+        assert not torch.equal(trained, trained.bfloat16().float())
+        dtype = torch.float32 if fp32_gates else before.spec(key).torch_dtype
+        assert after.read(key).dtype == dtype
+        assert torch.equal(after.read(key), trained.to(dtype))
+        lost += [key] * (dtype != torch.float32)
+    warnings = ranks[0][1]
+    assert [said for _, said in ranks[1:]] == [[]] * (tp - 1)
+    if not lost:
+        assert warnings == []
+        return
+    (warning,) = warnings
+    assert f"the source files have: {', '.join(lost)}. " in warning
+    assert "fp32_gates=True" in warning
 
 
 @pytest.mark.parametrize("tp", [1, 2])

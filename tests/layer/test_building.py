@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import execution
@@ -50,6 +51,46 @@ def test_a_device_of_another_type_is_another_kind(asked):
     layer = build()
     layer._executions.of(torch.device("meta"), torch.float32)
     assert asked == [("cpu", torch.float32, False), ("meta", torch.float32, False)]
+
+
+def within(x, low, high):
+    """In the range, and over most of it: of more than a hundred draws some lie near each end."""
+    margin = 0.1 * (high - low)
+    assert low <= x.min() < low + margin and high - margin < x.max() <= high, (x.min(), x.max())
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "bound"),
+    [({}, (1, 16), 0.5), ({"A_init_range": (2, 3), "conv_init": 0.2}, (2, 3), 0.2)],
+    ids=["defaults", "options"],
+)
+def test_parameters_start_in_their_ranges(options, rates, bound):
+    sizes = {"linear_num_value_heads": 128, "linear_value_head_dim": 2}
+    layer = build(make_config(**sizes), conv_bias=True, **options)
+    within(layer.A_log.exp(), *rates)
+    within(layer.conv1d.weight, -bound, bound)
+    within(layer.conv1d.bias, -bound, bound)
+    assert (layer.dt_bias == 1).all()
+    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+
+
+def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
+    config = make_config(fp16=True, params_dtype=torch.float16)
+    model = Float16Module(config, build(config))
+    layer = model.module
+    gates = {name: layer.get_parameter(name) for name in ("A_log", "dt_bias")}
+    before = layer.A_log.clone()
+    x = torch.randn(70, 1, 24).half().requires_grad_()
+    out = layer(x, None)[0]
+    out.float().sum().backward()
+    assert out.dtype == layer.conv1d.weight.dtype == layer.conv1d.weight.grad.dtype == torch.float16
+    for gate in gates.values():
+        assert gate.dtype == gate.grad.dtype == torch.float32
+        assert gate.grad.isfinite().all() and gate.grad.abs().max() > 0
+    # Not a value that passed through fp16 on its way.
+    assert torch.equal(layer.A_log, before)
+    assert not torch.equal(before, before.half().float())
+    assert x.grad.isfinite().all()
 
 
 def test_activations_are_priced_in_their_own_dtype():

@@ -47,7 +47,8 @@ def layer_by_the_equation(layer, x_SBD, dtype=torch.float64):
     q, k = (x.unflatten(-1, (4, 8)) for x in (q, k))
     v, z = (x.unflatten(-1, (8, 12)) for x in (v, z))
     g = -p["A_log"].exp() * F.softplus(a + p["dt_bias"])
-    o, _ = recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), use_qk_l2norm_in_kernel=True)
+    unit = {"use_qk_l2norm_in_kernel": layer.use_qk_l2norm}
+    o, _ = recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), **unit)
     y = F.rms_norm(o, (12,), p["out_norm.weight"], 1e-5) * F.silu(z)
     out = y.flatten(2) @ p["out_proj.weight"].T
     return out.transpose(0, 1)
@@ -55,10 +56,12 @@ def layer_by_the_equation(layer, x_SBD, dtype=torch.float64):
 
 @pytest.mark.parametrize("length", [1, 2, 65])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
-def test_the_layer_computes_its_equation(length, bias):
-    layer = build(bias=bias, conv_bias=bias)
+@pytest.mark.parametrize("unit", [True, False], ids=["", "no l2norm"])
+def test_the_layer_computes_its_equation(length, bias, unit):
+    layer = build(bias=bias, conv_bias=bias, use_qk_l2norm=unit)
     randomise_(layer)
-    x = torch.randn(length, 2, 24, requires_grad=True)
+    # Without unit keys the recurrence is stable where beta |k|^2 < 2: keep the keys short.
+    x = torch.randn(length, 2, 24).mul(1.0 if unit else 0.3).requires_grad_()
     out, out_bias = layer(x, None)
     expected = layer_by_the_equation(layer, x)
     assert_close("output", out, expected, 1e-5)
@@ -369,6 +372,16 @@ REFUSED = [
         lambda: build()(torch.randn(4, 1, 24), None, inference_context=object()),
         NotImplementedError,
         "training layer",
+    ),
+    (
+        lambda: build()(torch.randn(4, 1, 24), None, inference_params=object()),
+        NotImplementedError,
+        "keeps no inference state",
+    ),
+    (
+        lambda: build()(torch.randn(4, 1, 24), None, sequence_len_offset=0),
+        NotImplementedError,
+        "sequence_len_offset",
     ),
     (
         lambda: build()(torch.randn(4, 1, 24), None, attention_bias=torch.zeros(1)),

@@ -1,0 +1,88 @@
+"""Run on every rank: a GPTModel of Gated DeltaNet layers, packed and recomputed; batch cutters."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.specs import gpt_block_spec
+from tests.distributed.layer_laws import thd
+from tests.parallel import make_config, parallel
+
+VOCABULARY = 32
+LENGTHS = (8, 24, 16)
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def build_model(cp: int, recompute: bool, **options) -> GPTModel:
+    config = make_config(
+        num_layers=2,
+        context_parallel_size=cp,
+        ffn_hidden_size=32,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[1, 1],
+        transformer_impl="local",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        cp_comm_type="p2p",
+        **(FULL_RECOMPUTE if recompute else {}),
+    )
+    torch.manual_seed(3)  # the same weights whatever the number of ranks
+    return GPTModel(
+        config,
+        gpt_block_spec(config, **options),
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, torch.Tensor]:
+    """The loss of one packed row and every parameter's gradient, summed over the ranks."""
+    with parallel(cp=cp):
+        model = build_model(cp, recompute, **options)
+        group, forwards = parallel_state.get_context_parallel_group(), []
+        layer = model.decoder.layers[0].self_attention
+        layer.register_forward_pre_hook(lambda *_: forwards.append(1))
+        torch.manual_seed(11)
+        tokens = torch.randint(0, VOCABULARY, (1, sum(LENGTHS) + 1))
+        held = local_indices(LENGTHS, cp, group.rank())
+        losses = model(
+            tokens[:, :-1][:, held],
+            held[None],
+            None,
+            labels=tokens[:, 1:][:, held],
+            packed_seq_params=thd(LENGTHS),
+        )
+        losses.sum().backward()
+        assert len(forwards) == 1 + recompute
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found["loss"] = losses.detach().sum()
+        for value in found.values():
+            dist.all_reduce(value, group=group)
+        return found
+
+
+def megatron_cuts_batches_as_local_indices() -> None:
+    """Sequence by sequence, and a packed buffer as if it were one sequence."""
+    with parallel(cp=2):
+        group = parallel_state.get_context_parallel_group()
+        tokens = torch.arange(32).view(2, 16)
+        offsets = torch.tensor([[0, 3, 16]], dtype=torch.int32)
+        cut = get_batch_on_this_cp_rank({"tokens": tokens, "cu_seqlens": None}, False)
+        held = local_indices((16,), 2, group.rank())
+        assert torch.equal(cut["tokens"], tokens[:, held])
+        batch = {"tokens": tokens[:1], "cu_seqlens": offsets}
+        cut = get_batch_on_this_cp_rank(batch, False, use_per_sequence_balancing=True)
+        held = local_indices((3, 13), 2, group.rank(), SequenceLayout.ZIGZAG_BUFFER)
+        assert torch.equal(cut["tokens"], tokens[:1, held])

@@ -1,0 +1,18 @@
+"""torch's FSDP2 replaces parameters by casts of them: fp32 goes through, rounded gates do not."""
+
+import pytest
+import torch
+
+from tests.precision import fsdp2_laws as laws
+
+
+def test_an_fp32_layer_sharded_over_two_ranks_equals_one(pools):
+    """fp32, and sums over two ranks in another order: 1e-5 of the largest entry."""
+    pools(2).run(laws.fp32_equals_one_rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_policy_that_rounds_the_gates_is_refused(pools, dtype):
+    for message in pools(2).run(laws.refusal_of, dtype):
+        assert f"A_log reached the layer in {dtype}" in message, message
+        assert "MixedPrecisionPolicy without param_dtype" in message
