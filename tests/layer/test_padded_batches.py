@@ -10,7 +10,7 @@ from tests.parallel import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-# The first row ends in document 1 and the second starts with one: nothing may pass between them.
+# Document 1 of the first row and document 1 of the second meet: nothing may pass between them.
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
 DOCUMENTS = ((0, slice(0, 3)), (1, slice(0, 2)), (1, slice(2, 4)))
 

@@ -9,7 +9,6 @@ import megatron_gdn
 from megatron_gdn import pack_rows, seqlens_of_mask, unpack_rows, unpad_data
 from megatron_gdn.context_parallel import local_indices
 
-# The first row ends in document 1 and the second starts with one, which are two documents.
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
 
 
@@ -19,6 +18,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
         ([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]], (2, 3, 1, 2, 3)),
         ([[1, 1, 1, 0, 0]], (3,)),
         ([[1, 1, 1, 0], [1, 1, 2, 2]], (3, 2, 2)),
+        ([[1, 1], [1, 1], [2, 2]], (2, 2, 2)),  # documents end with their row, whatever the next id
         ([[0, 1, 1, 0, 3]], (2, 1)),  # padding in front and between, an id left out
         ([[0, 0], [0, 1]], (1,)),
         ([[0, 0]], ()),
