@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         l2norm,
         torch_chunk_gated_delta_rule,
     )
+    from .padding import pack_rows, seqlens_of_mask, unpack_rows, unpad_data
 
 _HOME = {
     "Documents": "ops",
@@ -36,9 +37,13 @@ _HOME = {
     "gated_delta_rule": "ops",
     "get_parameter_local_cp": "context_parallel",
     "l2norm": "ops",
+    "pack_rows": "padding",
+    "seqlens_of_mask": "padding",
     "tensor_a2a_cp2hp": "context_parallel",
     "tensor_a2a_hp2cp": "context_parallel",
     "torch_chunk_gated_delta_rule": "ops",
+    "unpack_rows": "padding",
+    "unpad_data": "padding",
 }
 
 __all__ = [
@@ -53,9 +58,13 @@ __all__ = [
     "gated_delta_rule",
     "get_parameter_local_cp",
     "l2norm",
+    "pack_rows",
+    "seqlens_of_mask",
     "tensor_a2a_cp2hp",
     "tensor_a2a_hp2cp",
     "torch_chunk_gated_delta_rule",
+    "unpack_rows",
+    "unpad_data",
 ]
 
 

@@ -29,7 +29,9 @@ _CHECKED = "_megatron_gdn_causal"
 _HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
-    "at the end of a sequence, and pack documents instead of masking between them."
+    "at the end of a sequence, and pack documents instead of masking between them: "
+    "megatron_gdn.pack_rows(x, mask) lays the documents of a mask [b, S] (ids from 1, 0 at "
+    "padding) end to end and gives packed_seq_params, megatron_gdn.unpack_rows brings them back."
 )
 
 
