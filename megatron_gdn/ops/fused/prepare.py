@@ -18,7 +18,14 @@ from .prepare_kernels import prepare_forward_kernel
 from .prepared import Prepared, PreparedGrads
 from .reduce import sum_rows
 from .sizes import HeadSizes
-from .tiles import Walk, block_dim, prepare_backward_tile, prepare_forward_tile, within_reach
+from .tiles import (
+    Walk,
+    block_dim,
+    prepare_backward_tile,
+    prepare_forward_tile,
+    within_reach,
+    within_shared_memory,
+)
 
 
 def prepare_forward(
@@ -145,6 +152,9 @@ def prepare_backward(
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
     strides = (proj.stride(0), d_proj.stride(0), dq.shape[2] * K, H * V)
     tile = within_reach(tile, S, W, strides)
+    size, d_size = proj.element_size(), dv.element_size()
+    of_key_head = block_dim(K) * (size + dq.shape[2] // G * d_size)
+    tile = within_shared_memory(tile, max(of_key_head, block_dim(V) * (size + d_size)))
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
+_STEPS_OF_A_STAGE = 4
+# Of shared memory for the copies ahead: two programs of a Hopper multiprocessor have that much, and
+# one program of a small GPU. Launches that want more than there is fail.
+_MOST_COPIED = 96 << 10
 
 
 class Walk(NamedTuple):
@@ -91,6 +95,19 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
             f"kernels='torch'."
         )
     return tile
+
+
+def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
+    """``tile``, or one of fewer stages where their copies would not fit into shared memory.
+
+    So it is in the backward of a key head with 16 value heads or more, each with gradients of its
+    own: 32 of them in bf16 would want 264 KiB. Stages change no result.
+
+    Args:
+        row_bytes: what one segment copies for one token, of all tensors.
+    """
+    copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
+    return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
 
 
 def norm_forward_tile(value_dim: int) -> Block:

@@ -56,3 +56,10 @@ def test_loops_stay_in_registers_and_copy_ahead(compilations):
             assert counts["STG64"] == 4, counts  # a row of four steps each
             assert counts["STL"] == 0 and counts["LDL"] <= 5, counts
             assert counts["LDG"] == 0, "all loads of a loop are copies ahead"
+
+
+def test_many_value_heads_to_a_key_head_fit_into_the_shared_memory_of_a_small_gpu():
+    with compile_for_hopper() as done:
+        Problem(1000, (1, 16)).backward()
+    (backward,) = [one for one in done if one.kernel == "prepare_backward_kernel"]
+    assert 32 << 10 < backward.shared < 99 << 10, "loads are still copied ahead"

@@ -1,5 +1,5 @@
-"""Tiles of the walking kernels: as many tokens as 32-bit offsets reach, and the table's where they
-do."""
+"""Tiles of the walking kernels: as many tokens as 32-bit offsets reach and as many stages as shared
+memory holds, and the table's where they do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron_gdn.ops.fused.tiles import (
     prepare_backward_tile,
     prepare_forward_tile,
     within_reach,
+    within_shared_memory,
 )
 
 WIDTH = 12352  # of a projection row with 16 key and 32 value heads of 128
@@ -52,3 +53,10 @@ def test_a_stride_that_is_64_bits_wide_itself_needs_no_smaller_tile():
 def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
     with pytest.raises(ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"):
         within_reach(Walk(4, 32, 4), 10_000, 4, (1_000_000_000,))
+
+
+@pytest.mark.parametrize(("group", "stages"), [(1, 3), (2, 3), (8, 3), (16, 2), (32, 1), (64, 1)])
+def test_stages_are_fewer_where_their_copies_would_not_fit(group, stages):
+    """A head of 128 in bf16, whose key head has ``group`` gradients."""
+    usual = prepare_backward_tile(8192, 128)
+    assert within_shared_memory(usual, 2 * 128 * (1 + group)) == usual._replace(stages=stages)
