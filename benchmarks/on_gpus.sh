@@ -76,7 +76,6 @@ measure)
     beside step "compile-fla-$layer" 200 python3 benchmarks/bench_layer.py --compile-only --core fla \
       --layers $layer --cases 1x32768
   done
-  beside step compile-cost 200 python3 benchmarks/bench_determinism.py --parts cost --backends fla --layouts thd
   beside compile compile 200 16:32 --parts rows uncut cut states
   beside compile compile-fp16 200 16:32 --operands fp16 --parts uncut cut
   finish
