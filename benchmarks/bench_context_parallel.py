@@ -12,7 +12,9 @@ Legend: s this rank's tokens, P projection width, V value width.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 import time
 from dataclasses import dataclass, replace
 
@@ -100,6 +102,7 @@ def build(name: str, args, sizes: HeadSizes):
 
 def main() -> None:
     args = arguments()
+    faulthandler.register(signal.SIGTERM, chain=True)  # how torchrun ends a rank: says where it is
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
     rank, cp = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from megatron.core import parallel_state, tensor_parallel

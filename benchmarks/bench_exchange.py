@@ -14,7 +14,9 @@ it also runs without a GPU, on gloo, with ``--shrink 64``.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -180,6 +182,7 @@ def slowest(times: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     args = arguments()
+    faulthandler.register(signal.SIGTERM, chain=True)  # how torchrun ends a rank: says where it is
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")

@@ -1,11 +1,17 @@
 """Fills FlashQLA's compile cache, so that what comes after does not wait for it.
 
     python3 benchmarks/compile_flash_qla.py 16:32 16:16 8:16
-    python3 benchmarks/compile_flash_qla.py 16:32 --operands bf16 fp16
+    python3 benchmarks/compile_flash_qla.py 16:32 --operands bf16 fp16 --parts uncut cut
 
-FlashQLA compiles for one to two minutes per number of key and value heads, on one core. Here every
-one has a process of its own. Heads are those of one rank: of 16:32, four ranks hold 4:8 each by
-tensor parallelism or by exchange of heads, and all 16:32 each by state passing.
+FlashQLA compiles some 25 kernels per number of key and value heads, for four minutes on one core.
+Here every part of them has a process of its own, the longest of which takes half of that. Heads are
+those of one rank: of 16:32, four ranks hold 4:8 each by tensor parallelism or by exchange of heads,
+and all 16:32 each by state passing. megatron-core's layer repeats key heads first: 32:32.
+
+    rows     a batch of whole rows
+    uncut    sequences too short to be cut, one and several
+    cut      a sequence cut into parts that run side by side; all sequences in deterministic mode
+    states   states in and out, as in context parallelism
 """
 
 from __future__ import annotations
@@ -14,14 +20,19 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
-from bench_states import rule_inputs, runs
+from bench_states import rule_inputs
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused import HeadSizes, resolve_core
+from megatron_gdn.ops.fused.cores import Core, RuleInputs
 
-SHORT, LONG = 200, 9000  # the second is cut into parts, by kernels of their own
+SHORT, LONG = 200, 9000  # the second is cut
+# Enough blocks for a GPU of 132 multiprocessors: FlashQLA's forward has a kernel for such batches
+# (at 0.7 times as many blocks), one for half of that and one for less.
+FULL = 92
 
 
 def heads_of(text: str) -> tuple[int, int]:
@@ -33,44 +44,102 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("heads", nargs="+", type=heads_of, metavar="KEY:VALUE")
     parser.add_argument("--operands", nargs="+", choices=("bf16", "fp16"), default=["bf16"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--here", action="store_true", help="in this process, one after the other")
     return parser.parse_args()
 
 
-def compile_here(heads: tuple[int, int], operands: str) -> None:
-    """Every call of the core, over a batch, one sequence and several, with states and without."""
-    sizes = HeadSizes(*heads, 128, 128)
-    core = resolve_core(
-        "flash_qla", device="cuda", dtype=torch.bfloat16, sizes=sizes, operands=operands
-    ).core
-    for tokens in (SHORT, LONG):
-        inputs, d_o = rule_inputs(tokens, heads, "usual")
-        operand = core.operand_dtype or torch.bfloat16
+class Problem:
+    """Inputs for one number of heads, and the core that is to compile."""
+
+    def __init__(self, heads: tuple[int, int], operands: str) -> None:
+        self.heads = heads
+        self.core: Core = resolve_core(
+            "flash_qla", device="cuda", dtype=torch.bfloat16,
+            sizes=HeadSizes(*heads, 128, 128), operands=operands,
+        ).core  # fmt: skip
+
+    def counts(self) -> list[int]:
+        """Numbers of sequences that fill a fraction of the GPU, half of it, and all of it."""
+        heads = self.heads[1]
+        return sorted({max(1, -(-FULL // heads // share)) for share in (4, 2, 1)} | {1})
+
+    def inputs(self, tokens: int, rows: int = 1) -> tuple[RuleInputs, torch.Tensor]:
+        inputs, d_o = rule_inputs(tokens, self.heads, "usual")
+        operand = self.core.operand_dtype or torch.bfloat16
         inputs = inputs._replace(**{n: getattr(inputs, n).to(operand) for n in "qkv"})
-        for batch, offsets in ((2, None), (1, None), (1, [0, tokens]), (1, [0, 99, tokens])):
-            documents = None
-            if offsets is not None:
-                documents = Documents.from_cu_seqlens(offsets, tokens, device="cuda")
-            rows = type(inputs)(*(x.expand(batch, *x.shape[1:]).contiguous() for x in inputs))
-            d_rows = d_o.expand(batch, *d_o.shape[1:]).contiguous()
-            for call in runs(core, rows, d_rows, documents).values():
-                call()
-    torch.cuda.synchronize()
+        inputs = RuleInputs(*(x.expand(rows, *x.shape[1:]).contiguous() for x in inputs))
+        return inputs, d_o.expand(rows, *d_o.shape[1:]).contiguous()
+
+    def without_states(self, inputs, d_o, documents, backward: bool = True) -> None:
+        _, saved, plan = self.core.forward(inputs, documents, True)
+        if backward:
+            self.core.backward(d_o, inputs._replace(g=None), saved, plan, documents)
+
+    def with_states(self, inputs, d_o, documents, backward: bool = True) -> None:
+        silent = inputs._replace(g=None)
+        local, _, work = self.core.transition(inputs, documents)
+        initial, d_final = torch.randn_like(local), torch.randn_like(local)
+        carried = {"initial": initial, "work": work}
+        _, saved, plan = self.core.forward(inputs, documents, True, **carried)
+        if backward:
+            _, work = self.core.d_initial(d_o, silent, saved, plan, documents)
+            self.core.backward(d_o, silent, saved, plan, documents, initial, d_final, work)
+
+
+def documents_of(count: int, tokens: int) -> Documents:
+    offsets = [n * tokens // count for n in range(count + 1)]
+    return Documents.from_cu_seqlens(offsets, tokens, device="cuda")
+
+
+def compile_rows(problem: Problem) -> None:
+    # Two at least: one row counts as a sequence.
+    for n, rows in enumerate(sorted({max(2, count) for count in problem.counts()})):
+        problem.without_states(*problem.inputs(SHORT, rows), None, backward=n == 0)
+
+
+def compile_uncut(problem: Problem) -> None:
+    for n, count in enumerate(problem.counts()):
+        problem.without_states(*problem.inputs(SHORT), documents_of(count, SHORT), backward=n == 0)
+
+
+def compile_cut(problem: Problem) -> None:
+    problem.without_states(*problem.inputs(LONG), None)
+
+
+def compile_states(problem: Problem) -> None:
+    for n, count in enumerate(problem.counts()):
+        problem.with_states(*problem.inputs(SHORT), documents_of(count, SHORT), backward=n == 0)
+
+
+PARTS: dict[str, Callable[[Problem], None]] = {
+    "rows": compile_rows,
+    "uncut": compile_uncut,
+    "cut": compile_cut,
+    "states": compile_states,
+}
 
 
 def main() -> None:
     args = arguments()
-    cases = [(heads, operands) for heads in args.heads for operands in args.operands]
+    cases = [(h, o, part) for h in args.heads for o in args.operands for part in args.parts]
     if args.here:
-        for case in cases:
-            compile_here(*case)
+        for heads, operands, part in cases:
+            PARTS[part](Problem(heads, operands))
+        torch.cuda.synchronize()
         return
-    began, running = time.monotonic(), {}
-    for (key, value), operands in cases:
-        command = [sys.executable, __file__, f"{key}:{value}", "--operands", operands, "--here"]
-        running[f"{key}:{value} {operands}"] = subprocess.Popen(command)
-    failed = [case for case, process in running.items() if process.wait()]
-    print(f"{len(running) - len(failed)} head counts in {time.monotonic() - began:.0f} s")
+    began, running, failed = time.monotonic(), {}, []
+    for (key, value), operands, part in cases:
+        command = [sys.executable, __file__, f"{key}:{value}"]
+        command += ["--operands", operands, "--parts", part, "--here"]
+        running[f"{key}:{value} {operands} {part}"] = subprocess.Popen(command)
+    while running:
+        time.sleep(0.2)
+        for case in [case for case, process in running.items() if process.poll() is not None]:
+            code = running.pop(case).returncode
+            said = "compiled" if code == 0 else f"FAILED ({code})"
+            print(f"{case}: {said} after {time.monotonic() - began:.0f} s", flush=True)
+            failed += [case] if code else []
     if failed:
         raise SystemExit(f"not compiled: {', '.join(failed)}")
 

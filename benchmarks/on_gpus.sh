@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything the docs say of GPUs, checked and measured again, in parts of at most ten minutes:
+# Everything the docs say of GPUs, checked and measured again, in parts of less than ten minutes:
 #
 #   benchmarks/on_gpus.sh check     one GPU: the kernels, the mixer, states, determinism, padding
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
@@ -8,60 +8,105 @@
 #
 # JSON lines and one log per step go to runs/on_gpus/PART, or to the folder that follows PART. A step
 # that fails or outlasts its limit (its stack is in its log) does not keep the next from running.
+# Steps that measure run alone; others share the GPU and 16 cores (64 with four GPUs).
 set -u
 cd "$(dirname "$0")/.."
 part=${1:?check, measure, repeats or parallel}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+ALL=570  # seconds for the whole part: no step goes on beyond
 failed=0
 
 step() {  # NAME SECONDS COMMAND..
-  local name=$1 limit=$2 began=$SECONDS rc=0
+  local name=$1 limit=$2 left=$((ALL - SECONDS)) began=$SECONDS rc=0
   shift 2
-  timeout --signal=ABRT --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 || rc=$?
-  printf '\n== %s: %s in %s s\n' "$name" "$([ $rc = 0 ] && echo passed || echo "FAILED ($rc)")" $((SECONDS - began))
-  tail -n "${LINES_SHOWN:-12}" "$out/$name.log" | cut -c1-300
+  if ((left < limit)); then limit=$left; fi
+  if ((limit < 10)); then
+    printf '\n== %s: NOT RUN, out of time\n' "$name"
+    return 1
+  fi
+  timeout --signal="${SIGNAL:-ABRT}" --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1 || rc=$?
+  printf '\n== %s: %s in %s s, at %s s\n%s\n' "$name" "$([ $rc = 0 ] && echo passed || echo "FAILED ($rc)")" \
+    $((SECONDS - began)) $SECONDS "$(tail -n "${LINES_SHOWN:-12}" "$out/$name.log" | cut -c1-300)"
   return $rc
 }
-laws() { step "$1" "$2" python3 -m pytest -m gpu -p no:cacheprovider --maxfail=5 "${@:3}"; }
+# In the background; `finish` waits for all that were started so.
+pids=()
+beside() { "$@" & pids+=($!); }
+finish() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=1; done; pids=(); }
+laws() { step "$1" "$2" python3 -m pytest -m gpu -p no:cacheprovider --maxfail=5 --durations=5 "${@:3}"; }
 bench() { step "$1" "$2" python3 "benchmarks/$3.py" --out "$out/$1.jsonl" "${@:4}"; }
-ranks() { step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" --out "$out/$1.jsonl" "${@:4}"; }
-each() { local pid; for pid in "$@"; do wait "$pid" || failed=1; done; }
+compile() { step "$1" "$2" python3 benchmarks/compile_flash_qla.py "${@:3}"; }
+# torchrun gives its ranks a session of their own and ends them at SIGTERM alone.
+ranks() {
+  SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" "${@:4}"
+}
 
 case $part in
 check)
-  laws kernels 280 tests/ops/fused/kernels & a=$!
-  step compile 280 python3 benchmarks/compile_flash_qla.py 16:32 16:16 16:48 16:64 & b=$!
-  step compile-fp16 280 python3 benchmarks/compile_flash_qla.py 16:32 --operands fp16 & c=$!
-  each $a $b $c
-  laws fp16 300 tests/ops/fused/test_gpu_mixer.py -k=fp16 & a=$!
-  laws mixer 300 tests/ops/fused/test_gpu_mixer.py "-k=not fp16" & b=$!
-  laws states 300 tests/ops/fused/test_gpu_states.py & c=$!
-  laws one-gpu 300 tests/gpu/test_determinism.py tests/gpu/test_padding.py tests/gpu/test_exact_resume.py & d=$!
-  each $a $b $c $d
+  kernels=tests/ops/fused/kernels prepare=tests/ops/fused/kernels/test_prepare.py
+  mixer=tests/ops/fused/test_gpu_mixer.py
+  # fla tunes sixty kernels for each number of heads, and needs nothing that is compiled here.
+  fla='fla and not flash_qla and not fp16' ratios='(-1-fla or -3-fla or -4-fla)'
+  beside laws fla 560 $mixer -k "$fla and not $ratios"
+  beside laws fla-ratios 560 $mixer -k "$fla and $ratios"
+  slow=("${pids[@]}") pids=()
+  # Triton compiles some 450 variants in four minutes of one core.
+  beside laws kernels 240 $kernels --ignore=$prepare
+  beside laws gradients 240 $prepare -k every_gradient
+  beside laws factors 240 $prepare -k factor
+  beside laws prepare 240 $prepare -k "not every_gradient and not factor"
+  beside compile compile 240 16:32 --operands bf16 fp16
+  beside compile compile-ratios 240 16:16 16:48 16:64 --parts uncut
+  finish
+  pids=("${slow[@]}")
+  beside laws fp16 310 $mixer -k fp16
+  beside laws mixer 310 $mixer -k "not fp16 and not ($fla)"
+  beside laws states 310 tests/ops/fused/test_gpu_states.py
+  beside laws one-gpu 310 tests/gpu/test_determinism.py tests/gpu/test_padding.py tests/gpu/test_exact_resume.py
+  finish
   ;;
 measure)
+  # megatron-core's layer hands FlashQLA other dtypes and head counts: it compiles by running.
+  for case in 1x32768 1x8192 8x4096 thd32768; do
+    beside step "compile-$case" 200 python3 benchmarks/bench_layer.py --compile-only --layers upstream --cases $case
+  done
+  for layer in upstream ours; do
+    beside step "compile-fla-$layer" 200 python3 benchmarks/bench_layer.py --compile-only --core fla \
+      --layers $layer --cases 1x32768
+  done
+  beside compile compile 200 16:32 --parts rows uncut cut states
+  beside compile compile-fp16 200 16:32 --operands fp16 --parts uncut cut
+  finish
   bench kernels 60 bench_kernels --tokens 32768 8192 || failed=1
-  bench layer 150 bench_layer --compile-first || failed=1
-  bench fp16 120 bench_layer --layers ours ours-fp16 --cases 1x32768 thd32768 1x8192 || failed=1
-  bench fla 120 bench_layer --core fla --cases 1x32768 --layers upstream ours || failed=1
+  bench layer 120 bench_layer || failed=1
+  bench fp16 60 bench_layer --layers ours ours-fp16 --cases 1x32768 thd32768 1x8192 || failed=1
   bench cost 120 bench_determinism --parts cost --ratios 2 || failed=1
-  bench chunk 60 bench_chunk || failed=1
-  CUBLAS_WORKSPACE_CONFIG=:4096:8 bench chunk-workspace 60 bench_chunk || failed=1
+  bench chunk 45 bench_chunk || failed=1
+  CUBLAS_WORKSPACE_CONFIG=:4096:8 bench chunk-workspace 45 bench_chunk || failed=1
+  bench fla 120 bench_layer --core fla --cases 1x32768 --layers upstream ours || failed=1
   ;;
 repeats)
-  bench repeats 480 bench_determinism --parts repeats --backends flash_qla || failed=1
+  compile compile 200 16:32 16:16 16:64 --parts cut states || failed=1
+  bench repeats 420 bench_determinism --parts repeats --backends flash_qla || failed=1
   bench neighbours 100 bench_determinism --parts neighbours --backends flash_qla reference || failed=1
   ;;
 parallel)
-  step compile 150 python3 benchmarks/compile_flash_qla.py 16:32 8:16 4:8 2:4 || failed=1
-  for tokens in 32768 thd32768 thd32768x512 131072; do
-    ranks "$tokens" 80 bench_context_parallel --cases $tokens || failed=1
+  beside compile compile 180 16:32 8:16 4:8 2:4
+  beside compile compile-fp16 180 8:16 4:8 --operands fp16 --parts rows uncut states
+  for tokens in 32768 thd32768 thd32768x512 131072; do  # one after the other they would take minutes
+    beside ranks "compile-$tokens" 180 bench_context_parallel --compile-only --layers upstream --cases $tokens
   done
-  ranks exchange 60 bench_exchange --check --waves 1 || failed=1
-  laws laws 300 tests/gpu/test_parallel.py tests/gpu/test_exchange.py || failed=1
-  laws resume 100 tests/gpu/test_exact_resume.py || failed=1
+  finish
+  for tokens in 32768 thd32768 thd32768x512 131072; do
+    ranks "$tokens" 70 bench_context_parallel --out "$out/$tokens.jsonl" --cases $tokens || failed=1
+  done
+  beside laws laws 300 tests/gpu/test_parallel.py
+  CUDA_VISIBLE_DEVICES=2,3 beside laws resume 300 tests/gpu/test_exact_resume.py
+  beside laws exchange-laws 300 tests/gpu/test_exchange.py
+  finish
+  ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 || failed=1
   ;;
 *)
   echo "no part '$part'; there are check, measure, repeats and parallel" >&2

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -38,6 +39,12 @@ def _context(backend: str):
     return context
 
 
+def _end_with_parent() -> None:
+    """Whoever stops a hung test stops its process alone; ranks would go on to hold their GPUs."""
+    multiprocessing.parent_process().join()
+    os.abort()
+
+
 def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: float) -> None:
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -46,6 +53,7 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: floa
 
     torch.set_num_threads(1)
     if backend == "nccl":
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         torch.cuda.set_device(rank)
     from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
 

@@ -8,16 +8,13 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="module")
 def gpus():
-    """``gpus(n)``: a nccl world of n ranks; one world at a time."""
+    """``gpus(n)``: a nccl world of n ranks; it waits in memory while another is asked for."""
     made = {}
 
     def pool(size):
         if torch.cuda.device_count() < size:
             pytest.skip(f"needs {size} GPUs")
         if size not in made:
-            for other in made.values():
-                other.stop()
-            made.clear()
             made[size] = RankPool(size, backend="nccl")
         return made[size]
 

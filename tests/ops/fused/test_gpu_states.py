@@ -1,6 +1,6 @@
 """GPU cores that pass states, and FlashQLA's batch invariance, in bf16 against the fp64 chunk rule.
 
-Heads 16/32 throughout: every other ratio is one to two minutes of compiling.
+Heads 16/32 throughout: every other ratio is minutes of compiling.
 
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 """

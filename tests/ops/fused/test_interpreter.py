@@ -13,7 +13,7 @@ import torch
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels/ runs compiled here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels/ runs compiled, marked gpu")
 def test_the_kernels_pass_their_tests_in_the_interpreter():
     """In two processes: the interpreter uses one core each."""
     pytest.importorskip("triton")

@@ -34,6 +34,12 @@ if INTERPRETED:
     _numpy_scalars_as_indices()
 
 
+def pytest_itemcollected(item) -> None:
+    """Compiled, the tests of this folder belong to those that need a GPU."""
+    if not INTERPRETED:
+        item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETED else "cuda")
