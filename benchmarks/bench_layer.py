@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 
 import torch
@@ -46,26 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
     parser.add_argument("--compile-only", action="store_true", help="one forward+backward each")
-    parser.add_argument(
-        "--compile-first", action="store_true",
-        help="fill FlashQLA's compile cache first, all cases and layers in parallel processes",
-    )  # fmt: skip
     return parser.parse_args()
-
-
-def compile_in_parallel(args: argparse.Namespace) -> None:
-    """FlashQLA compiles for seconds per kernel on one core; the machine has more of them."""
-    running = []
-    for case in args.cases:
-        for layer in args.layers:
-            if layer == "ours-recompute" and "ours" in args.layers:
-                continue  # the same kernels
-            command = [sys.executable, __file__, "--compile-only", "--cases", case]
-            command += ["--layers", layer, "--core", args.core, "--hidden", str(args.hidden)]
-            command += ["--heads", *map(str, args.heads)]
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-    for process in running:
-        process.wait()
 
 
 def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
@@ -154,9 +133,6 @@ def main() -> None:
     began = time.monotonic()
     # Both layers run the same delta rule: fla hands it to FlashQLA unless told not to.
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
-    if args.compile_first:
-        compile_in_parallel(args)
-        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     start_megatron()
     sizes = HeadSizes(*args.heads, 128, 128)
     bandwidth = 0.0 if args.compile_only else copy_bandwidth()

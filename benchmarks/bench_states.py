@@ -43,18 +43,25 @@ def rule_inputs(tokens: int, heads: tuple[int, int], decay: str) -> tuple[RuleIn
     return inputs, normal(H, 128).bfloat16()
 
 
-def runs(core, inputs: RuleInputs, d_o: torch.Tensor, documents: Documents) -> dict:
+def without_states(core, inputs: RuleInputs, d_o: torch.Tensor, documents) -> dict:
+    """Each call with what it needs from the call before it."""
+    _, saved, plan = core.forward(inputs, documents, True)
+    silent = inputs._replace(g=None)
+    return {
+        "forward": lambda: core.forward(inputs, documents, True),
+        "backward": lambda: core.backward(d_o, silent, saved, plan, documents),
+    }
+
+
+def with_states(core, inputs: RuleInputs, d_o: torch.Tensor, documents: Documents) -> dict:
     """Each call with what it needs from the calls before it."""
     silent = inputs._replace(g=None)
-    _, saved, plan = core.forward(inputs, documents, True)
     made = core.transition(inputs, documents)
     initial, d_final = torch.randn_like(made.local), torch.randn_like(made.local)
     carried = {"initial": initial, "work": made.work}
     _, kept, states = core.forward(inputs, documents, True, **carried)
     _, work = core.d_initial(d_o, silent, kept, states, documents)
     return {
-        "forward": lambda: core.forward(inputs, documents, True),
-        "backward": lambda: core.backward(d_o, silent, saved, plan, documents),
         "transition": lambda: core.transition(inputs, documents),
         "forward with states": lambda: core.forward(inputs, documents, True, **carried),
         "d_initial": lambda: core.d_initial(d_o, silent, kept, states, documents),
@@ -82,8 +89,8 @@ def main() -> None:
         for decay in args.decays:
             inputs, d_o = rule_inputs(offsets[-1], tuple(args.heads), decay)
             for name in args.cores:
-                found = {}
-                for call, run in runs(CORES[name](), inputs, d_o, documents).items():
+                found, problem = {}, (CORES[name](), inputs, d_o, documents)
+                for call, run in (without_states(*problem) | with_states(*problem)).items():
                     found[call] = time_ms(run, repeats=args.repeats)["median"]
                     record = {"case": case, "decay": decay, "core": name, "call": call,
                               "ms": found[call], **setting}  # fmt: skip

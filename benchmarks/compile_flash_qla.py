@@ -4,9 +4,9 @@
     python3 benchmarks/compile_flash_qla.py 16:32 --operands bf16 fp16 --parts uncut cut
 
 FlashQLA compiles some 25 kernels per number of key and value heads, for four minutes on one core.
-Here every part of them has a process of its own, the longest of which takes half of that. Heads are
-those of one rank: of 16:32, four ranks hold 4:8 each by tensor parallelism or by exchange of heads,
-and all 16:32 each by state passing. megatron-core's layer repeats key heads first: 32:32.
+Here every part of them has a process of its own. Heads are those of one rank: of 16:32, four ranks
+hold 4:8 each by tensor parallelism or by exchange of heads, and all 16:32 each by state passing.
+megatron-core's layer repeats key heads first: 32:32.
 
     rows     a batch of whole rows
     uncut    sequences too short to be cut, one and several
@@ -17,21 +17,22 @@ and all 16:32 each by state passing. megatron-core's layer repeats key heads fir
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
-from bench_states import rule_inputs
+from bench_states import rule_inputs, with_states, without_states
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused import HeadSizes, resolve_core
 from megatron_gdn.ops.fused.cores import Core, RuleInputs
 
 SHORT, LONG = 200, 9000  # the second is cut
-# Enough blocks for a GPU of 132 multiprocessors: FlashQLA's forward has a kernel for such batches
-# (at 0.7 times as many blocks), one for half of that and one for less.
+# FlashQLA's forward has a kernel for batches of as many sequences times heads as 0.7 of the GPU's
+# multiprocessors (132), one for half of that and one for fewer.
 FULL = 92
 
 
@@ -60,56 +61,42 @@ class Problem:
         ).core  # fmt: skip
 
     def counts(self) -> list[int]:
-        """Numbers of sequences that fill a fraction of the GPU, half of it, and all of it."""
+        """Numbers of sequences that bring in every kernel of the forward."""
         heads = self.heads[1]
-        return sorted({max(1, -(-FULL // heads // share)) for share in (4, 2, 1)} | {1})
+        return sorted({1, math.ceil(FULL / 2 / heads), math.ceil(FULL / heads)})
 
-    def inputs(self, tokens: int, rows: int = 1) -> tuple[RuleInputs, torch.Tensor]:
+    def run(self, calls: Callable, documents: Documents | None, tokens: int, rows: int = 1) -> None:
         inputs, d_o = rule_inputs(tokens, self.heads, "usual")
         operand = self.core.operand_dtype or torch.bfloat16
         inputs = inputs._replace(**{n: getattr(inputs, n).to(operand) for n in "qkv"})
         inputs = RuleInputs(*(x.expand(rows, *x.shape[1:]).contiguous() for x in inputs))
-        return inputs, d_o.expand(rows, *d_o.shape[1:]).contiguous()
-
-    def without_states(self, inputs, d_o, documents, backward: bool = True) -> None:
-        _, saved, plan = self.core.forward(inputs, documents, True)
-        if backward:
-            self.core.backward(d_o, inputs._replace(g=None), saved, plan, documents)
-
-    def with_states(self, inputs, d_o, documents, backward: bool = True) -> None:
-        silent = inputs._replace(g=None)
-        local, _, work = self.core.transition(inputs, documents)
-        initial, d_final = torch.randn_like(local), torch.randn_like(local)
-        carried = {"initial": initial, "work": work}
-        _, saved, plan = self.core.forward(inputs, documents, True, **carried)
-        if backward:
-            _, work = self.core.d_initial(d_o, silent, saved, plan, documents)
-            self.core.backward(d_o, silent, saved, plan, documents, initial, d_final, work)
+        d_o = d_o.expand(rows, *d_o.shape[1:]).contiguous()
+        for call in calls(self.core, inputs, d_o, documents).values():
+            call()
 
 
-def documents_of(count: int, tokens: int) -> Documents:
-    offsets = [n * tokens // count for n in range(count + 1)]
-    return Documents.from_cu_seqlens(offsets, tokens, device="cuda")
+def documents_of(count: int) -> Documents:
+    offsets = [n * SHORT // count for n in range(count + 1)]
+    return Documents.from_cu_seqlens(offsets, SHORT, device="cuda")
 
 
 def compile_rows(problem: Problem) -> None:
-    # Two at least: one row counts as a sequence.
-    for n, rows in enumerate(sorted({max(2, count) for count in problem.counts()})):
-        problem.without_states(*problem.inputs(SHORT, rows), None, backward=n == 0)
+    for rows in {max(2, count) for count in problem.counts()}:  # a single row counts as a sequence
+        problem.run(without_states, None, SHORT, rows)
 
 
 def compile_uncut(problem: Problem) -> None:
-    for n, count in enumerate(problem.counts()):
-        problem.without_states(*problem.inputs(SHORT), documents_of(count, SHORT), backward=n == 0)
+    for count in problem.counts():
+        problem.run(without_states, documents_of(count), SHORT)
 
 
 def compile_cut(problem: Problem) -> None:
-    problem.without_states(*problem.inputs(LONG), None)
+    problem.run(without_states, None, LONG)
 
 
 def compile_states(problem: Problem) -> None:
-    for n, count in enumerate(problem.counts()):
-        problem.with_states(*problem.inputs(SHORT), documents_of(count, SHORT), backward=n == 0)
+    for count in problem.counts():
+        problem.run(with_states, documents_of(count), SHORT)
 
 
 PARTS: dict[str, Callable[[Problem], None]] = {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
-_STEPS_OF_A_STAGE = 4
+_STEPS_OF_A_STAGE = 4  # walk.UNROLL, which only machines with Triton have
 # Of shared memory for the copies ahead: two programs of a Hopper multiprocessor have that much, and
 # one program of a small GPU. Launches that want more than there is fail.
 _MOST_COPIED = 96 << 10
