@@ -2,7 +2,7 @@
 
     python3 benchmarks/bench_layer.py --out results.jsonl          every case, FlashQLA
     python3 benchmarks/bench_layer.py --core fla --cases 1x32768   fla's Triton kernels in both
-    python3 benchmarks/bench_layer.py --layers ours ours-fp16      ours with fp16 operands as well
+    python3 benchmarks/bench_layer.py --layers ours ours-bf16      what bf16 operands would save
 
 Every measurement is one JSON line. The floor is: both projections alone + the delta rule alone +
 the bytes that must move around them at the copy bandwidth of this GPU.
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 OPTIONS = {
     "ours": {},
     "ours-recompute": {"recompute": True},
-    "ours-fp16": {"rule_operands": "fp16"},
+    "ours-bf16": {"rule_operands": "bf16"},
 }
 
 

@@ -4,7 +4,8 @@
 #   benchmarks/on_gpus.sh check     one GPU: the kernels, the mixer, states, determinism, padding
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
-#   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange, their laws
+#   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange, their
+#                                   laws, and the repeats
 #
 # JSON lines and one log per step go to runs/on_gpus/PART, or to the folder that follows PART. A step
 # that fails or outlasts its limit (its stack is in its log) does not keep the next from running.
@@ -43,6 +44,18 @@ ranks() {
   SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" "${@:4}"
 }
 
+# Each on one of the last GPUs, if there are several: the laws of ranks crowd the first.
+bits() {
+  local gpus=$(nvidia-smi --list-gpus | wc -l) ratio
+  for ratio in 1 2 4; do
+    CUDA_VISIBLE_DEVICES=$((ratio % gpus)) beside bench "repeats-$ratio" 420 bench_determinism \
+      --parts repeats --backends flash_qla --ratios $ratio
+  done
+  CUDA_VISIBLE_DEVICES=$((3 % gpus)) beside bench neighbours 420 bench_determinism \
+    --parts neighbours --backends flash_qla reference
+  finish
+}
+
 case $part in
 check)
   kernels=tests/ops/fused/kernels prepare=tests/ops/fused/kernels/test_prepare.py
@@ -58,7 +71,7 @@ check)
   beside laws factors 240 $prepare -k "factor and not every_gradient"
   beside laws prepare 240 $prepare -k "not every_gradient and not factor"
   beside compile compile 240 16:32 --operands bf16 fp16
-  beside compile compile-ratios 240 16:16 16:48 16:64 --parts uncut
+  beside compile compile-ratios 240 16:16 16:48 16:64 --operands bf16 fp16 --parts uncut
   finish
   pids=("${slow[@]}")
   beside laws fp16 310 $mixer -k fp16
@@ -76,12 +89,12 @@ measure)
     beside step "compile-fla-$layer" 200 python3 benchmarks/bench_layer.py --compile-only --core fla \
       --layers $layer --cases 1x32768
   done
-  beside compile compile 200 16:32 --parts rows uncut cut states
-  beside compile compile-fp16 200 16:32 --operands fp16 --parts uncut cut
+  beside compile compile 200 16:32 --parts uncut cut
+  beside compile compile-fp16 200 16:32 --operands fp16
   finish
   bench kernels 60 bench_kernels --tokens 32768 8192 || failed=1
   bench layer 120 bench_layer || failed=1
-  bench fp16 60 bench_layer --layers ours ours-fp16 --cases 1x32768 thd32768 1x8192 || failed=1
+  bench bf16 60 bench_layer --layers ours ours-bf16 --cases 1x32768 thd32768 1x8192 || failed=1
   bench cost 120 bench_determinism --parts cost --ratios 2 || failed=1
   bench chunk 45 bench_chunk || failed=1
   CUBLAS_WORKSPACE_CONFIG=:4096:8 bench chunk-workspace 45 bench_chunk || failed=1
@@ -89,24 +102,23 @@ measure)
   ;;
 repeats)
   compile compile 200 16:32 16:16 16:64 --parts cut states || failed=1
-  bench repeats 420 bench_determinism --parts repeats --backends flash_qla || failed=1
-  bench neighbours 100 bench_determinism --parts neighbours --backends flash_qla reference || failed=1
+  bits
   ;;
 parallel)
-  beside compile compile 180 16:32 8:16 4:8 2:4
-  beside compile compile-fp16 180 8:16 4:8 --operands fp16 --parts rows uncut states
+  beside compile compile 240 16:32 8:16 4:8 2:4 --operands fp16 bf16
+  beside compile compile-cut 240 16:16 16:64 --parts cut
   for tokens in 32768 thd32768 thd32768x512 131072; do  # one after the other they would take minutes
-    beside ranks "compile-$tokens" 180 bench_context_parallel --compile-only --layers upstream --cases $tokens
+    beside ranks "compile-$tokens" 240 bench_context_parallel --compile-only --layers upstream --cases $tokens
   done
   finish
-  for tokens in 32768 thd32768 thd32768x512 131072; do
+  for tokens in 32768 thd32768 131072 thd32768x512; do
     ranks "$tokens" 70 bench_context_parallel --out "$out/$tokens.jsonl" --cases $tokens || failed=1
   done
+  ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 || failed=1
   beside laws laws 300 tests/gpu/test_parallel.py
   CUDA_VISIBLE_DEVICES=2,3 beside laws resume 300 tests/gpu/test_exact_resume.py
   beside laws exchange-laws 300 tests/gpu/test_exchange.py
-  finish
-  ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 || failed=1
+  bits
   ;;
 *)
   echo "no part '$part'; there are check, measure, repeats and parallel" >&2

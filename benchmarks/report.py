@@ -16,7 +16,7 @@ LAYERS = {
     "upstream": "megatron-core",
     "ours": "ours",
     "ours-recompute": "ours, recomputing",
-    "ours-fp16": "ours, fp16 operands",
+    "ours-bf16": "ours, bf16 operands",
 }
 
 

@@ -83,8 +83,9 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
             device and dtype; see :func:`megatron_gdn.ops.fused.resolve_core`.
-        rule_operands: ``"bf16"`` or ``"fp16"``, what the GPU backends round to between the products
-            inside a chunk; fp16 is the more exact, see :mod:`megatron_gdn.ops.fused.cores.half`.
+        rule_operands: ``"fp16"`` or ``"bf16"``, what the GPU backends round to between the products
+            inside a chunk of a bf16 layer; fp16 is the more exact, bf16 has the wider range, see
+            :mod:`megatron_gdn.ops.fused.cores.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
@@ -123,7 +124,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
         backend: str = "auto",
-        rule_operands: str = "bf16",
+        rule_operands: str = "fp16",
         cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
         linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,

@@ -46,8 +46,8 @@ def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
 
 @BATCH_AND_PACKED
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_with_fp16_operands_too(gpus, mode, lengths):
-    as_exact_as_one(gpus(2), 1, 2, False, lengths, mode=mode, rule_operands="fp16")
+def test_with_bf16_operands_too(gpus, mode, lengths):
+    as_exact_as_one(gpus(2), 1, 2, False, lengths, mode=mode, rule_operands="bf16")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

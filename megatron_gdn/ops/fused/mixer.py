@@ -233,7 +233,7 @@ def gated_delta_mixer(
     if core.operand_dtype is not None and not normalise_qk:
         raise ValueError(
             f"this core takes q and k in {core.operand_dtype}, whose range they may leave without "
-            f"unit length; set normalise_qk=True, or choose the core with operands='bf16'."
+            f"unit length; tell resolve_core normalise_qk=False too, or choose operands='bf16'."
         )
     if refilled is not None and norm is None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")

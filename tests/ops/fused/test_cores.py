@@ -69,7 +69,9 @@ def hopper(monkeypatch):
 
 
 def on_a_gpu(backend="auto", dtype=torch.bfloat16, sizes=SIZES):
-    return resolve_core(backend, device="cuda", dtype=dtype, sizes=sizes, deterministic=True)
+    return resolve_core(
+        backend, device="cuda", dtype=dtype, sizes=sizes, deterministic=True, operands="bf16"
+    )
 
 
 def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant_form(hopper):

@@ -70,9 +70,9 @@ def run(sizes, leaves, d_out, documents, core, kernels="auto", **options):
 def core_named(name, sizes, dtype=torch.bfloat16):
     """A core by its name, of which " fp16" may be a part: with such operands."""
     name, half, _ = name.partition(" fp16")
-    options = {"operands": "fp16"} if half else {}
+    operands = "fp16" if half else "bf16"
     try:
-        return resolve_core(name, device="cuda", dtype=dtype, sizes=sizes, **options).core
+        return resolve_core(name, device="cuda", dtype=dtype, sizes=sizes, operands=operands).core
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -134,16 +134,6 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core)
     "core",
     [
         "reference",
-        *(
-            pytest.param(
-                name,
-                marks=pytest.mark.xfail(
-                    reason="these rules round the operands inside a chunk to bf16, which plain "
-                    "torch keeps in fp32: 1.44 times its error for flash_qla, 1.25 for fla"
-                ),
-            )
-            for name in ("flash_qla", "fla")
-        ),
         *HALF,
     ],
 )
@@ -161,6 +151,12 @@ def test_fp16_operands_are_as_exact_as_plain_torch_at_any_decay(decay, core):
 @pytest.mark.parametrize("shape", ["S63-B2", "S2100-B3", "packed"])
 def test_fp16_operands_are_as_exact_as_plain_torch_at_any_shape(shape, core):
     check_against_fp64((16, 32), core, yardstick="reference", seeds=2, **SHAPES[shape])
+
+
+@pytest.mark.parametrize("core", HALF)
+@pytest.mark.parametrize("ratio", ["1", "3", "4"])
+def test_fp16_operands_are_as_exact_as_plain_torch_at_any_ratio(ratio, core):
+    check_against_fp64(RATIOS[ratio], core, yardstick="reference", S=321)
 
 
 def test_fp16_operands_know_no_size_of_the_gradient():

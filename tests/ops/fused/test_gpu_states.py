@@ -51,7 +51,9 @@ def core_named(name: str, **options):
         return FlashQlaCore(**options)
     sizes = HeadSizes(*HEADS, 128, 128)
     try:
-        return resolve_core(name, device="cuda", dtype=torch.bfloat16, sizes=sizes).core
+        return resolve_core(
+            name, device="cuda", dtype=torch.bfloat16, sizes=sizes, operands="bf16"
+        ).core
     except ImportError as error:
         pytest.skip(str(error))
 

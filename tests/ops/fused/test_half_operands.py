@@ -222,9 +222,9 @@ def choose(monkeypatch):
         cores, "_make", lambda name, *x: make(name) if name == "reference" else Gpu(name, *x)
     )
 
-    def choose(backend="auto", operands="fp16", **options):
+    def choose(backend="auto", **options):
         options = {"dtype": torch.bfloat16, "device": "cpu", **options}
-        return resolve_core(backend, sizes=HeadSizes(2, 4, 128, 128), operands=operands, **options)
+        return resolve_core(backend, sizes=HeadSizes(2, 4, 128, 128), **options)
 
     return choose
 
@@ -240,12 +240,10 @@ def test_the_choice_of_fp16_operands(choose, backend):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"backend": "reference"}, "computes in fp32"),
-        ({"dtype": torch.float16}, "own dtype is torch.float16"),
         ({"backend": "flash_qla", "deterministic": True}, "deterministic mode"),
         ({"normalise_qk": False}, "unit length"),
     ],
-    ids=["reference", "fp16", "deterministic", "no l2norm"],
+    ids=["deterministic", "no l2norm"],
 )
 def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, why):
     core, reason = choose(**options)
@@ -253,8 +251,16 @@ def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, w
     assert "no fp16 operands: " in reason and why in reason
 
 
+@pytest.mark.parametrize(
+    "options", [{"backend": "reference"}, {"dtype": torch.float16}, {"dtype": torch.float32}]
+)
+def test_where_fp16_operands_would_gain_nothing_there_is_nothing_to_say(choose, options):
+    core, reason = choose(**options)
+    assert not isinstance(core, HalfOperands) and "operands" not in reason
+
+
 def test_unknown_operands_are_refused(choose):
-    with pytest.raises(ValueError, match="'tf32'.*'bf16' or 'fp16'"):
+    with pytest.raises(ValueError, match="'tf32'.*'fp16' or 'bf16'"):
         choose(operands="tf32")
 
 

@@ -23,7 +23,7 @@ from .torch_rule import TorchCore
 __all__ = ["CORES", "Choice", "Core", "RuleGrads", "RuleInputs", "resolve_core"]
 
 CORES = ("flash_qla", "fla", "reference")
-OPERANDS = ("bf16", "fp16")
+OPERANDS = ("fp16", "bf16")
 
 
 class Choice(NamedTuple):
@@ -51,7 +51,7 @@ def resolve_core(
     dtype: torch.dtype,
     sizes: HeadSizes,
     deterministic: bool = False,
-    operands: str = "bf16",
+    operands: str = "fp16",
     normalise_qk: bool = True,
 ) -> Choice:
     """Choose the delta rule of the mixer, from shapes, dtype and architecture alone.
@@ -66,8 +66,8 @@ def resolve_core(
             fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
             name where it was not tested; the log then says so.
         operands: what flash_qla and fla round the operands of their products to in a bf16 layer:
-            ``"bf16"``, or ``"fp16"`` with three bits more (see :mod:`.half`). Where fp16 changes
-            nothing or cannot be had, ``reason`` says so.
+            ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). Where
+            fp16 would be the more exact but cannot be had, ``reason`` says so.
         normalise_qk: whether q and k have unit length; fp16 operands need that.
 
     Raises:
@@ -78,23 +78,19 @@ def resolve_core(
     """
     if operands not in OPERANDS:
         raise ValueError(
-            f"unknown rule_operands {operands!r} of the delta rule; use 'bf16' or 'fp16'."
+            f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
         )
     choice = _choose(backend, torch.device(device), dtype, sizes, deterministic)
-    if operands == "bf16":
-        return choice
-    why = _why_not_half(choice.core, dtype, normalise_qk)
+    if operands == "bf16" or choice.core.name == "reference" or dtype != torch.bfloat16:
+        return choice  # asked for, or no less exact than fp16
+    why = _why_not_half(choice.core, normalise_qk)
     if why is None:
         return Choice(HalfOperands(choice.core), f"{choice.reason}; fp16 operands")
     return choice._replace(reason=f"{choice.reason}; no fp16 operands: {why}")
 
 
-def _why_not_half(core: Core, dtype: torch.dtype, normalise_qk: bool) -> str | None:
-    """Why a core keeps the operands it has; None where they become fp16."""
-    if core.name == "reference":
-        return "the plain rule computes in fp32 or wider"
-    if dtype != torch.bfloat16:
-        return f"the layer's own dtype is {dtype}"
+def _why_not_half(core: Core, normalise_qk: bool) -> str | None:
+    """Why a core keeps its operands in bf16; None where they become fp16."""
     if core.batch_invariant:
         return "what they round depends on all documents of a batch, which deterministic mode bars"
     if not normalise_qk:
