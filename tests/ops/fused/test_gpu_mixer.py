@@ -5,12 +5,15 @@ Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores import CORES
+from megatron_gdn.ops.fused.cores import CORES, flash_qla_plan
+from megatron_gdn.ops.fused.cores.flash_qla_fences import missing_fences
 from megatron_gdn.ops.fused.recompute import RefilledOutput
 
 pytestmark = [
@@ -238,6 +241,18 @@ def test_a_new_packed_batch_does_not_wait_either():
         run(sizes, leaves, d_out, fresh, core)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("core", ["flash_qla", "flash_qla fp16"])
+def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(core):
+    sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES["long"])
+    run(sizes, leaves, d_out, documents, core_named(core, sizes))
+    for stage, name in flash_qla_plan.UNFENCED.items():
+        module = sys.modules[getattr(flash_qla_plan.stages(), stage).__module__]
+        kernels = getattr(module, name)._kernel_cache.values()
+        assert kernels, name
+        for kernel in kernels:
+            assert missing_fences(kernel.get_kernel_source()) == [], name
 
 
 def test_a_dropped_output_is_filled_again():

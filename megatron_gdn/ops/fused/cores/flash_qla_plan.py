@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
@@ -9,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .flash_qla_fences import fence_bulk_stores
 from .parts import Parts, parts_by_length
 
 _STAGES = (
@@ -16,6 +18,12 @@ _STAGES = (
     "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
     "get_warmup_chunks_bidi", "chunk_local_cumsum", "CHUNK_SIZE",
 )  # fmt: skip
+# Of those, the ones whose kernels lack fences, and what tilelang compiles in their modules.
+UNFENCED = {
+    "kkt_solve": "tilelang_kkt_solve",
+    "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
+    "fused_gdr_bwd": "tilelang_fused_chunk_gdr_bwd",
+}
 
 
 @cache
@@ -24,11 +32,16 @@ def stages() -> ModuleType:
     from flash_qla.ops.gated_delta_rule import chunk
 
     missing = [name for name in _STAGES if not hasattr(chunk, name)]
+    if not missing:
+        modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
+        kernels = [(modules[name], kernel) for name, kernel in UNFENCED.items()]
+        missing = [kernel for module, kernel in kernels if not hasattr(module, kernel)]
     if missing:
         raise ImportError(
             f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
             f"Install that, or choose backend='fla'."
         )
+    fence_bulk_stores(*kernels)
     return chunk
 
 

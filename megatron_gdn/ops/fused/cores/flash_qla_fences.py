@@ -1,0 +1,92 @@
+"""Fences that FlashQLA's kernels lack before their bulk stores.
+
+Hopper's bulk copies (TMA) read shared memory through another proxy than ordinary stores write it
+through: between the two, each thread that wrote must issue ``fence.proxy.async`` before it signals
+that its part is done (PTX ISA, "Async proxy"). flash-qla 0.1.3 leaves that out where dq, dk and dv
+(``fused_bwd``) and o (``fused_fwd``) go out, and tilelang 0.1.15 does not put it in, because other
+warps issue the copy. (In ``kkt_solve`` it has the thread that issues the copy fence; the writers'
+fences are added there as well.) The store then may send out what the buffer held before.
+docs/determinism.md tells what was seen of that.
+
+Kernels are compiled where they are first used. tilelang hands their CUDA source to a hook before
+that; the hook here adds the fences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+from typing import Any
+
+_BULK_STORE = re.compile(r"\btl::tma_store\(\w+, \(?&\(\(\(\w+\s?\*\)(\w+)\)")
+_SIGNAL = re.compile(r"\.arrive\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\(")
+_FENCE = "tl::fence_proxy_async();"
+_KERNELS = re.compile(
+    r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
+)
+# Part of the key of tilelang's cache on disk, where kernels without fences may lie as well.
+_MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
+_HOOK = "tilelang_callback_cuda_postproc"
+
+
+def missing_fences(source: str) -> list[int]:
+    """Lines (from 0) of CUDA source before which a thread that wrote must fence and does not.
+
+    A write is an assignment to, or a ``stmatrix`` into, a buffer that some bulk store sends out.
+    What follows it in the text, up to the next signal to other threads, must hold a fence.
+    """
+    lines = source.split("\n")
+    buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))
+    if not buffers:
+        return []
+    target = rf"\(\(\w+\s?\*\)(?:{buffers})\)"
+    write = re.compile(rf"stmatrix\w*\(.*{target}|{target}[^=;]*\)? = |{target}\[.*\] = ")
+    found = []
+    pending = False
+    for number, line in enumerate(lines):
+        if _FENCE in line:
+            pending = False
+        elif pending and _SIGNAL.search(line):
+            found.append(number)
+            pending = False
+        if "tma_" not in line and write.search(line):
+            pending = True
+    return found
+
+
+def with_fences(source: str) -> str:
+    """The same source with :func:`missing_fences` put in."""
+    lines = source.split("\n")
+    for number in reversed(missing_fences(source)):
+        indent = re.match(r"\s*", lines[number])[0]
+        lines.insert(number, indent + _FENCE)
+    return "\n".join(lines)
+
+
+@cache
+def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
+    """Have every kernel compiled with the fences it lacks, in this process, from here on.
+
+    Whoever else calls FlashQLA in this process gets the same kernels.
+
+    Args:
+        kernels: modules of FlashQLA, and the name in each of a function that tilelang compiles.
+    """
+    import tvm_ffi
+    from tilelang.engine.callback import register_cuda_postproc
+
+    before = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
+
+    def hook(source: str, target: Any) -> str:
+        if before is not None:
+            source = before(source, target)
+        return with_fences(source) if _KERNELS.search(source) else source
+
+    register_cuda_postproc(hook)
+    for module, name in kernels:
+        kernel = getattr(module, name)
+        flags = {"tl.device_compile_flags": [_MARK]}
+        # A new object also forgets what was compiled without fences in this process.
+        again = dataclasses.replace(kernel, pass_configs={**(kernel.pass_configs or {}), **flags})
+        setattr(module, name, again)

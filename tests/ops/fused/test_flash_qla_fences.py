@@ -1,0 +1,95 @@
+"""Fences before bulk stores: put where a writing thread signals without one, and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megatron_gdn.ops.fused.cores import flash_qla_fences as fences
+
+HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('
+# Warps that compute fill `sent` and signal; another warp sends it out. `kept` never leaves.
+KERNEL = """
+    tl::fence_proxy_async();
+    *(uint4*)(((bfloat16_t*)kept) + 8) = x;
+    bar_00[0].arrive();
+    for (int i = 0; i < 4; ++i) {
+      *(uint1*)(((bfloat16_t*)sent) + (i * 8)) = y;
+    }
+    FIRST
+    bar_01[0].arrive();
+    bar_01[0].wait(0);
+    x = *(uint4*)(((bfloat16_t*)sent) + 8);
+    bar_02[0].arrive();
+    tl::ptx_stmatrix_m8n8_x4((&(((half_t*)sent)[z])), a, b, c, d);
+    SECOND
+    __syncthreads();
+    tl::tma_store(desc, (&(((bfloat16_t*)sent)[(i * 4096)])), 0, left);
+    tl::tma_store_arrive();
+"""
+FENCE = "tl::fence_proxy_async();"
+
+
+def source(first: str = "", second: str = "", head: str = HEAD) -> str:
+    lines = KERNEL.replace("FIRST", first).replace("SECOND", second).split("\n")
+    return "\n".join([head, *(line for line in lines if line.strip())])
+
+
+@pytest.mark.parametrize("present", [("", ""), (FENCE, ""), ("", FENCE), (FENCE, FENCE)])
+def test_a_write_is_fenced_before_the_next_signal(present):
+    given, wanted = source(*present), source(FENCE, FENCE)
+    assert len(fences.missing_fences(given)) == present.count("")
+    assert fences.with_fences(given) == wanted
+    assert fences.missing_fences(wanted) == [] and fences.with_fences(wanted) == wanted
+
+
+def test_a_kernel_without_bulk_stores_stays_as_it_is():
+    given = source().replace("tma_store(", "plain_store(")
+    assert fences.with_fences(given) == given
+
+
+@dataclass
+class Compiled:
+    """What tilelang's decorator makes of a function."""
+
+    pass_configs: dict | None = None
+    cache: dict = field(default_factory=dict, init=False)
+
+
+@pytest.fixture
+def tilelang(monkeypatch):
+    """tilelang, as far as a hook for CUDA source goes."""
+    hooks = {}
+    callback = ModuleType("tilelang.engine.callback")
+    callback.register_cuda_postproc = lambda hook: hooks.update({fences._HOOK: hook})
+    ffi = ModuleType("tvm_ffi")
+    ffi.get_global_func = lambda name, allow_missing: hooks.get(name)
+    monkeypatch.setitem(sys.modules, "tilelang", ModuleType("tilelang"))
+    monkeypatch.setitem(sys.modules, "tilelang.engine", ModuleType("tilelang.engine"))
+    monkeypatch.setitem(sys.modules, "tilelang.engine.callback", callback)
+    monkeypatch.setitem(sys.modules, "tvm_ffi", ffi)
+    return hooks
+
+
+def test_the_kernels_of_flash_qla_are_compiled_with_fences(tilelang):
+    module = SimpleNamespace(backward=Compiled({"tl.enable_fast_math": True}))
+    module.backward.cache["unfenced"] = "kernel"
+    fences.fence_bulk_stores.__wrapped__((module, "backward"))
+    hook = tilelang[fences._HOOK]
+    assert hook(source(), "cuda") == source(FENCE, FENCE)
+    other = source(head=HEAD.replace("tilelang_fused_chunk_gdr_bwd_kernel", "somebody_elses"))
+    assert hook(other, "cuda") == other
+    # Neither what this process compiled before nor what lies on the disk is taken.
+    assert module.backward.cache == {}
+    assert module.backward.pass_configs == {
+        "tl.enable_fast_math": True, "tl.device_compile_flags": [fences._MARK]
+    }  # fmt: skip
+
+
+def test_a_hook_that_was_there_before_still_runs_first(tilelang):
+    tilelang[fences._HOOK] = lambda text, target: f"// for {target}\n{text}"
+    fences.fence_bulk_stores.__wrapped__()
+    assert tilelang[fences._HOOK](source(), "cuda") == "// for cuda\n" + source(FENCE, FENCE)
