@@ -123,7 +123,8 @@ def main() -> None:
         "environment": {} if args.compile_only else environment(),
         "core": args.core, "hidden": args.hidden, "heads": list(args.heads), "cp": cp,
     }  # fmt: skip
-    rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]]
+    rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "host ms", "saved MiB",
+             "off"]]  # fmt: skip
     began = time.monotonic()
     for name in args.cases:
         case = CASES[name].shrunk(args.shrink)
@@ -168,7 +169,8 @@ def main() -> None:
             base = here if base is None else base
             rows.append([case.name, name, *(f"{t:.3f}" for t in here),
                          *(f"{a / b:.3f}" for a, b in zip(here, base, strict=True)),
-                         f"{memory['saved']:.0f}", f"{off:.1e}"])  # fmt: skip
+                         f"{total['host']:.3f}", f"{memory['saved']:.0f}",
+                         f"{off:.1e}"])  # fmt: skip
             if rank == 0:
                 print("  ".join(rows[-1]), f"at {time.monotonic() - began:.0f} s", flush=True)
                 record = {"case": case.name, "layer": name, "forward": forward,
@@ -181,7 +183,7 @@ def main() -> None:
         forward, total = wire_ms(case, dims, args.repeats)
         here = (forward["median"], total["median"])
         ratios = [f"{a / b:.3f}" for a, b in zip(here, base, strict=True)]
-        rows.append([case.name, "wire", *(f"{t:.3f}" for t in here), *ratios, "", ""])
+        rows.append([case.name, "wire", *(f"{t:.3f}" for t in here), *ratios, "", "", ""])
         if rank == 0:
             write_lines(args.out, [{"case": case.name, "layer": "wire", "forward": forward,
                                     "forward_backward": total, **setting}])  # fmt: skip

@@ -46,8 +46,7 @@ class Constants:
 
     @classmethod
     def measured(cls) -> Constants:
-        layer = read("layer.jsonl")
-        one = by(layer, case="1x32768", layer="ours", core="flash_qla")
+        one = by(read("operands.jsonl"), case="1x32768", layer="ours", core="flash_qla")
         cp = read("context_parallel.jsonl")
         wire, chunkwise = (by(cp, case="131072", layer=name) for name in ("wire", "chunkwise"))
         raw, ours = (by(read("exchange.jsonl"), case="131072", what=w) for w in ("raw", "ours"))

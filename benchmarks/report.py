@@ -17,7 +17,11 @@ LAYERS = {
     "ours": "ours",
     "ours-recompute": "ours, recomputing",
     "ours-bf16": "ours, bf16 operands",
+    "ours-recompute-bf16": "ours, recomputing, bf16 operands",
 }
+# What a line measures.
+WHAT = ("case", "layer", "core", "tokens", "documents", "kernel", "cp", "what", "part", "backend",
+        "ratio", "layout", "through")  # fmt: skip
 
 
 def read(name: str) -> list[dict]:
@@ -25,8 +29,7 @@ def read(name: str) -> list[dict]:
     found = {}
     for line in (HERE / "results" / name).read_text().splitlines():
         record = json.loads(line)
-        what = ("case", "layer", "core", "tokens", "documents", "kernel")
-        found[tuple(record.get(key) for key in what)] = record
+        found[tuple(str(record.get(key)) for key in WHAT)] = record
     return list(found.values())
 
 
@@ -123,9 +126,20 @@ def cost_table(records: list[dict]) -> str:
     return markdown(rows)
 
 
-def lines(name: str) -> list[dict]:
-    """All lines of a file, as they are."""
-    return [json.loads(line) for line in (HERE / "results" / name).read_text().splitlines()]
+def operands_table(records: list[dict]) -> str:
+    rows = [["case", "operands", "forward ms", "", "forward + backward ms", ""]]
+    for case in dict.fromkeys(r["case"] for r in records):
+        base, half = (
+            next(r for r in records if (r["case"], r["layer"]) == (case, layer))
+            for layer in ("ours-bf16", "ours")
+        )
+        for name, r in (("bf16", base), ("fp16", half)):
+            cells = [case, name]
+            for key in ("forward", "forward_backward"):
+                time = r[key]["median"]
+                cells += [f"{time:.2f}", f"{time / base[key]['median']:.3f}"]
+            rows.append(cells)
+    return markdown(rows)
 
 
 def setting(record: dict) -> str:
@@ -151,11 +165,12 @@ def main() -> None:
         "layer": layer_table(layer),
         "floor": floor_table(layer),
         "kernels": kernel_table(kernels),
-        "context parallel": context_parallel_table(lines("context_parallel.jsonl")),
-        "exchange": exchange_table(lines("exchange.jsonl")),
+        "operands": operands_table(read("operands.jsonl")),
+        "context parallel": context_parallel_table(read("context_parallel.jsonl")),
+        "exchange": exchange_table(read("exchange.jsonl")),
     }
     fill(HERE / "README.md", made)
-    determinism = lines("determinism.jsonl")
+    determinism = read("determinism.jsonl")
     made = {"repeats": repeats_table(determinism), "cost": cost_table(determinism)}
     fill(HERE.parent / "docs" / "determinism.md", made)
     draw(layer, HERE / "results" / "layer.png")
