@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from layers import DEVICE
 from measure import environment, table, time_ms, write_lines
 
 from megatron_gdn.ops.documents import Documents
@@ -34,10 +35,10 @@ def rule_inputs(tokens: int, heads: tuple[int, int], decay: str) -> tuple[RuleIn
     G, H = heads
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(1, tokens, *shape, device="cuda")
+        return torch.randn(1, tokens, *shape, device=DEVICE)
 
     q, k = (torch.nn.functional.normalize(normal(G, 128), dim=-1).bfloat16() for _ in range(2))
-    A = torch.empty(H, device="cuda").uniform_(1, 16)
+    A = torch.empty(H, device=DEVICE).uniform_(1, 16)
     g = -DECAYS[decay] * A * torch.nn.functional.softplus(normal(H) + 1)
     inputs = RuleInputs(q, k, normal(H, 128).bfloat16(), g, normal(H).sigmoid())
     return inputs, normal(H, 128).bfloat16()

@@ -1,12 +1,16 @@
 """Fills FlashQLA's compile cache, so that what comes after does not wait for it.
 
     python3 benchmarks/compile_flash_qla.py 16:32 16:16 8:16
-    python3 benchmarks/compile_flash_qla.py 16:32 --operands bf16 fp16 --parts uncut cut
+    python3 benchmarks/compile_flash_qla.py 16:32 --operands bf16 --parts cut   # deterministic mode
+    TILELANG_CACHE_DIR=kernels python3 benchmarks/compile_flash_qla.py 16:32 --processes 2
 
 FlashQLA compiles some 25 kernels per number of key and value heads, for four minutes on one core.
 Here every part of them has a process of its own. Heads are those of one rank: of 16:32, four ranks
 hold 4:8 each by tensor parallelism or by exchange of heads, and all 16:32 each by state passing.
 megatron-core's layer repeats key heads first: 32:32.
+
+Without a GPU, kernels are compiled for Hopper and not run; the cache then serves a machine that has
+one (as ~/.tilelang/cache, or where TILELANG_CACHE_DIR points there).
 
     rows     a batch of whole rows
     uncut    sequences too short to be cut, one and several
@@ -25,10 +29,12 @@ from collections.abc import Callable
 
 import torch
 from bench_states import rule_inputs, with_states, without_states
+from layers import DEVICE
+from without_gpu import stand_in_for_hopper
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.fused import HeadSizes, resolve_core
-from megatron_gdn.ops.fused.cores import Core, RuleInputs
+from megatron_gdn.ops.fused.cores import OPERANDS, Core, RuleInputs
 
 SHORT, LONG = 200, 9000  # the second is cut
 # FlashQLA's forward has a kernel for batches of as many sequences times heads as 0.7 of the GPU's
@@ -44,8 +50,9 @@ def heads_of(text: str) -> tuple[int, int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("heads", nargs="+", type=heads_of, metavar="KEY:VALUE")
-    parser.add_argument("--operands", nargs="+", choices=("bf16", "fp16"), default=["bf16"])
+    parser.add_argument("--operands", nargs="+", choices=OPERANDS, default=list(OPERANDS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--processes", type=int, default=64, help="at most, side by side")
     parser.add_argument("--here", action="store_true", help="in this process, one after the other")
     return parser.parse_args()
 
@@ -77,7 +84,7 @@ class Problem:
 
 def documents_of(count: int) -> Documents:
     offsets = [n * SHORT // count for n in range(count + 1)]
-    return Documents.from_cu_seqlens(offsets, SHORT, device="cuda")
+    return Documents.from_cu_seqlens(offsets, SHORT, device=DEVICE)
 
 
 def compile_rows(problem: Problem) -> None:
@@ -111,16 +118,21 @@ def main() -> None:
     args = arguments()
     cases = [(h, o, part) for h in args.heads for o in args.operands for part in args.parts]
     if args.here:
+        if DEVICE == "cpu":
+            stand_in_for_hopper()
         for heads, operands, part in cases:
             PARTS[part](Problem(heads, operands))
         torch.cuda.synchronize()
         return
-    began, running, failed = time.monotonic(), {}, []
+    began, waiting, running, failed = time.monotonic(), {}, {}, []
     for (key, value), operands, part in cases:
         command = [sys.executable, __file__, f"{key}:{value}"]
         command += ["--operands", operands, "--parts", part, "--here"]
-        running[f"{key}:{value} {operands} {part}"] = subprocess.Popen(command)
-    while running:
+        waiting[f"{key}:{value} {operands} {part}"] = command
+    while running or waiting:
+        while waiting and len(running) < args.processes:
+            case, command = waiting.popitem()
+            running[case] = subprocess.Popen(command)
         time.sleep(0.2)
         for case in [case for case, process in running.items() if process.poll() is not None]:
             code = running.pop(case).returncode

@@ -9,7 +9,8 @@
 #
 # JSON lines and one log per step go to runs/on_gpus/PART, or to the folder that follows PART. A step
 # that fails or outlasts its limit (its stack is in its log) does not keep the next from running.
-# Steps that measure run alone; others share the GPU and 16 cores (64 with four GPUs).
+# Steps that measure run alone; others share the GPU and 16 cores (64 with four GPUs). A cache that
+# compile_flash_qla.py filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
 part=${1:?check, measure, repeats or parallel}
@@ -70,8 +71,8 @@ check)
   beside laws gradients 240 $prepare -k every_gradient
   beside laws factors 240 $prepare -k "factor and not every_gradient"
   beside laws prepare 240 $prepare -k "not every_gradient and not factor"
-  beside compile compile 240 16:32 --operands bf16 fp16
-  beside compile compile-ratios 240 16:16 16:48 16:64 --operands bf16 fp16 --parts uncut
+  beside compile compile 240 16:32
+  beside compile compile-ratios 240 16:16 16:48 16:64 --parts uncut
   finish
   pids=("${slow[@]}")
   beside laws fp16 310 $mixer -k fp16
@@ -89,8 +90,7 @@ measure)
     beside step "compile-fla-$layer" 200 python3 benchmarks/bench_layer.py --compile-only --core fla \
       --layers $layer --cases 1x32768
   done
-  beside compile compile 200 16:32 --parts uncut cut
-  beside compile compile-fp16 200 16:32 --operands fp16
+  beside compile compile 200 16:32
   finish
   bench kernels 60 bench_kernels --tokens 32768 8192 || failed=1
   bench layer 120 bench_layer || failed=1
@@ -101,12 +101,12 @@ measure)
   bench fla 120 bench_layer --core fla --cases 1x32768 --layers upstream ours || failed=1
   ;;
 repeats)
-  compile compile 200 16:32 16:16 16:64 --parts cut states || failed=1
+  compile compile 200 16:32 16:16 16:64 --operands bf16 --parts cut states || failed=1
   bits
   ;;
 parallel)
-  beside compile compile 240 16:32 8:16 4:8 2:4 --operands fp16 bf16
-  beside compile compile-cut 240 16:16 16:64 --parts cut
+  beside compile compile 240 16:32 8:16 4:8 2:4
+  beside compile compile-cut 240 16:16 16:64 --operands bf16 --parts cut
   for tokens in 32768 thd32768 thd32768x512 131072; do  # one after the other they would take minutes
     beside ranks "compile-$tokens" 240 bench_context_parallel --compile-only --layers upstream --cases $tokens
   done
@@ -114,7 +114,7 @@ parallel)
   for tokens in 32768 thd32768 131072 thd32768x512; do
     ranks "$tokens" 70 bench_context_parallel --out "$out/$tokens.jsonl" --cases $tokens || failed=1
   done
-  ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 || failed=1
+  ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 2 || failed=1
   beside laws laws 300 tests/gpu/test_parallel.py
   CUDA_VISIBLE_DEVICES=2,3 beside laws resume 300 tests/gpu/test_exact_resume.py
   beside laws exchange-laws 300 tests/gpu/test_exchange.py
