@@ -5,12 +5,14 @@ Legend: S seq, B batch, D hidden.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatron_gdn.ops.fused import HeadSizes
+from megatron_gdn.ops.fused.cores.flash_qla_plan import stages
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -98,6 +100,8 @@ def upstream_layer(
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
+    if DEVICE == "cuda" and os.environ.get("FLA_FLASH_QLA") != "0":
+        stages()  # fences FlashQLA's kernels for this layer too: ours would, sooner or later
     return (
         GatedDeltaNet(
             transformer_config(hidden, sizes, cp, deterministic),

@@ -53,7 +53,7 @@ class Constants:
         s, ranks = 131072 // wire["cp"], wire["cp"]
         token = median(one) / 32768
         nvlink = 2 * row_bytes(s, ranks) / median(wire) * 1e3
-        travel = 2 * (ranks - 1) * 2 * MAP / nvlink * 1e3 + 4 * ranks * STEP_MS
+        travel = 2 * exchange_ms(ranks, nvlink)
         return cls(
             token, nvlink, ours["forward_backward"]["median"] / raw["forward_backward"]["median"],
             median(chunkwise) - s * token - travel,
@@ -91,17 +91,22 @@ def headwise_ms(s: float, cp: int, c: Constants) -> float:
     return s * c.token_ms + 2 * wire_ms(row_bytes(s, cp), cp, c.nvlink) * c.passes
 
 
-def chunkwise_ms(s: float, cp: int, c: Constants) -> float:
+def exchange_ms(cp: int, nvlink: float) -> float:
+    """Of the maps of one sequence in zigzag, the cheapest way, one direction."""
     nodes, own = 2 * cp, 2 * MAP
-    network = c.nvlink if cp <= GPUS_PER_NODE else NETWORK
+    network = nvlink if cp <= GPUS_PER_NODE else NETWORK
     scan_steps = math.ceil(math.log2(nodes))
     ways = [
-        wire_ms((cp - 1) / cp * 1.5 * own, cp, c.nvlink) + nodes * STEP_MS,  # share
+        wire_ms((cp - 1) / cp * 1.5 * own, cp, nvlink) + nodes * STEP_MS,  # share
         scan_steps * (own / network * 1e3 + 2 * STEP_MS),  # scan
     ]
     if cp <= 8:
-        ways.append(wire_ms((cp - 1) * own, cp, c.nvlink) + nodes * STEP_MS)  # gather
-    return s * c.token_ms + c.states_ms + 2 * min(ways)
+        ways.append(wire_ms((cp - 1) * own, cp, nvlink) + nodes * STEP_MS)  # gather
+    return min(ways)
+
+
+def chunkwise_ms(s: float, cp: int, c: Constants) -> float:
+    return s * c.token_ms + c.states_ms + 2 * exchange_ms(cp, c.nvlink)
 
 
 def compare(c: Constants) -> None:

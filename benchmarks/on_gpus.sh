@@ -45,11 +45,11 @@ ranks() {
   SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" "${@:4}"
 }
 
-# Each on one of the last GPUs, if there are several: the laws of ranks crowd the first.
+# Each on a GPU of its own, if there are so many.
 bits() {
-  local gpus=$(nvidia-smi --list-gpus | wc -l) ratio
+  local gpus=$(nvidia-smi --list-gpus | wc -l) ratio n=0
   for ratio in 1 2 4; do
-    CUDA_VISIBLE_DEVICES=$((ratio % gpus)) beside bench "repeats-$ratio" 420 bench_determinism \
+    CUDA_VISIBLE_DEVICES=$((n++ % gpus)) beside bench "repeats-$ratio" 420 bench_determinism \
       --parts repeats --backends flash_qla --ratios $ratio
   done
   CUDA_VISIBLE_DEVICES=$((3 % gpus)) beside bench neighbours 420 bench_determinism \

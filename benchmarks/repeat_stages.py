@@ -28,7 +28,7 @@ from megatron_gdn.testing.pressure import Competitor
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta")
 # The buffer that FlashQLA's backward sends dv from held dk of the chunk after before, and so on.
-BEFORE = {"dq": ("dv", 0), "dk": ("dq", 0), "dv": ("dk", 64)}
+BEFORE = {"dq": ("dv", 0), "dk": ("dq", 0), "dv": ("dk", 64), "o": ("o", -64)}
 SHOWN = 12  # differences described
 
 
@@ -90,13 +90,15 @@ def describe(name: str, now: Tensor, first: dict[str, Tensor]) -> str:
     said = f"{len(where)} of {now.numel()} elements, at [{', '.join(spans)}]"
     if name in BEFORE:
         other, later = BEFORE[name]
-        at = where[where[:, 1] + later < now.shape[1]]
+        there = where[:, 1] + later
+        at = where[(there >= 0) & (there < now.shape[1])]
         row, token, head, column = at.T
         same = (
             bits(now)[row, token, head, column]
             == bits(first[other])[row, token + later, head, column]
         )
-        said += f"; {same.float().mean().item():.0%} of them are those of {other}, {later} later"
+        share = same.sum().item() / len(where)
+        said += f"; {share:.0%} of them are those of {other}, {later} tokens later"
     return said
 
 

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from megatron_gdn.ops.fused.cores import flash_qla_fences as fences
+from megatron_gdn.ops.fused.once import say_once
 
 HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('
 # Warps that compute fill `sent` and signal; another warp sends it out. `kept` never leaves.
@@ -53,10 +54,14 @@ def test_a_kernel_without_bulk_stores_stays_as_it_is():
 
 @dataclass
 class Compiled:
-    """What tilelang's decorator makes of a function."""
+    """What tilelang's decorator makes of a function; its kernel's source is ``text``."""
 
     pass_configs: dict | None = None
+    text: str = ""
     cache: dict = field(default_factory=dict, init=False)
+
+    def compile(self, heads):
+        return SimpleNamespace(get_kernel_source=lambda: self.text, heads=heads)
 
 
 @pytest.fixture
@@ -75,7 +80,8 @@ def tilelang(monkeypatch):
 
 
 def test_the_kernels_of_flash_qla_are_compiled_with_fences(tilelang):
-    module = SimpleNamespace(backward=Compiled({"tl.enable_fast_math": True}))
+    configs = {"tl.enable_fast_math": True, "tl.device_compile_flags": ["-O3"]}
+    module = SimpleNamespace(backward=Compiled(configs))
     module.backward.cache["unfenced"] = "kernel"
     fences.fence_bulk_stores.__wrapped__((module, "backward"))
     hook = tilelang[fences._HOOK]
@@ -85,8 +91,27 @@ def test_the_kernels_of_flash_qla_are_compiled_with_fences(tilelang):
     # Neither what this process compiled before nor what lies on the disk is taken.
     assert module.backward.cache == {}
     assert module.backward.pass_configs == {
-        "tl.enable_fast_math": True, "tl.device_compile_flags": [fences._MARK]
+        "tl.enable_fast_math": True, "tl.device_compile_flags": ["-O3", fences._MARK]
     }  # fmt: skip
+
+
+def compile_one(text: str):
+    module = SimpleNamespace(backward=Compiled(text=text))
+    fences.fence_bulk_stores.__wrapped__((module, "backward"))
+    return module.backward.compile(heads=32)
+
+
+def test_a_kernel_that_comes_without_fences_is_refused(tilelang):
+    """Another hook took ours' place, or a cache holds what was compiled meanwhile."""
+    assert compile_one(source(FENCE, FENCE)).heads == 32
+    with pytest.raises(RuntimeError, match="backward was compiled without the fences.*tilelang"):
+        compile_one(source(FENCE, ""))
+
+
+def test_stores_that_nobody_can_read_are_announced(tilelang, caplog):
+    say_once.cache_clear()
+    compile_one(source(FENCE, FENCE) + "\n    tl::tma_store(desc, sent, 0);")
+    assert "not known here; whether they are fenced was not checked" in caplog.text
 
 
 def test_a_hook_that_was_there_before_still_runs_first(tilelang):

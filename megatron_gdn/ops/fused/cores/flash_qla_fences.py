@@ -6,7 +6,7 @@ that its part is done (PTX ISA, "Async proxy"). flash-qla 0.1.3 leaves that out 
 (``fused_bwd``) and o (``fused_fwd``) go out, and tilelang 0.1.15 does not put it in, because other
 warps issue the copy. (In ``kkt_solve`` it has the thread that issues the copy fence; the writers'
 fences are added there as well.) The store then may send out what the buffer held before.
-docs/determinism.md tells what was seen of that.
+docs/determinism.md tells what was seen of that. Nobody has looked at the kernels for Blackwell.
 
 Kernels are compiled where they are first used. tilelang hands their CUDA source to a hook before
 that; the hook here adds the fences.
@@ -16,17 +16,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from ..once import say_once
+
 _BULK_STORE = re.compile(r"\btl::tma_store\(\w+, \(?&\(\(\(\w+\s?\*\)(\w+)\)")
-_SIGNAL = re.compile(r"\.arrive\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\(")
+_SIGNAL = re.compile(r"\.arrive\w*\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\(")
 _FENCE = "tl::fence_proxy_async();"
 _KERNELS = re.compile(
     r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
 )
-# Part of the key of tilelang's cache on disk, where kernels without fences may lie as well.
+# Part of the key of tilelang's cache on disk, where kernels without fences may lie as well. To be
+# raised when the rule below finds more.
 _MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
+_FLAGS = "tl.device_compile_flags"
 _HOOK = "tilelang_callback_cuda_postproc"
 
 
@@ -68,7 +73,8 @@ def with_fences(source: str) -> str:
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     """Have every kernel compiled with the fences it lacks, in this process, from here on.
 
-    Whoever else calls FlashQLA in this process gets the same kernels.
+    Whoever else calls FlashQLA in this process gets the same kernels. Each is checked when it is
+    first used, for a hook that was set after this one may have taken its place.
 
     Args:
         kernels: modules of FlashQLA, and the name in each of a function that tilelang compiles.
@@ -86,7 +92,31 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     register_cuda_postproc(hook)
     for module, name in kernels:
         kernel = getattr(module, name)
-        flags = {"tl.device_compile_flags": [_MARK]}
+        configs = dict(kernel.pass_configs or {})
+        configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
         # A new object also forgets what was compiled without fences in this process.
-        again = dataclasses.replace(kernel, pass_configs={**(kernel.pass_configs or {}), **flags})
+        again = dataclasses.replace(kernel, pass_configs=configs)
+        again.compile = _checked(name, again.compile)
         setattr(module, name, again)
+
+
+def _checked(name: str, compile: Callable) -> Callable:
+    def compile_and_check(*args: Any, **kwargs: Any) -> Any:
+        made = compile(*args, **kwargs)
+        source = made.get_kernel_source()
+        if missing_fences(source):
+            raise RuntimeError(
+                f"FlashQLA's {name} was compiled without the fences that its bulk stores need, and "
+                f"may hand on wrong gradients: another hook for CUDA source took the place of "
+                f"megatron_gdn's, or left this in tilelang's cache. Remove the hook and the cache "
+                f"(~/.tilelang/cache), or choose backend='fla'."
+            )
+        if len(_BULK_STORE.findall(source)) != source.count("tl::tma_store("):
+            say_once(
+                f"FlashQLA's {name} has bulk stores in a form that is not known here; whether they "
+                f"are fenced was not checked.",
+                "cuda",
+            )
+        return made
+
+    return compile_and_check

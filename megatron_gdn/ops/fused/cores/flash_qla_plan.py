@@ -32,16 +32,21 @@ def stages() -> ModuleType:
     from flash_qla.ops.gated_delta_rule import chunk
 
     missing = [name for name in _STAGES if not hasattr(chunk, name)]
-    if not missing:
-        modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
-        kernels = [(modules[name], kernel) for name, kernel in UNFENCED.items()]
-        missing = [kernel for module, kernel in kernels if not hasattr(module, kernel)]
     if missing:
         raise ImportError(
             f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
             f"Install that, or choose backend='fla'."
         )
-    fence_bulk_stores(*kernels)
+    modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
+    if all(".hopper." in module.__name__ for module in modules.values()):
+        try:
+            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
+        except (AttributeError, TypeError, ImportError) as error:
+            raise ImportError(
+                f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
+                f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
+                f"those, or choose backend='fla'."
+            ) from error
     return chunk
 
 
