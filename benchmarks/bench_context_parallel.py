@@ -16,12 +16,14 @@ import faulthandler
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from layers import DEVICE, our_layer, thd, transformer_config, upstream_layer
 from measure import environment, memory_mib, table, time_ms, write_lines
+from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
 from megatron_gdn.context_parallel import local_indices
@@ -63,6 +65,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
     parser.add_argument("--out", help="append JSON lines to this file")
+    parser.add_argument("--graphs", action="store_true", help="also as CUDA graphs (not packed)")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="show the N longest")
     parser.add_argument(
         "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
     )
@@ -92,6 +96,21 @@ def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:
                 dist.all_to_all_single(target, source)
 
     return tuple(slowest(time_ms(lambda n=n: exchange(n), repeats=repeats)) for n in (1, 2))
+
+
+def captured(run: Callable[[], object]) -> Callable[[], None]:
+    """``run`` as a CUDA graph: no host between its launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
 
 
 def build(name: str, args, sizes: HeadSizes):
@@ -176,6 +195,21 @@ def main() -> None:
                 record = {"case": case.name, "layer": name, "forward": forward,
                           "forward_backward": total, "off": off, **memory, **setting}  # fmt: skip
                 write_lines(args.out, [record])
+            if args.graphs and not case.document:  # documents cannot be captured
+                replays = [slowest(time_ms(captured(f), repeats=args.repeats)) for f in (run, both)]
+                graphed = tuple(times["median"] for times in replays)
+                rows.append([case.name, f"{name}, graph", *(f"{t:.3f}" for t in graphed),
+                             *(f"{a / b:.3f}" for a, b in zip(graphed, base, strict=True)),
+                             "", "", ""])  # fmt: skip
+                if rank == 0:
+                    print("  ".join(rows[-1]), flush=True)
+                    record = {"case": case.name, "layer": f"{name}, graph", "forward": replays[0],
+                              "forward_backward": replays[1], **setting}  # fmt: skip
+                    write_lines(args.out, [record])
+            if args.kernels:
+                times = kernel_times(both)
+                if rank == 0:
+                    print_kernels(f"{case.name} {name}", times, args.kernels)
             del layer, out
             torch.cuda.empty_cache()
         if args.compile_only:

@@ -30,6 +30,14 @@ def kernel_times(run, repeats: int = 5) -> list[tuple[str, float, float]]:
     return sorted(found, key=lambda row: -row[2])
 
 
+def print_kernels(of: str, times: list[tuple[str, float, float]], longest: int) -> None:
+    total, launches = sum(us for _, _, us in times), sum(count for _, count, _ in times)
+    print(f"\n{of}: {total:.0f} us in {launches:g} kernels per forward and backward")
+    rows = [["us", "launches", "kernel"]]
+    rows += [[f"{us:.0f}", f"{count:g}", key[:90]] for key, count, us in times[:longest]]
+    print(table(rows), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["1x32768"])
@@ -51,14 +59,10 @@ def main() -> None:
         runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
         for layer, run in runs.items():
             times = kernel_times(with_backward(run, modules[layer], x))
-            total = sum(us for _, _, us in times)
             record = {"case": name, "layer": layer, "core": args.core, "kernels": times,
                       "environment": environment()}  # fmt: skip
             write_lines(args.out, [record])
-            print(f"\n{name} {layer}: {total:.0f} us of kernels per forward and backward")
-            rows = [["us", "launches", "kernel"]]
-            rows += [[f"{us:.0f}", f"{count:g}", key[:90]] for key, count, us in times[:30]]
-            print(table(rows))
+            print_kernels(f"{name} {layer}", times, 30)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ kinds of columns of a map.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.fp32_matmul import full_fp32_matmul
+from ..ops.fused.cores.chains import NONE, Steps, follow
 
 
 class Nodes(NamedTuple):
@@ -58,7 +60,17 @@ class Nodes(NamedTuple):
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
-    """``[..., K, V]`` and ``[..., K, K]`` side by side, as both chains below take them."""
+    """``[..., K, V]`` and ``[..., K, K]`` side by side, as both chains below take them.
+
+    A view, where they are the two parts of one contiguous tensor already.
+    """
+    V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
+    whole = (*local.shape[:-1], X)
+    strides = tuple(math.prod(whole[d + 1 :]) for d in range(len(whole)))
+    beside = through.storage_offset() == local.storage_offset() + V
+    one = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    if one and beside and through.stride() == local.stride() == strides:
+        return local.as_strided(whole, strides)
     return torch.cat([local, through], dim=-1)
 
 
@@ -72,24 +84,6 @@ def _compose(later_MKX: Tensor, earlier_MKX: Tensor, V: int) -> Tensor:
     both_MKX = torch.bmm(later_MKX[..., V:], earlier_MKX)
     both_MKX[..., :V].add_(later_MKX[..., :V])  # `+=` would copy the sum onto itself
     return both_MKX
-
-
-def _fold(
-    locals_n: Sequence[Tensor], throughs_n: Sequence[Tensor], entering_n: Sequence[Tensor | None]
-) -> None:
-    """Write the state before each node of a chain where one is wanted, ``[M, K, V]`` views.
-
-    Nothing is computed past the last.
-    """
-    state = None
-    for j, out in enumerate(entering_n):
-        if j == 0:
-            state = None if out is None else out.zero_()
-        elif j == 1:
-            state = locals_n[0] if out is None else out.copy_(locals_n[0])
-        else:
-            # Without `out` the result is new memory, else the place where it belongs.
-            state = torch.baddbmm(locals_n[j - 1], throughs_n[j - 1], state, out=out)
 
 
 def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
@@ -107,17 +101,17 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     h, M, K, _ = maps.shape
     gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
     dist.all_gather_into_tensor(gathered, maps, group=group)
-    locals_, throughs = (x.unbind() for x in gathered.split([value_dim, K], dim=-1))
-    entering = maps.new_empty(h, M, K, value_dim)
-    slots, wanted = entering.unbind(), dict(nodes.of(group.rank()))
+    local, through = gathered.split([value_dim, K], dim=-1)
+    steps = _steps_of_one(nodes, group.rank(), h, maps.device)
+    return follow(local, through, steps, maps.new_empty(h, M, K, value_dim))
+
+
+@lru_cache(maxsize=64)
+def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
+    """Along all nodes, by host, up to the last of ``rank``, whose states are written by slot."""
+    wanted = dict(nodes.of(rank))
     places = [host * h + slot for host, slot in zip(*nodes, strict=True)][: max(wanted) + 1]
-    with full_fp32_matmul(maps.device.type):
-        _fold(
-            [locals_[place] for place in places],
-            [throughs[place] for place in places],
-            [slots[wanted[j]] if j in wanted else None for j in range(len(places))],
-        )
-    return entering
+    return Steps.build([[(wanted.get(j, NONE), at) for j, at in enumerate(places)]], device)
 
 
 def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
@@ -128,17 +122,26 @@ def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proce
     theirs, mine = [h * share for share in shares], [h * shares[rank]] * size
     by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
     links, _ = exchange_rows(by_chain_MhKX, theirs, mine, group)
-    links = links.view(size, shares[rank], h, K, X)
-    states = maps.new_empty(size, shares[rank], h, K, value_dim)
+    states = maps.new_empty(size * shares[rank] * h, K, value_dim)
     if shares[rank]:
-        # By node rather than by chain, as views.
-        parts = (*links.split([value_dim, K], dim=-1), states)
-        parts = [[y for one in x.unbind() for y in one.unbind(1)] for x in parts]
-        places = [host * h + slot for host, slot in zip(*nodes, strict=True)]
-        with full_fp32_matmul(maps.device.type):
-            _fold(*([x[place] for place in places] for x in parts))
-    returned, _ = exchange_rows(states.view(-1, K, value_dim), mine, theirs, group)
+        local, through = _by_place(links, shares[rank], h).split([value_dim, K], dim=-1)
+        steps = _steps_of_all(nodes, shares[rank], h, maps.device)
+        follow(local, through, steps, _by_place(states, shares[rank], h))
+    returned, _ = exchange_rows(states, mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
+
+
+def _by_place(x: Tensor, m: int, h: int) -> Tensor:
+    """``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: a rank's places lie m * h apart."""
+    K, X = x.shape[1:]
+    return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
+
+
+@lru_cache(maxsize=64)
+def _steps_of_all(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
+    """Along all nodes; every state is written at the place of its node's map."""
+    places = [host * m * h + slot for host, slot in zip(*nodes, strict=True)]
+    return Steps.build([[*((at, at) for at in places[:-1]), (places[-1], NONE)]], device)
 
 
 class _Round(NamedTuple):

@@ -30,8 +30,8 @@ from .zigzag import SequenceLayout
 # in a forward, of 8192 tokens as of 32768: what the wire carries 128 MiB in.
 SUMMARY = 1 / 7000  # computing the maps of the pieces: a share of a map's bytes for every token
 FIXED = 128 * 2**20  # small launches and the halo, once per layer
-LATENCY = 8 * 2**20  # one collective more
-STEP = 1.5 * 2**20  # one product of a fold more, that waits for the one before
+LATENCY = 16 * 2**20  # one collective more
+STEP = 0.75 * 2**20  # one product of a fold more, that waits for the one before
 GATHER_UP_TO = 8  # ranks: beyond, gathered maps cost memory too
 
 

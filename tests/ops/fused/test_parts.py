@@ -70,8 +70,12 @@ def test_tables_of_parts(default_device):
     assert parts.closes.tolist() == [True, False, True, True]
     assert parts.chunks.flatten().tolist() == [1, 8, 8, 2]
     assert parts.ragged.flatten().tolist() == [True, False, True, False]
-    assert parts.opening.tolist() == [0, 1, 3] and parts.closing.tolist() == [0, 2, 3]
-    assert [[x.tolist() for x in link] for link in parts.links] == [[[2], [1], [1]]]
+    out, none = [-1, -1], -1
+    assert parts.entering.table.tolist() == [
+        [[0, none], out],
+        [[1, 1], [2, none]],
+        [[3, none], out],
+    ]
     assert not parts.are_sequences
 
 
@@ -88,7 +92,6 @@ CUTS = {
 def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     lengths, cut = LENGTHS[case], CUTS[case]
     parts = Parts.build(offsets_of(lengths), cut, CPU)
-    assert (parts.chains is None) == (case == "many") or parts.are_sequences
     inputs, d_o = random_inputs(sum(lengths))
     whole = PlainRule(inputs, lengths)
     pieces = PlainRule(inputs, torch.tensor(cut).diff().tolist())

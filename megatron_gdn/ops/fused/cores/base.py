@@ -87,8 +87,9 @@ class StatePassing(Core, Protocol):
         dS_in  = through^T @ dS_out + d_local           d_initial
 
     The initial state is not among the saved tensors: the caller hands it in again. ``work`` is
-    what ``transition`` or ``d_initial`` returned for the same inputs, to be used again; that of
-    ``d_initial`` is None or a tensor of gradients ``[., H, ., .]``, linear in ``d_o``.
+    what ``transition`` or ``d_initial`` returned for the same inputs, to be used again, once. That
+    of a core for fp16 operands is, from ``d_initial``, None or a tensor of gradients
+    ``[., H, ., .]``, linear in ``d_o``.
     """
 
     def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition: ...
@@ -109,7 +110,7 @@ class StatePassing(Core, Protocol):
         saved: tuple[Tensor | None, ...],
         plan: object,
         documents: Documents | None,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, object]: ...
 
     def backward(
         self,

@@ -35,6 +35,9 @@ Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N se
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -44,6 +47,15 @@ from .base import RuleGrads, RuleInputs, StatePassing, Transition
 
 LARGEST_D_O = 0  # log2, after scaling
 LARGEST_D_FINAL = 5
+
+
+class Scaled(NamedTuple):
+    """d_o in fp16, from the gradient of initial states to the backward."""
+
+    half: Tensor
+    up: Tensor  # [H] fp32
+    down: Tensor  # [H] fp32
+    work: Tensor | None = None  # the wrapped core's, of `half`
 
 
 class HalfOperands:
@@ -84,13 +96,10 @@ class HalfOperands:
         saved: tuple[Tensor | None, ...],
         plan: object,
         documents: Documents | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        half, _, down = _to_half(d_o, inputs.k.shape[2])
-        d_local, work = self._core.d_initial(half, inputs, saved, plan, documents)
-        true = d_local * _of_states(down)
-        if work is None or work is d_local:
-            return true, None if work is None else true
-        return true, work * _of_states(down)
+    ) -> tuple[Tensor, Scaled]:
+        scaled = Scaled(*_to_half(d_o, inputs.k.shape[2]))
+        d_local, work = self._core.d_initial(scaled.half, inputs, saved, plan, documents)
+        return d_local * _of_states(scaled.down), scaled._replace(work=work)
 
     def backward(
         self,
@@ -101,16 +110,32 @@ class HalfOperands:
         documents: Documents | None,
         initial: Tensor | None = None,
         d_final: Tensor | None = None,
-        work: Tensor | None = None,
+        work: Scaled | None = None,
     ) -> RuleGrads:
-        half, up, down = _to_half(d_o, inputs.k.shape[2], d_final)
+        key_heads = inputs.k.shape[2]
+        if work is None:
+            half, up, down = _to_half(d_o, key_heads, d_final)
+        else:
+            half, up, down, work = work
+            if d_final is not None:
+                ratio, up, down = _kernels(half).lower(
+                    half, up, d_final, key_heads, LARGEST_D_FINAL
+                )
+                work = None if work is None else work * _of_states(ratio)
         del d_o  # frees it where the caller has handed it over
         grads = self._core.backward(
             half, inputs, saved, plan, documents, initial,
-            None if d_final is None else d_final * _of_states(up),
-            None if work is None else work * _of_states(up),
+            None if d_final is None else d_final * _of_states(up), work,
         )  # fmt: skip
         return grads._replace(factor=down)
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    if x.is_cuda and x.dtype != torch.float64:
+        from . import half_kernels
+
+        return half_kernels
+    return half_torch
 
 
 def _to_half(
@@ -120,11 +145,7 @@ def _to_half(
     ceiling = None
     if d_final is not None:
         ceiling = half_torch.power_exponent(d_final, key_heads, LARGEST_D_FINAL, (0, 2, 3))
-    if d_o.is_cuda and d_o.dtype != torch.float64:
-        from . import half_kernels
-
-        return half_kernels.to_half(d_o, key_heads, LARGEST_D_O, ceiling)
-    return half_torch.to_half(d_o, key_heads, LARGEST_D_O, ceiling)
+    return _kernels(d_o).to_half(d_o, key_heads, LARGEST_D_O, ceiling)
 
 
 def _of_states(x_H: Tensor) -> Tensor:

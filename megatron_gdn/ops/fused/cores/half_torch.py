@@ -33,6 +33,30 @@ def to_half(
     return torch.mul(x, up[:, None], out=half), up, down
 
 
+def lower(
+    half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower the powers of :func:`to_half` where ``states`` would leave ``2^largest`` by them.
+
+    Args:
+        half: ``[B, S, H, V]`` fp16, what :func:`to_half` returned; changed in place, and rounded
+            again where that takes it below fp16's normal numbers.
+        up: ``[H]``, its powers.
+        states: ``[N, H, K, V]`` fp32, to be multiplied by the same powers.
+
+    Returns:
+        ``[H]`` fp32 each: the new powers over the old; the new powers; their inverses.
+    """
+    ceiling = power_exponent(states, key_heads, largest, (0, 2, 3))
+    H = len(up)
+    old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
+    new = torch.minimum(old, ceiling)
+    change = (new - old + BIAS).clamp(min=0)  # 0 are the bits of zero: nothing in fp16 is left
+    ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
+    half.mul_(ratio[:, None])
+    return ratio, up, down
+
+
 def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...]) -> Tensor:
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 

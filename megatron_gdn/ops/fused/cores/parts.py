@@ -11,27 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...host_tables import to_device
+from .chains import NONE, Steps
 
 CHUNK = 64
 # One sequence alone is cut so that its parts times its heads fill about one H200 of 132
 # multiprocessors. A constant, not the count of the GPU at hand: the cut decides rounding.
 FULL_GPU = 128
 _FEWEST_CHUNKS = 32
-_GATHERS = 3  # launches that gathering the links of one place costs at least
-
-
-class Link(NamedTuple):
-    """The parts at one place of their sequences, int64, with the parts just before them."""
-
-    part: Tensor
-    previous: Tensor
-    sequence: Tensor | None  # None: every sequence has a part at this place
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +40,10 @@ class Parts:
         chunks: int32 ``[P, 1]``, chunks of 64 tokens per part, rounded up.
         ragged: bool ``[P, 1]``, whether the part ends inside a chunk; None where none does.
         nowhere: bool ``[P]``, false.
-        opening, closing: int64 ``[N]``, the first and the last part of every sequence.
-        links: for each place in a sequence but the first, see :class:`Link`.
-        chains: the parts of every sequence, where sequences are so few that a product for each
-            link takes fewer launches than gathering the links at one place; else None.
+        whole: follows the parts of every sequence and writes what comes out.
+        entering: follows them and writes what enters every part.
+        opening, leaving: the same from the last part to the first, for gradients: what the first
+            part hands back, and what every part gets.
     """
 
     sequences: Tensor
@@ -64,15 +55,15 @@ class Parts:
     chunks: Tensor
     ragged: Tensor | None
     nowhere: Tensor
-    opening: Tensor
-    closing: Tensor
-    links: tuple[Link, ...]
-    chains: tuple[range, ...] | None
+    whole: Steps
+    entering: Steps
+    opening: Steps
+    leaving: Steps
 
     @property
     def are_sequences(self) -> bool:
         """No sequence is cut."""
-        return not self.links
+        return len(self.owner) == len(self.first) - 1
 
     @classmethod
     def build(cls, sequences: Sequence[int], offsets: Sequence[int], device: torch.device) -> Parts:
@@ -81,22 +72,14 @@ class Parts:
         first = [part for part, start in enumerate(offsets[:-1]) if start in starts]
         first.append(len(offsets) - 1)
         owner = [n for n, (a, b) in enumerate(pairwise(first)) for _ in range(a, b)]
-        places = [part - first[n] for part, n in enumerate(owner)]
         lengths = [end - start for start, end in pairwise(offsets)]
 
         def table(values, dtype=torch.int32) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
         ragged = [[length % CHUNK != 0] for length in lengths]
-        chains = tuple(range(a, b) for a, b in pairwise(first))
-        links = []
-        for place in range(1, max(places) + 1):
-            part = [p for p, at in enumerate(places) if at == place]
-            sequence = None
-            if len(part) < len(first) - 1:
-                sequence = table([owner[p] for p in part], torch.int64)
-            previous = table([p - 1 for p in part], torch.int64)
-            links.append(Link(table(part, torch.int64), previous, sequence))
+        chains = [range(a, b) for a, b in pairwise(first)]
+        backwards = [chain[::-1] for chain in chains]
         return cls(
             sequences=table(sequences),
             offsets=table(offsets),
@@ -107,11 +90,25 @@ class Parts:
             chunks=table([[-(-length // CHUNK)] for length in lengths]),
             ragged=table(ragged, torch.bool) if [True] in ragged else None,
             nowhere=table([False] * len(owner), torch.bool),
-            opening=table(first[:-1], torch.int64),
-            closing=table([p - 1 for p in first[1:]], torch.int64),
-            links=tuple(links),
-            chains=chains if len(owner) - len(chains) <= _GATHERS * len(links) else None,
+            whole=_last_of(chains, device),
+            entering=_each_of(chains, device),
+            opening=_last_of(backwards, device),
+            leaving=_each_of(backwards, device),
         )
+
+
+def _last_of(chains: Sequence[range], device: torch.device) -> Steps:
+    """Write the state that leaves the n-th chain to n."""
+    return Steps.build(
+        [[*((NONE, part) for part in chain), (n, NONE)] for n, chain in enumerate(chains)], device
+    )
+
+
+def _each_of(chains: Sequence[range], device: torch.device) -> Steps:
+    """Write the state that enters a part to its own place."""
+    return Steps.build(
+        [[*((part, part) for part in chain[:-1]), (chain[-1], NONE)] for chain in chains], device
+    )
 
 
 def parts_by_length(

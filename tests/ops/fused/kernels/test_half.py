@@ -67,3 +67,30 @@ def test_zero_and_what_is_not_finite_and_the_ends_of_fp32(bad, device):
 def test_gradients_that_are_not_contiguous(device):
     x, G = gradients(SHAPES["T3-B2"], device, torch.float32)
     assert_equal_to_the_twin(x.transpose(0, 1), G, 0)
+
+
+@pytest.mark.parametrize("case", ["usual", "lower one", "far lower", "none", "nan"])
+@pytest.mark.parametrize("shape", [SHAPES["T300-1to3"], SHAPES["T700-B2"]], ids=str)
+def test_powers_are_lowered_for_states_as_by_the_twin(shape, case, device):
+    x, G = gradients(shape, device, torch.float32)
+    H, V = x.shape[2:]
+    make = torch.Generator().manual_seed(1)
+    states = torch.randn(5, H, 7, V, generator=make).to(device) * 1e-20
+    states[3, -1, 2, 1] = {"lower one": 1e20, "far lower": 3e38, "nan": float("nan")}.get(case, 0)
+    states = states * 0 if case == "none" else states
+    half, up, _ = half_torch.to_half(x, G, 0)
+    if case == "far lower":
+        up *= 2.0**80  # as of gradients that small
+    got_half, twin_half = half.clone(), half.clone()
+    got = half_kernels.lower(got_half, up, states, G, 5)
+    twin = half_torch.lower(twin_half, up, states, G, 5)
+    for name, a, b in zip(("half", "ratio", "up", "down"), (got_half, *got), (twin_half, *twin),
+                          strict=True):  # fmt: skip
+        assert torch.equal(a, b), name
+    ratio, new, down = got
+    assert torch.equal(new * down, torch.ones_like(new))
+    assert (ratio <= 1).all() and (ratio[-1] < 1) == (case not in ("usual", "none"))
+    if case == "lower one":
+        assert torch.equal(new, up * ratio)
+        assert 2**4 <= (states[:, -1] * new[-1]).abs().max() < 2**5
+        assert torch.equal(got_half, (half * ratio[:, None]).half())

@@ -1,0 +1,75 @@
+"""One Triton launch that follows chains of affine maps.
+
+Legend as in :mod:`.chains`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chains import Steps
+
+_COLUMNS = 64  # of a state in one program
+_ZERO, _GIVEN, _IDENTITY = range(3)
+
+
+@triton.jit
+def _follow_kernel(
+    local_ptr, through_ptr, start_ptr, out_ptr, steps_ptr, L, V, X,
+    local_p, local_h, local_i, through_p, through_h, through_i, through_j,
+    start_n, start_h, start_i, out_q, out_h, out_i,
+    K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
+    GIVEN: tl.constexpr, IDENTITY: tl.constexpr,
+):  # fmt: skip
+    """grid (H, N, tiles of columns)."""
+    h = tl.cast(tl.program_id(0), tl.int64)
+    n = tl.cast(tl.program_id(1), tl.int64)
+    i_K = tl.arange(0, K)
+    x_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    real_KC = (i_K < K)[:, None] & (x_C < X)[None, :]
+    of_local_KC = (i_K < K)[:, None] & (x_C < V)[None, :]
+    local_ptr += h * local_h + i_K[:, None] * local_i + x_C[None, :]
+    out_ptr += h * out_h + i_K[:, None] * out_i + x_C[None, :]
+    through_ptr += h * through_h
+    at_KK = i_K[:, None] * through_i + i_K[None, :] * through_j
+    state_KC = tl.zeros((K, COLUMNS), tl.float32)
+    if START == GIVEN:
+        at_start = start_ptr + n * start_n + h * start_h + i_K[:, None] * start_i + x_C[None, :]
+        state_KC = tl.load(at_start, mask=real_KC, other=0.0)
+    for step in range(L):
+        target = tl.load(steps_ptr + (n * L + step) * 2)
+        place = tl.load(steps_ptr + (n * L + step) * 2 + 1)
+        if target >= 0:
+            tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC)
+        if place >= 0:
+            p = tl.cast(place, tl.int64)
+            # The states before the first map are zero, or the identity's: nothing is multiplied.
+            if (START == GIVEN) | (step > 0):
+                through_KK = tl.load(through_ptr + p * through_p + at_KK)
+                state_KC = tl.dot(through_KK, state_KC, input_precision="tf32x3")
+            elif START == IDENTITY:
+                j_C = x_C - V
+                at_KC = i_K[:, None] * through_i + j_C[None, :] * through_j
+                beside_KC = (i_K < K)[:, None] & ((j_C >= 0) & (j_C < K))[None, :]
+                state_KC = tl.load(through_ptr + p * through_p + at_KC, mask=beside_KC, other=0.0)
+            state_KC += tl.load(local_ptr + p * local_p, mask=of_local_KC, other=0.0)
+
+
+def follow(
+    local: Tensor, through: Tensor, steps: Steps, out: Tensor, start: Tensor | str | None
+) -> Tensor:
+    """As :func:`.chains.follow`."""
+    N, L, _ = steps.table.shape
+    _, H, K, V = local.shape
+    X = out.shape[3]
+    given = start if isinstance(start, Tensor) else local  # any pointer: it is not followed
+    assert local.stride(3) == out.stride(3) == given.stride(3) == 1
+    start = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
+    _follow_kernel[(H, N, triton.cdiv(X, _COLUMNS))](
+        local, through, given, out, steps.table, L, V, X,
+        *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3],
+        K=K, COLUMNS=_COLUMNS, START=start, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,109 @@
+"""The kernel that follows chains of affine maps against its plain-torch twin in fp64.
+
+Legend as in the module.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.fused.cores import chains_kernels, chains_torch
+from megatron_gdn.ops.fused.cores.chains import IDENTITY, NONE, Steps
+from megatron_gdn.ops.fused.cores.parts import Parts
+
+CHAINS = {
+    "one of one": [[(NONE, 0), (0, NONE)]],
+    "what enters": [[(0, 2), (3, 0), (1, 1), (2, NONE)]],
+    "unequal": [[(0, 0), (1, NONE)], [(2, 4), (3, 3), (4, 1), (5, 2), (6, NONE)], [(7, NONE)]],
+    "what leaves": [[(NONE, 2), (NONE, 1), (0, NONE)], [(NONE, 3), (1, NONE)]],
+}
+# H, K, V: columns that fill no tile, and maps whose two parts share one.
+SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32)]
+
+
+def case(chains, sizes, device):
+    """Maps that lie apart in memory, as those of a gather do."""
+    H, K, V = sizes
+    steps = Steps.build(chains, device)
+    pairs = [pair for chain in chains for pair in chain]
+    P, Q = (1 + max(pair[i] for pair in pairs) for i in (1, 0))
+    make = torch.Generator().manual_seed(len(pairs))
+    maps = torch.randn(max(P, 1), H, K, V + K, generator=make) / K**0.5
+    start = torch.randn(len(chains), H, K, V, generator=make)
+    return steps, maps.to(device), start.to(device), Q
+
+
+def both(steps, local, through, Q, start):
+    """The kernel's states and the exact ones; those that no step writes stay NaN."""
+    K, V = local.shape[2:]
+    X = V + K if start is IDENTITY else V
+    out = local.new_full((Q, local.shape[1], K, X), float("nan"))
+    chains_kernels.follow(local, through, steps, out, start)
+    exact = torch.full_like(out, float("nan"), dtype=torch.float64)
+    wide = start.double() if isinstance(start, torch.Tensor) else start
+    chains_torch.follow(local.double(), through.double(), steps, exact, wide)
+    return out, exact
+
+
+def assert_fp32(got, exact, steps):
+    """Both factors of a product are off by 2^-20 at most, in every product of a chain."""
+    longest = max(len(chain) for chain in steps.chains)
+    tolerance = {"rtol": 0, "atol": 2 * longest * 2.0**-20 * exact.nan_to_num().abs().max().item()}
+    torch.testing.assert_close(got.double(), exact, equal_nan=True, **tolerance)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("chains", CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize("given", [True, False])
+def test_states_are_the_twins(chains, sizes, given, device):
+    steps, maps, start, Q = case(chains, sizes, device)
+    local, through = maps.split([sizes[2], sizes[1]], dim=-1)
+    for matrix in (through, through.mT):
+        assert_fp32(*both(steps, local, matrix, Q, start if given else None), steps)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_maps_are_the_twins(sizes, device):
+    chains = [[(NONE, 1), (NONE, 0), (NONE, 3), (1, NONE)], [(NONE, 2), (0, NONE)]]
+    steps, maps, _, Q = case(chains, sizes, device)
+    local, through = (x.contiguous() for x in maps.split([sizes[2], sizes[1]], dim=-1))
+    got, exact = both(steps, local, through, Q, IDENTITY)
+    assert_fp32(got, exact, steps)
+    assert torch.equal(got[0], maps[2]), "one map alone is handed on as it is"
+
+
+def test_what_no_chain_reads_may_be_anything(device):
+    parts = Parts.build([0, 64, 192], [0, 64, 128, 192], device)
+    H, K, V = SIZES[1]
+    _, maps, start, _ = case(CHAINS["what enters"], SIZES[1], device)
+    maps[2], start = float("nan"), start.expand(2, H, K, V).contiguous()
+    local, through = maps[:3].split([V, K], dim=-1)
+    got, exact = both(parts.entering, local, through, 3, start)
+    assert exact.isfinite().all()
+    assert_fp32(got, exact, parts.entering)
+
+
+def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):
+    steps, maps, start, Q = case(CHAINS["unequal"], SIZES[1], device)
+    H, K, V = SIZES[1]
+    local, through = maps.split([V, K], dim=-1)
+    whole = both(steps, local, through, Q, start)[0]
+    alone = Steps.build(CHAINS["unequal"][1:2], device)
+    narrow = both(alone, local[..., :7], through, Q, start[1:2, :, :, :7].contiguous())[0]
+    assert torch.equal(narrow[2:7], whole[2:7, ..., :7])
+
+
+def test_heads_of_128_are_followed_in_fp32(device):
+    """The size that matters, over a chain of 16 maps, by the same measure."""
+    H, K, V, n = 2, 128, 128, 16
+    steps = Steps.build([[*((j, j) for j in range(n - 1)), (n - 1, NONE)]], device)
+    make = torch.Generator().manual_seed(0)
+    local, through = (torch.randn(n, H, K, x, generator=make).to(device) for x in (V, K))
+    through /= K**0.5
+    got, exact = both(steps, local, through, n, None)
+    plain = torch.empty_like(got)
+    chains_torch.follow(local, through, steps, plain, None)
+    off, plain_off = ((x.double() - exact).norm() / exact.norm() for x in (got, plain))
+    print(f"kernel {off:.1e}, fp32 products {plain_off:.1e}")
+    assert off < 2 * n * 2.0**-20  # one TF32 factor would be off by 2^-11
