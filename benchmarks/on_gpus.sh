@@ -112,7 +112,7 @@ parallel)
   done
   finish
   for tokens in 32768 thd32768 131072 thd32768x512; do
-    ranks "$tokens" 70 bench_context_parallel --out "$out/$tokens.jsonl" --cases $tokens || failed=1
+    ranks "$tokens" 80 bench_context_parallel --graphs --out "$out/$tokens.jsonl" --cases $tokens || failed=1
   done
   ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 2 || failed=1
   beside laws laws 300 tests/gpu/test_parallel.py

@@ -17,7 +17,6 @@ LAYERS = {
     "ours": "ours",
     "ours-recompute": "ours, recomputing",
     "ours-bf16": "ours, bf16 operands",
-    "ours-recompute-bf16": "ours, recomputing, bf16 operands",
 }
 # What a line measures.
 WHAT = ("case", "layer", "core", "tokens", "documents", "kernel", "cp", "what", "part", "backend",
@@ -88,7 +87,7 @@ def context_parallel_table(records: list[dict]) -> str:
     rows = [["tokens", "cp", "layer", "forward ms", "", "forward + backward ms", "", "saved MiB"]]
     for r in records:
         base = next(b for b in records if (b["case"], b["layer"]) == (r["case"], "upstream"))
-        cells = [r["case"], str(r["cp"]), {"upstream": "megatron-core"}.get(r["layer"], r["layer"])]
+        cells = [r["case"], str(r["cp"]), r["layer"].replace("upstream", "megatron-core")]
         for key in ("forward", "forward_backward"):
             time = r[key]["median"]
             cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
@@ -126,22 +125,6 @@ def cost_table(records: list[dict]) -> str:
     return markdown(rows)
 
 
-def operands_table(records: list[dict]) -> str:
-    rows = [["case", "operands", "forward ms", "", "forward + backward ms", ""]]
-    for case in dict.fromkeys(r["case"] for r in records):
-        base, half = (
-            next(r for r in records if (r["case"], r["layer"]) == (case, layer))
-            for layer in ("ours-bf16", "ours")
-        )
-        for name, r in (("bf16", base), ("fp16", half)):
-            cells = [case, name]
-            for key in ("forward", "forward_backward"):
-                time = r[key]["median"]
-                cells += [f"{time:.2f}", f"{time / base[key]['median']:.3f}"]
-            rows.append(cells)
-    return markdown(rows)
-
-
 def setting(record: dict) -> str:
     versions = record["environment"]
     names = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "gpu")
@@ -165,7 +148,6 @@ def main() -> None:
         "layer": layer_table(layer),
         "floor": floor_table(layer),
         "kernels": kernel_table(kernels),
-        "operands": operands_table(read("operands.jsonl")),
         "context parallel": context_parallel_table(read("context_parallel.jsonl")),
         "exchange": exchange_table(read("exchange.jsonl")),
     }
