@@ -42,24 +42,57 @@ def make_config(**changes) -> TransformerConfig:
 def parallel(
     tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234, **sizes: int
 ) -> Iterator[None]:
-    """Megatron's parallel state over the gloo world, torn down afterwards."""
+    """Megatron's parallel state over the world, gone afterwards.
+
+    Over gloo a few such states stay, for the next who asks for the same: to make and end all the
+    groups takes longer than most of what is done between.
+    """
     torch.manual_seed(seed)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        pipeline_model_parallel_size=pp,
-        **sizes,
-    )
+    blank, key = _globals(), (tp, cp, pp, *sorted(sizes.items()))
+    kept = _kept.pop(key, None)
+    if kept is None:
+        before = _groups()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=pp,
+            **sizes,
+        )
+        kept = (_globals(), [group for group in _groups() if group not in before])
+    else:
+        vars(parallel_state).update(_copies(kept[0]))
+    _kept[key] = kept
     model_parallel_cuda_manual_seed(seed)
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        # Megatron forgets its groups but does not end them, and each gloo group runs threads.
-        ours = (dist.group.WORLD, *_own_group.values())
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group not in ours:
+        vars(parallel_state).update(blank)
+        while len(_kept) > (_KEEP if dist.get_backend() == "gloo" else 0):
+            del _kept[next(iter(_kept))]
+        # Megatron forgets its groups but does not end them, and each of them runs threads.
+        stay = [dist.group.WORLD, *_own_group.values()]
+        stay += [group for _, groups in _kept.values() for group in groups]
+        for group in _groups():
+            if group not in stay:
                 dist.destroy_process_group(group)
+
+
+_KEEP = 3  # the latest; every rank sees the same sequence of them
+_kept: dict[tuple, tuple[dict[str, object], list[dist.ProcessGroup]]] = {}
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _globals() -> dict[str, object]:
+    """All that Megatron's module of the parallel state knows."""
+    known = vars(parallel_state).items()
+    return _copies({k: v for k, v in known if k.startswith("_") and k.isupper()})
+
+
+def _copies(values: dict[str, object]) -> dict[str, object]:
+    return {k: v.copy() if isinstance(v, list | dict) else v for k, v in values.items()}
 
 
 _own_group: dict[int, dist.ProcessGroup] = {}
