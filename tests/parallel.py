@@ -67,18 +67,24 @@ def parallel(
         yield
     finally:
         vars(parallel_state).update(blank)
-        while len(_kept) > (_KEEP if dist.get_backend() == "gloo" else 0):
-            del _kept[next(iter(_kept))]
-        # Megatron forgets its groups but does not end them, and each of them runs threads.
-        stay = [dist.group.WORLD, *_own_group.values()]
-        stay += [group for _, groups in _kept.values() for group in groups]
-        for group in _groups():
-            if group not in stay:
-                dist.destroy_process_group(group)
+        end_groups(keep=_KEEP if dist.get_backend() == "gloo" else 0)
 
 
-_KEEP = 3  # the latest; every rank sees the same sequence of them
+# The latest; every rank sees the same sequence of them. A state has some 45 groups, each of three
+# threads that wake now and then: more of them cost everybody else more than they save.
+_KEEP = 2
 _kept: dict[tuple, tuple[dict[str, object], list[dist.ProcessGroup]]] = {}
+
+
+def end_groups(keep: int = 0) -> None:
+    """End all groups but those of the latest states: Megatron forgets its groups, no more."""
+    while len(_kept) > keep:
+        del _kept[next(iter(_kept))]
+    stay = [dist.group.WORLD, *_own_group.values()]
+    stay += [group for _, groups in _kept.values() for group in groups]
+    for group in _groups():
+        if group not in stay:
+            dist.destroy_process_group(group)
 
 
 def _groups() -> list[dist.ProcessGroup]:
@@ -88,7 +94,7 @@ def _groups() -> list[dist.ProcessGroup]:
 def _globals() -> dict[str, object]:
     """All that Megatron's module of the parallel state knows."""
     known = vars(parallel_state).items()
-    return _copies({k: v for k, v in known if k.startswith("_") and k.isupper()})
+    return _copies({k: v for k, v in known if k[0] == "_" and k[1] != "_" and not callable(v)})
 
 
 def _copies(values: dict[str, object]) -> dict[str, object]:
