@@ -70,8 +70,8 @@ def parallel(
         end_groups(keep=_KEEP if dist.get_backend() == "gloo" else 0)
 
 
-# The latest; every rank sees the same sequence of them. A state has some 45 groups, each of three
-# threads that wake now and then: more of them cost everybody else more than they save.
+# The latest; every rank sees the same sequence of them. A state's groups run some 70 threads, which
+# wake up now and then: more of them cost everybody else more than they save.
 _KEEP = 2
 _kept: dict[tuple, tuple[dict[str, object], list[dist.ProcessGroup]]] = {}
 
