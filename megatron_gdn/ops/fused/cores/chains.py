@@ -72,6 +72,7 @@ def follow(
     identity = isinstance(start, str)
     assert through.shape == (P, H, K, K) and out.shape[1:3] == (H, K)
     assert out.shape[3] == V + K * identity
+    assert not identity or all(chain[0][0] == NONE for chain in steps.chains), "not the identity"
     if local.is_cuda and local.dtype == torch.float32 and K in _ROWS:
         from .chains_kernels import follow as run
     else:
