@@ -110,8 +110,10 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
 def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
     """Along all nodes, by host, up to the last of ``rank``, whose states are written by slot."""
     wanted = dict(nodes.of(rank))
-    places = [host * h + slot for host, slot in zip(*nodes, strict=True)][: max(wanted) + 1]
-    return Steps.build([[(wanted.get(j, NONE), at) for j, at in enumerate(places)]], device)
+    last = max(wanted)
+    places = [host * h + slot for host, slot in zip(*nodes, strict=True)][:last]
+    steps = [(wanted.get(j, NONE), at) for j, at in enumerate(places)]
+    return Steps.build([[*steps, (wanted[last], NONE)]], device)
 
 
 def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
