@@ -97,7 +97,7 @@ class HalfOperands:
         plan: object,
         documents: Documents | None,
     ) -> tuple[Tensor, Scaled]:
-        scaled = Scaled(*_to_half(d_o, inputs.k.shape[2]))
+        scaled = _scaled(d_o, inputs.k.shape[2])
         d_local, work = self._core.d_initial(scaled.half, inputs, saved, plan, documents)
         return d_local * _of_states(scaled.down), scaled._replace(work=work)
 
@@ -113,16 +113,11 @@ class HalfOperands:
         work: Scaled | None = None,
     ) -> RuleGrads:
         key_heads = inputs.k.shape[2]
-        if work is None:
-            half, up, down = _to_half(d_o, key_heads, d_final)
-        else:
-            half, up, down, work = work
-            if d_final is not None:
-                ratio, up, down = _kernels(half).lower(
-                    half, up, d_final, key_heads, LARGEST_D_FINAL
-                )
-                work = None if work is None else work * _of_states(ratio)
+        half, up, down, work = _scaled(d_o, key_heads) if work is None else work
         del d_o  # frees it where the caller has handed it over
+        if d_final is not None:
+            ratio, up, down = _kernels(half).lower(half, up, d_final, key_heads, LARGEST_D_FINAL)
+            work = None if work is None else work * _of_states(ratio)
         grads = self._core.backward(
             half, inputs, saved, plan, documents, initial,
             None if d_final is None else d_final * _of_states(up), work,
@@ -138,14 +133,8 @@ def _kernels(x: Tensor) -> ModuleType:
     return half_torch
 
 
-def _to_half(
-    d_o: Tensor, key_heads: int, d_final: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_o in fp16, and ``[H]`` powers of two: what it was multiplied by, and the inverse."""
-    ceiling = None
-    if d_final is not None:
-        ceiling = half_torch.power_exponent(d_final, key_heads, LARGEST_D_FINAL, (0, 2, 3))
-    return _kernels(d_o).to_half(d_o, key_heads, LARGEST_D_O, ceiling)
+def _scaled(d_o: Tensor, key_heads: int) -> Scaled:
+    return Scaled(*_kernels(d_o).to_half(d_o, key_heads, LARGEST_D_O))
 
 
 def _of_states(x_H: Tensor) -> Tensor:

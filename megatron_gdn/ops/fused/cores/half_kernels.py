@@ -49,18 +49,16 @@ def _largest_kernel(
 
 @triton.jit
 def _scale_kernel(
-    x_ptr, largest_ptr, ceiling_ptr, out_ptr, up_ptr, down_ptr, T, N,
+    x_ptr, largest_ptr, out_ptr, up_ptr, down_ptr, T, N,
     EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr, TILES: tl.constexpr, HAS_CEILING: tl.constexpr,
+    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles of ROWS tokens, G). EXPONENT less the largest's is that of the power of two."""
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
     largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
     exponent = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
-    if HAS_CEILING:
-        exponent = tl.minimum(exponent, tl.load(ceiling_ptr + g))
     up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
     if tl.program_id(0) == 0:
         down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
@@ -148,9 +146,7 @@ def lower(
     return made
 
 
-def to_half(
-    x: Tensor, key_heads: int, largest: int, ceiling: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`.half_torch.to_half`, for any dtype but fp64."""
     x = x.contiguous()
     B, S, H, V = x.shape
@@ -161,9 +157,9 @@ def to_half(
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device)
     _scale_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
-        x, found, ceiling, half, up, down, T, tiles,
+        x, found, half, up, down, T, tiles,
         EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads,
         RATIO=H // key_heads, C=C, ROWS=rows, BLOCK_C=block, TILES=_TILES,
-        HAS_CEILING=ceiling is not None, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return half, up, down

@@ -11,23 +11,18 @@ from torch import Tensor
 BIAS, MANTISSA = 127, 23  # of fp32
 
 
-def to_half(
-    x: Tensor, key_heads: int, largest: int, ceiling: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply every key head's part of x by a power of two that brings it below ``2^largest``.
 
     Args:
         x: ``[B, S, H, V]``, any dtype.
         largest: see :func:`power_exponent`.
-        ceiling: ``[G]`` int32, biased exponents that the powers' must not exceed.
 
     Returns:
         The product, rounded once to fp16, contiguous; the power of every value head, ``[H]`` fp32;
         its inverse.
     """
     exponent = power_exponent(x, key_heads, largest, (0, 1, 3))
-    if ceiling is not None:
-        exponent = torch.minimum(exponent, ceiling)
     up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
     half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     return torch.mul(x, up[:, None], out=half), up, down

@@ -23,9 +23,9 @@ def gradients(shape, device, dtype):
     return (x * torch.randn(B, S, 1, 1, generator=make).exp()).to(dtype).to(device), G
 
 
-def assert_equal_to_the_twin(x, key_heads, *others):
-    got = half_kernels.to_half(x, key_heads, *others)
-    twin = half_torch.to_half(x, key_heads, *others)
+def assert_equal_to_the_twin(x, key_heads):
+    got = half_kernels.to_half(x, key_heads, 0)
+    twin = half_torch.to_half(x, key_heads, 0)
     for name, a, b in zip(("half", "up", "down"), got, twin, strict=True):
         assert a.dtype == b.dtype and a.is_contiguous()
         torch.testing.assert_close(
@@ -38,7 +38,7 @@ def assert_equal_to_the_twin(x, key_heads, *others):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_bit_equals_the_twins(shape, dtype, device):
     x, G = gradients(shape, device, dtype)
-    half, up, down = assert_equal_to_the_twin(x, G, 0)
+    half, up, down = assert_equal_to_the_twin(x, G)
     assert torch.equal(up * down, torch.ones_like(up))
     if dtype == torch.float32 and x.numel():
         most = half.float().abs().amax((0, 1, 3)).view(G, -1).amax(1)
@@ -46,11 +46,14 @@ def test_every_bit_equals_the_twins(shape, dtype, device):
 
 
 def test_a_ceiling_holds_for_its_head(device):
+    """Of states as large as make the power of the first key head 2^(100 - 127)."""
     x, G = gradients(SHAPES["T700-B2"], device, torch.float32)
-    up = half_torch.to_half(x, G, 0)[1]
-    ceiling = torch.tensor([100, 253], dtype=torch.int32, device=device)
-    limited = assert_equal_to_the_twin(x, G, 0, ceiling)[1]
-    assert (limited[:2] == 2.0 ** (100 - 127)).all() and torch.equal(limited[2:], up[2:])
+    half, up, _ = half_torch.to_half(x, G, 0)
+    states = torch.zeros(1, len(up), 3, 5, device=device)
+    states[0, 0, 1, 2] = 1.5 * 2.0**26
+    for lower in (half_torch.lower, half_kernels.lower):
+        limited = lower(half.clone(), up, states, G, 0)[1]
+        assert (limited[:2] == 2.0 ** (100 - 127)).all() and torch.equal(limited[2:], up[2:])
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -float("inf"), 3e38, 1e-45])
@@ -58,7 +61,7 @@ def test_zero_and_what_is_not_finite_and_the_ends_of_fp32(bad, device):
     x, G = gradients(SHAPES["T3-B2"], device, torch.float32)
     x[:, :, 2:4] = 0 if bad == 0 or abs(bad) < 1 else x[:, :, 2:4]
     x[0, 1, 3, 7] = bad
-    half, up, down = assert_equal_to_the_twin(x, G, 0)
+    half, up, down = assert_equal_to_the_twin(x, G)
     assert up.isfinite().all() and down.isfinite().all()
     assert half[:, :, :2].isfinite().all() and half[:, :, 4:].isfinite().all()
     assert half[0, 1, 3, 7].isfinite() == torch.tensor(bad).isfinite()
@@ -66,7 +69,7 @@ def test_zero_and_what_is_not_finite_and_the_ends_of_fp32(bad, device):
 
 def test_gradients_that_are_not_contiguous(device):
     x, G = gradients(SHAPES["T3-B2"], device, torch.float32)
-    assert_equal_to_the_twin(x.transpose(0, 1), G, 0)
+    assert_equal_to_the_twin(x.transpose(0, 1), G)
 
 
 @pytest.mark.parametrize("case", ["usual", "lower one", "far lower", "none", "nan"])
