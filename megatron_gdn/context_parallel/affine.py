@@ -7,8 +7,9 @@ A piece of a sequence turns the state before it into the state after it by an af
 and what a piece needs from the others is the state that enters it: the maps of all earlier pieces,
 applied in order to zero. The backward asks the same of the transposed maps from the other end.
 
-Three ways, with the same result up to rounding, each in a fixed order of operations and in full
-fp32, since rounding in a chain of maps compounds:
+Three ways, with the same result up to rounding, each in a fixed order of operations and in fp32,
+since rounding in a chain of maps compounds (how close a GPU comes says
+:func:`~megatron_gdn.ops.fused.cores.chains.follow`):
 
     gather_and_fold   one all-gather of all maps; every rank folds them up to its own nodes.
                       Traffic, memory and work grow with the number of ranks.

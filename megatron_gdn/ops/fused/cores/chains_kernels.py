@@ -28,8 +28,7 @@ def _follow_kernel(
     n = tl.cast(tl.program_id(1), tl.int64)
     i_K = tl.arange(0, K)
     x_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    real_KC = (i_K < K)[:, None] & (x_C < X)[None, :]
-    of_local_KC = (i_K < K)[:, None] & (x_C < V)[None, :]
+    real_1C, of_local_1C = (x_C < X)[None, :], (x_C < V)[None, :]
     local_ptr += h * local_h + i_K[:, None] * local_i + x_C[None, :]
     out_ptr += h * out_h + i_K[:, None] * out_i + x_C[None, :]
     through_ptr += h * through_h
@@ -37,12 +36,12 @@ def _follow_kernel(
     state_KC = tl.zeros((K, COLUMNS), tl.float32)
     if START == GIVEN:
         at_start = start_ptr + n * start_n + h * start_h + i_K[:, None] * start_i + x_C[None, :]
-        state_KC = tl.load(at_start, mask=real_KC, other=0.0)
+        state_KC = tl.load(at_start, mask=real_1C, other=0.0)
     for step in range(L):
         target = tl.load(steps_ptr + (n * L + step) * 2)
         place = tl.load(steps_ptr + (n * L + step) * 2 + 1)
         if target >= 0:
-            tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC)
+            tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_1C)
         if place >= 0:
             p = tl.cast(place, tl.int64)
             # The states before the first map are zero, or the identity's: nothing is multiplied.
@@ -52,9 +51,9 @@ def _follow_kernel(
             elif START == IDENTITY:
                 j_C = x_C - V
                 at_KC = i_K[:, None] * through_i + j_C[None, :] * through_j
-                beside_KC = (i_K < K)[:, None] & ((j_C >= 0) & (j_C < K))[None, :]
-                state_KC = tl.load(through_ptr + p * through_p + at_KC, mask=beside_KC, other=0.0)
-            state_KC += tl.load(local_ptr + p * local_p, mask=of_local_KC, other=0.0)
+                beside_1C = ((j_C >= 0) & (j_C < K))[None, :]
+                state_KC = tl.load(through_ptr + p * through_p + at_KC, mask=beside_1C, other=0.0)
+            state_KC += tl.load(local_ptr + p * local_p, mask=of_local_1C, other=0.0)
 
 
 def follow(
