@@ -72,7 +72,7 @@ def test_few_ranks_gather_more_share_and_very_many_scan():
         return min(prices, key=prices.get)
 
     assert [cheapest(cp) for cp in (2, 4, 8, 16, 64, 256)] == [
-        "gather", "gather", "share", "share", "share", "scan",
+        "gather", "gather", "share", "share", "scan", "scan",
     ]  # fmt: skip
     assert cheapest(64, lengths=(32768,) * 16) == "share"
 
