@@ -7,17 +7,18 @@ from tests.ranks import RankPool
 def pools():
     """One pool of gloo ranks per world size, started when first asked for."""
     made: dict[int, RankPool] = {}
-    busy: list[int] = []
+    latest: RankPool | None = None
 
     def pool(size: int) -> RankPool:
-        if busy and busy != [size]:
-            from tests.parallel import end_groups
-
-            made[busy.pop()].run(end_groups)  # their threads wake up even when nobody calls
-        busy[:] = [size]
+        nonlocal latest
         if size not in made:
             made[size] = RankPool(size)
-        return made[size]
+        if latest not in (None, made[size]):
+            from tests.parallel import end_groups
+
+            latest.run(end_groups)  # their threads wake up even when nobody calls
+        latest = made[size]
+        return latest
 
     yield pool
     for one in made.values():
