@@ -13,11 +13,14 @@ documents that are longer than a sequence, and at the end of an epoch, is said i
 """
 
 if __name__ == "__main__":
-    # Imported here because the checkpoint writer's helper process imports this file again.
-    from pretraining.quiet import hide_import_notes
+    # Imported here: a helper process of Megatron may import this file again.
+    from pretraining.quiet import hide_import_notes, say_what_takes_time
+    from pretraining.stopping import Stop
 
+    stop = Stop()
+    say_what_takes_time()
     hide_import_notes()
 
     from pretraining.loop import main
 
-    main()
+    main(stop)

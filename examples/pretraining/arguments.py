@@ -9,22 +9,120 @@ from pathlib import Path
 
 import torch
 
+from pretraining import folders, settings
+from pretraining.failures import rank, refuse
+
 LAYER_SYMBOLS = "G-*ME"
+# Not settings of the run: where it writes and what it continues from.
+_PLACES = ("output_dir", "save", "tensorboard_dir")
+_STARTS = ("load", "resume", "ckpt_step")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Speaks on rank 0 only: every rank has the same command line."""
+
+    def error(self, message: str):
+        refuse(message, code=2, usage=self.format_usage())
+
+    def print_help(self, file=None) -> None:
+        if rank() == 0:
+            super().print_help(file)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The run's settings, complete: command line, then the checkpoint's, then defaults.
+
+    Beside the flags it holds ``start``, the checkpoint's folder to continue from (or None), and
+    ``settings_json``, what a checkpoint keeps of the settings.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        _find_places(parser, args, argv)
         _complete(args)
-    except ValueError as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:
+        refuse(str(error), code=2)
+    names = set(_names(parser)) - {*_PLACES, *_STARTS}
+    args.settings_json = settings.to_json(args, [n for n in _names(parser) if n in names])
     return args
 
 
+def _names(parser: argparse.ArgumentParser, group: str | None = None) -> list[str]:
+    """Names of the flags' values, of one group or of all."""
+    groups = [g for g in parser._action_groups if group in (None, g.title)]
+    return [a.dest for g in groups for a in g._group_actions if a.dest != "help"]
+
+
+def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:
+    """Names of the flags that stand on the command line."""
+    bare = _parser()
+    for action in bare._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(bare.parse_args(argv)))
+
+
+def _find_places(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None
+) -> None:
+    """Settle where the run writes and what it continues from, whose settings are taken over."""
+    if args.resume and args.load:
+        raise ValueError("--resume means --load from --save; give one of the two.")
+    if args.load and args.load == args.save:
+        args.resume = True
+    if args.output_dir is None:
+        args.output_dir = folders.newest_run() if args.resume else folders.fresh_run()
+    args.save = args.save or args.output_dir / folders.CHECKPOINTS
+    args.tensorboard_dir = args.tensorboard_dir or args.output_dir / "tensorboard"
+    if args.resume:
+        args.load = args.save
+    else:
+        _refuse_to_overwrite(args)
+    args.start = None
+    if args.load:
+        args.start = folders.find_checkpoint(args.load, args.ckpt_step)
+        settings.take_over(
+            args,
+            settings.read(args.start),
+            given=_given(parser, argv),
+            shaping=set(_names(parser, "model")) - {"transformer_impl"},
+            source=args.start,
+        )
+        _refuse_to_go_back(args)
+    elif args.ckpt_step is not None:
+        raise ValueError(f"--ckpt-step {args.ckpt_step} needs --load FOLDER or --resume.")
+
+
+def _refuse_to_overwrite(args: argparse.Namespace) -> None:
+    if folders.holds_a_run(args.output_dir):
+        raise ValueError(
+            f"--output-dir {args.output_dir} holds a run already: go on with it by --resume, or "
+            "name another folder."
+        )
+    if folders.holds_checkpoints(args.save):
+        raise ValueError(
+            f"--save {args.save} holds checkpoints already: go on from them by --resume, or name "
+            "another folder."
+        )
+
+
+def _refuse_to_go_back(args: argparse.Namespace) -> None:
+    step, steps = int(args.start.name.removeprefix("iter_")), folders.steps_in(args.load)
+    if args.resume and args.ckpt_step is not None and step < steps[-1]:
+        raise ValueError(
+            f"{args.load} goes on to step {steps[-1]}, which --resume --ckpt-step {step} would "
+            f"overwrite. To continue from step {step} in a folder of its own, use --load "
+            f"{args.load} --ckpt-step {step} instead of --resume."
+        )
+    if args.train_iters < step:
+        raise ValueError(
+            f"--train-iters {args.train_iters} lies before step {step} of {args.start}; it counts "
+            "from the start of training, so make it larger."
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pretrain_hybrid.py",
         usage="torchrun --nproc_per_node=N examples/%(prog)s [flags]     (--help lists them)",
         description="Pretrain a small Megatron HybridModel with Gated DeltaNet layers on text, "
@@ -120,12 +218,20 @@ def _parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--output-dir", type=Path, default=Path("runs/pretrain_hybrid"), help="base of the below"
+        "--output-dir",
+        type=Path,
+        help="base of the below; unset: runs/pretrain_hybrid, or where that holds a run -2, -3, "
+        "...; with --resume the last of these",
     )
     group.add_argument("--save", type=Path, help="checkpoints; unset: OUTPUT_DIR/checkpoints")
-    group.add_argument("--save-interval", type=int, help="steps; unset: only after the last")
-    group.add_argument("--load", type=Path, help="folder of checkpoints to continue from")
-    group.add_argument("--resume", action="store_true", help="continue from --save")
+    group.add_argument("--save-interval", type=int, default=50, help="steps; 0: only at the end")
+    group.add_argument("--load", type=Path, help="continue in a new folder from these checkpoints")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --output-dir, with the settings of its checkpoint where the "
+        "command line has none",
+    )
     group.add_argument("--ckpt-step", type=int, help="step to load; unset: the latest")
     group.add_argument("--tensorboard-dir", type=Path, help="unset: OUTPUT_DIR/tensorboard")
     group.add_argument("--sample-tokens", type=int, default=120, help="bytes to write at the end")
@@ -145,6 +251,10 @@ def _complete(args: argparse.Namespace) -> None:
     _complete_precision(args)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+    if args.min_lr > args.lr:
+        raise ValueError(
+            f"--min-lr {args.min_lr} is above --lr {args.lr}; give a smaller one beside --lr."
+        )
     if args.lr_warmup_iters is None:
         args.lr_warmup_iters = args.train_iters // 10
     if args.lr_warmup_iters >= args.train_iters:
@@ -152,20 +262,12 @@ def _complete(args: argparse.Namespace) -> None:
             f"--lr-warmup-iters {args.lr_warmup_iters} leaves no step of --train-iters "
             f"{args.train_iters} at full learning rate; make it smaller."
         )
-    args.save = args.save or args.output_dir / "checkpoints"
-    args.tensorboard_dir = args.tensorboard_dir or args.output_dir / "tensorboard"
-    if args.resume:
-        if args.load:
-            raise ValueError("--resume means --load from --save; give one of the two.")
-        args.load = args.save
-    if args.ckpt_step is not None and not args.load:
-        raise ValueError(f"--ckpt-step {args.ckpt_step} needs --load FOLDER or --resume.")
 
 
 def _require_positive(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         is_size = name.endswith(("_size", "_iters", "_heads", "_dim", "_length", "_interval"))
-        least = 0 if name == "lr_warmup_iters" else 1
+        least = 0 if name in ("lr_warmup_iters", "save_interval") else 1
         if is_size and value is not None and value < least:
             raise ValueError(
                 f"--{name.replace('_', '-')} {value} is not a size; it must be at least {least}."

@@ -1,30 +1,51 @@
 """Saves and loads everything a run needs to continue as if it had never stopped.
 
-Layout, as Megatron writes it: ``FOLDER/iter_0000160/`` holds one distributed checkpoint and
-``FOLDER/latest_checkpointed_iteration.txt`` the number of the newest complete one.
+Where checkpoints lie and how they are named is said in `folders.py`, what is taken from one and
+what from the command line in `settings.py`.
 """
 
 from __future__ import annotations
 
+import argparse
+import queue
 import random
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pretraining import settings
+from pretraining.failures import ask_the_disk, last_line
 from pretraining.feed import Feed
+from pretraining.folders import LATEST, PARTIAL, checkpoint_of, write_whole
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-_LATEST = "latest_checkpointed_iteration.txt"
 
 
-def save_checkpoint(folder: Path, iteration: int, training: Any, feed: Feed) -> Path:
-    """Write one checkpoint; every rank calls it. An interrupted save leaves the last one valid."""
+def save_checkpoint(
+    folder: Path, iteration: int, training: Any, feed: Feed, settings_json: str
+) -> Path:
+    """Write one checkpoint; every rank calls it.
+
+    Until it is complete it has another name, so whenever a save is cut off, the checkpoint before
+    it is the latest.
+
+    Raises:
+        OSError: the disk is full, or refuses for another reason.
+        RuntimeError: the save failed on some rank for a reason that is not the disk's.
+    """
     from megatron.core import dist_checkpointing
 
-    target = _folder_of(folder, iteration)
-    if torch.distributed.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
+    _write_in_this_process()
+    is_first = torch.distributed.get_rank() == 0
+    target = checkpoint_of(folder, iteration)
+    partial = target.with_name(target.name + PARTIAL)
+    if is_first:
+        for cut_off in folder.glob(f"iter_*{PARTIAL}"):
+            shutil.rmtree(cut_off)
+        partial.mkdir(parents=True)
     torch.distributed.barrier()
     state = _sharded_state(training, is_loading=False)
     state |= {
@@ -34,33 +55,54 @@ def save_checkpoint(folder: Path, iteration: int, training: Any, feed: Feed) -> 
         "opt_param_scheduler": training.scheduler.state_dict(),
         "world_size": torch.distributed.get_world_size(),
     }
-    dist_checkpointing.save(state, str(target), content_metadata=_METADATA)
+    try:
+        dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
+        torch.distributed.barrier()
+        if is_first:
+            (partial / settings.FILE).write_text(settings_json)
+            if target.exists():  # complete, but the run was continued from an earlier one
+                shutil.rmtree(target)
+            partial.rename(target)
+            write_whole(folder / LATEST, str(iteration))
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        refusal = ask_the_disk(partial)
+        if is_first:
+            time.sleep(1)  # the other ranks ask it too
+            shutil.rmtree(partial, ignore_errors=True)  # it fills the disk for nothing
+        if refusal:
+            raise refusal from error
+        if isinstance(error, Exception):
+            raise
+        raise RuntimeError(f"saving {target} failed: {last_line(error)}") from error
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        (folder / _LATEST).write_text(str(iteration))
     return target
 
 
-def load_checkpoint(folder: Path, step: int | None, training: Any, feed: Feed) -> int:
+def load_checkpoint(source: Path, args: argparse.Namespace, training: Any, feed: Feed) -> int:
     """Restore model, optimizer, schedule, data position and random state; returns the iteration.
 
+    The schedule's ends are those of ``args``.
+
     Raises:
-        FileNotFoundError: no such checkpoint.
-        ValueError: the run's data or batch shape differ from what the checkpoint was made with.
+        ValueError: the run's data, batch shape or model differ from the checkpoint's.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    source = find_checkpoint(folder, step)
     common = dist_checkpointing.load_common_state_dict(str(source))
     _check_data(common["data"], feed.identity(), source)
+    # Megatron finds the optimizer's groups again by these ends, among others.
+    former = common["opt_param_scheduler"]
+    _set_ends(training.optimizer, former["max_lr"], former["min_lr"])
     state = _sharded_state(training, is_loading=True)
     if common["world_size"] != torch.distributed.get_world_size():
         # Random states belong to ranks; nothing in this model draws from them after the start.
         del state["rng"]
-    state = dist_checkpointing.load(state, str(source))
+    state, left_over, lacking = dist_checkpointing.load(state, str(source), strict="return_all")
+    _check_model(left_over, lacking, source)
     unwrap_model(training.model).load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
+    _set_ends(training.optimizer, args.lr, args.min_lr)
     training.scheduler.load_state_dict(state["opt_param_scheduler"])
     feed.consumed = state["consumed_micro_batches"]
     if "rng" in state:
@@ -68,26 +110,37 @@ def load_checkpoint(folder: Path, step: int | None, training: Any, feed: Feed) -
     return state["iteration"]
 
 
-def find_checkpoint(folder: Path, step: int | None = None) -> Path:
-    """The folder of one step's checkpoint, the newest when ``step`` is None."""
-    latest = folder / _LATEST
-    if not latest.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no finished checkpoint (there is no {_LATEST}); check --load or "
-            "--save, or start without --resume."
-        )
-    wanted = _folder_of(folder, int(latest.read_text()) if step is None else step)
-    if not wanted.is_dir():
-        existing = sorted(int(p.name[len("iter_") :]) for p in folder.glob("iter_*"))
-        raise FileNotFoundError(
-            f"{folder} has no checkpoint of step {step}; it has steps "
-            f"{', '.join(map(str, existing))}."
-        )
-    return wanted
+def _set_ends(optimizer: Any, lr: float, min_lr: float) -> None:
+    for group in optimizer.param_groups:
+        group.update(max_lr=lr, min_lr=min_lr)
 
 
-def _folder_of(folder: Path, iteration: int) -> Path:
-    return folder / f"iter_{iteration:07d}"
+def _write_in_this_process() -> None:
+    """Let Megatron's writer hand its results over without a helper process.
+
+    It keeps them in a queue of a `multiprocessing.Manager`, for writers in other processes; here
+    the write is done when `save` returns. The helper takes seconds to start, and a signal to the
+    process group would end it in the middle of a save.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if getattr(filesystem_async, "_results_queue", queue) is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _check_model(left_over: Any, lacking: Any, source: Path) -> None:
+    """Refuse when the checkpoint holds tensors that the model has not, or the other way round."""
+    lists = {
+        "it holds {}, which this model has not": {k for k in left_over if k.split("/")[0] != "rng"},
+        "it lacks {}, which this model has": set(lacking),
+    }
+    found = [
+        words.format(", ".join(sorted(keys)[:3]) + f" ({len(keys)} in all)")
+        for words, keys in lists.items()
+        if keys
+    ]
+    if found:
+        raise ValueError(f"{source} is of another model: {'; '.join(found)}.")
 
 
 def _sharded_state(training: Any, is_loading: bool) -> dict[str, Any]:

@@ -5,30 +5,49 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from typing import NoReturn
 
 import torch
 
 from pretraining.arguments import parse_args
-from pretraining.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from pretraining.checkpoint import load_checkpoint, save_checkpoint
 from pretraining.corpus import read_paths, standard_library
+from pretraining.failures import fail, full_disk, refuse
 from pretraining.feed import Feed
-from pretraining.report import Report
+from pretraining.report import Report, closing_words, how_to_go_on
 from pretraining.sampling import sample
+from pretraining.stopping import Stop
 
 
-def main() -> None:
+def main(stop: Stop) -> None:
     args = parse_args()
     try:
-        if args.load:
-            find_checkpoint(args.load, args.ckpt_step)
         corpus = read_paths(args.data) if args.data else standard_library()
     except (OSError, ValueError) as error:
-        raise SystemExit(f"pretrain_hybrid.py: error: {error}") from None
-    device = start_distributed(args)
+        refuse(str(error))
     try:
-        train(args, corpus, device)
-    finally:
-        torch.distributed.destroy_process_group()
+        device = start_distributed(args)
+        share_places(args)
+        train(args, corpus, device, stop)
+    except Exception as error:
+        give_up(error, args)
+    torch.distributed.destroy_process_group()
+
+
+def give_up(error: Exception, args) -> NoReturn:
+    """Say in one line what ended the run and what is left of it."""
+    way_on = how_to_go_on(args)
+    full = full_disk(error, args.save)
+    if full:
+        refuse(f"{full}; {way_on}")
+    fail(error, args.output_dir, way_on)
+
+
+def share_places(args) -> None:
+    """Every rank writes where rank 0 found room."""
+    places = [(args.output_dir, args.save, args.tensorboard_dir)]
+    torch.distributed.broadcast_object_list(places, src=0)
+    args.output_dir, args.save, args.tensorboard_dir = places[0]
 
 
 def start_distributed(args) -> torch.device:
@@ -46,8 +65,8 @@ def start_distributed(args) -> torch.device:
     if has_gpu:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
-            raise SystemExit(
-                f"pretrain_hybrid.py: error: every process needs a GPU of its own, and there are "
+            refuse(
+                f"every process needs a GPU of its own, and there are "
                 f"{torch.cuda.device_count()}. Launch `torchrun --nproc_per_node="
                 f"{torch.cuda.device_count()} ...` with parallel sizes to match, or hide the GPUs "
                 "with CUDA_VISIBLE_DEVICES= to run on the CPU."
@@ -80,7 +99,7 @@ def start_distributed(args) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
-def train(args, corpus, device: torch.device) -> None:
+def train(args, corpus, device: torch.device, stop: Stop) -> None:
     from megatron.core import parallel_state
 
     from pretraining.model import build_training
@@ -100,7 +119,7 @@ def train(args, corpus, device: torch.device) -> None:
         device=device,
         shuffle=args.shuffle,
     )
-    first = load_checkpoint(args.load, args.ckpt_step, training, feed) if args.load else 0
+    first = start_from(args, training, feed)
     report = Report(
         args.output_dir,
         args.tensorboard_dir,
@@ -109,15 +128,12 @@ def train(args, corpus, device: torch.device) -> None:
         active=torch.distributed.get_rank() == 0,
     )
     report.say(describe(args, corpus, training, device, first))
-    for iteration in range(first + 1, args.train_iters + 1):
-        report.step(iteration=iteration, **train_step(args, training, feed, device))
-        if (
-            args.save_interval
-            and iteration % args.save_interval == 0 < args.train_iters - iteration
-        ):
-            save_checkpoint(args.save, iteration, training, feed)
-    if first < args.train_iters:
-        report.say(f"saved {save_checkpoint(args.save, args.train_iters, training, feed)}")
+    with stop.at_step_boundaries():
+        iteration = run_steps(args, training, feed, device, stop, report, first)
+    report.close()
+    if stop.reason:
+        report.say(f"stopped by {stop.reason}; {how_to_go_on(args)}")
+        return
     if args.sample_tokens and args.pipeline_model_parallel_size == 1:
         text = sample(
             training.model,
@@ -128,7 +144,38 @@ def train(args, corpus, device: torch.device) -> None:
             seed=args.seed,
         )
         report.say(f"--- sample ---\n{text}\n--------------")
-    report.close()
+    report.say(closing_words(args, iteration))
+
+
+def start_from(args, training, feed: Feed) -> int:
+    """Steps already done: what the checkpoint to continue from says, or none."""
+    if not args.start:
+        return 0
+    try:
+        return load_checkpoint(args.start, args, training, feed)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def run_steps(args, training, feed, device, stop: Stop, report: Report, first: int) -> int:
+    """Train until the last step or until some rank is asked to stop; returns the step it is at.
+
+    Whatever the end, that step's checkpoint is on disk.
+    """
+    for iteration in range(first + 1, args.train_iters + 1):
+        measured = train_step(args, training, feed, device)
+        try:
+            report.step(iteration=iteration, **measured)
+        except OSError as error:
+            full = full_disk(error, args.output_dir)
+            stop.request(full or f"{args.output_dir} cannot be written ({error})")
+        is_end = stop.agreed(device) or iteration == args.train_iters
+        if is_end or (args.save_interval and iteration % args.save_interval == 0):
+            place = save_checkpoint(args.save, iteration, training, feed, args.settings_json)
+            report.say(f"saved {place}")
+        if is_end:
+            return iteration
+    return first
 
 
 def train_step(args, training, feed: Feed, device: torch.device) -> dict[str, float]:
@@ -197,6 +244,8 @@ def masked_sum(loss_mask: torch.Tensor, loss_per_token: torch.Tensor):
 def describe(args, corpus, training, device: torch.device, first: int) -> str:
     parameters = sum(p.numel() for p in training.model.parameters())
     steps = f"steps {first + 1}..{args.train_iters}" if first else f"{args.train_iters} steps"
+    if first == args.train_iters:
+        steps = f"step {first} is reached (--train-iters {2 * first} would go on), steps"
     skipped = f", {len(corpus.skipped)} files that are not text skipped" if corpus.skipped else ""
     return (
         f"{args.hybrid_layer_pattern}: {parameters / 1e6:.2f} M parameters on rank 0, "

@@ -131,6 +131,8 @@ def build_optimizer(args: argparse.Namespace, model: Any):
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters,
         wd_incr_style="constant",
+        # A run that is continued has the ends that its command line and settings state.
         use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler

@@ -1,7 +1,14 @@
 """Keeps the screen for what a run has to say."""
 
 import logging
+import os
 import warnings
+
+
+def say_what_takes_time() -> None:
+    """The imports take longer than a reader waits for a sign of life."""
+    if os.environ.get("RANK", "0") == "0":
+        print("loading torch and Megatron ...", flush=True)
 
 
 def hide_import_notes() -> None:
@@ -12,7 +19,14 @@ def hide_import_notes() -> None:
     for module in ("megatron", "fla", r"torch\.distributed\.checkpoint"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Megatron says this of every save, asynchronous or not.
-    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(
-        lambda record: "async save is deprecated" not in record.getMessage()
-    )
+    # Megatron says this of every save, asynchronous or not, of saves that fail (which the run says
+    # in its own words) and of every distributed optimizer.
+    for name, note in (
+        ("dist_checkpointing.strategies.torch", "async save is deprecated"),
+        ("dist_checkpointing.strategies.filesystem_async", "encountered an error"),
+        ("dist_checkpointing.strategies.filesystem_async", "An error is caught"),
+        ("distributed.distributed_data_parallel", "full_param_layout not provided"),
+    ):
+        logging.getLogger(f"megatron.core.{name}").addFilter(
+            lambda record, note=note: note not in record.getMessage()
+        )

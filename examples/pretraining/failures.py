@@ -1,0 +1,106 @@
+"""What a run that fails says: one line, with the traceback in a file if there is one to read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+PROGRAM = "pretrain_hybrid.py"
+# torchrun ends the other ranks within a second of the first that failed.
+_WAIT_S = 6
+
+
+def refuse(message: str, code: int = 1, usage: str = "") -> NoReturn:
+    """End with one line about a fault that every rank finds alike; rank 0 says it.
+
+    A rank that is still there after some seconds has a fault of its own, and says it too.
+    """
+    if rank() != 0:
+        time.sleep(_WAIT_S)
+    _leave(f"{usage}{PROGRAM}: error: {message}", code)
+
+
+def fail(error: BaseException, output_dir: Path, way_on: str) -> NoReturn:
+    """End with one line about an error of this rank; its traceback goes into a file."""
+    if _is_echo(error):
+        time.sleep(_WAIT_S)
+    text = "".join(traceback.format_exception(error))
+    place = _write_traceback(text, output_dir)
+    line = f"{PROGRAM}: rank {rank()}: {first_line(error)} (traceback: {place})"
+    _leave(f"{line}; {way_on}", 1)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def last_line(error: BaseException) -> str:
+    """Where an error that quotes the tracebacks of other ranks comes to the point."""
+    return [*filter(None, str(error).splitlines()), type(error).__name__][-2][:300]
+
+
+def ask_the_disk(folder: Path) -> OSError | None:
+    """Why files below ``folder`` cannot grow, or None if they can.
+
+    Megatron's writer keeps the type of an error and loses its number, so the disk is asked again.
+    """
+    files = [path for path in folder.glob("*") if path.is_file()]
+    for path in files or [folder / "probe"]:
+        try:
+            with path.open("ab", buffering=0) as stream:
+                stream.write(bytes(1 << 16))
+                os.fsync(stream.fileno())
+        except OSError as refusal:
+            return refusal
+    return None
+
+
+def full_disk(error: BaseException, path: Path) -> str | None:
+    """``error`` in words if its cause is a full disk (or quota, or file-size limit), else None."""
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC:
+        return f"the disk of {path} is full"
+    if number in (errno.EDQUOT, errno.EFBIG):
+        return f"{path} cannot grow: {os.strerror(number)}"
+    return None
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether this looks like the end of another rank, which will have said why."""
+    signs = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "eset connection")
+    return any(sign in str(error) for sign in signs)
+
+
+def _write_traceback(text: str, output_dir: Path) -> Path | str:
+    for folder in (output_dir, Path(tempfile.gettempdir())):
+        path = folder / f"error-rank{rank()}.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError:
+            continue
+        return path
+    return "nowhere, no disk takes it"
+
+
+def _leave(line: str, code: int) -> NoReturn:
+    """Without waiting for threads and process groups, whose other ends may be gone."""
+    sys.stdout.flush()
+    below_the_bar = "\n" if sys.stderr.isatty() else ""
+    print(below_the_bar + line, file=sys.stderr, flush=True)
+    import torch
+
+    if torch.distributed.is_initialized():
+        os._exit(code)
+    raise SystemExit(code)

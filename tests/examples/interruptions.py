@@ -1,0 +1,103 @@
+"""Ways in which a run ends before its time, each at a random moment.
+
+Every function starts the run with these flags, ends it, and checks what it said. What has to hold
+of all of them together is said in `test_interrupted_runs.py`.
+"""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from random import Random
+
+from tests.examples.launching import Launch, metrics
+
+
+def end_by_signal(number: signal.Signals, flags: list, cwd: Path, random: Random) -> None:
+    """SIGINT or SIGTERM: the step is finished and saved, and the last line says how to go on."""
+    launch = _until_some_step(flags, cwd, random)
+    launch.send(number)
+    if random.random() < 0.3:
+        launch.send(number)  # impatience changes nothing
+    assert launch.end() == [0, 0], launch.printed
+    said = re.fullmatch(
+        rf"stopped by {number.name}.*; saved is step (\d+), (\S+); go on with: .* --resume",
+        launch.printed.splitlines()[-1],
+    )
+    assert said, launch.printed
+    assert int(said[1]) == metrics(newest_output(cwd))[-1]["iteration"]
+    assert (cwd / said[2] / "metadata.json").is_file()
+    assert "Traceback" not in launch.printed
+
+
+def end_by_kill(flags: list, cwd: Path, random: Random) -> None:
+    """Kill -9 at any moment of the training."""
+    launch = _until_some_step(flags, cwd, random)
+    time.sleep(random.random() * 0.2)
+    launch.send(signal.SIGKILL)
+    assert launch.end() == [-9, -9], launch.printed
+
+
+def end_by_kill_amid_a_save(flags: list, cwd: Path, random: Random) -> None:
+    """Kill -9 while a checkpoint is being written: it is not complete, and not taken for one."""
+    launch = Launch(*flags, "--save-interval=2", cwd=cwd)
+    launch.until(lambda: list(cwd.glob("runs/*/checkpoints/*.partial")))
+    time.sleep(random.random() * 0.05)
+    launch.send(signal.SIGKILL)
+    assert launch.end() == [-9, -9], launch.printed
+
+
+def end_by_full_disk(flags: list, cwd: Path, random: Random) -> None:
+    """The disk under ``cwd/runs``, a small one of its own, fills up; room is made afterwards."""
+    launch = _until_some_step(flags, cwd, random)
+    filler = cwd / "runs" / "filler"
+    while launch.is_running:
+        fill(filler)
+        time.sleep(0.01)
+    codes = launch.end()
+    filler.unlink()
+    assert codes[0] == 1, launch.printed
+    assert_one_line(launch.printed, r"the disk of \S*runs/\S+ is full; saved is step \d+, .*go on")
+
+
+def fill(filler: Path) -> None:
+    try:
+        with filler.open("ab", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+    except OSError:
+        return
+
+
+def assert_one_line(printed: str, pattern: str) -> None:
+    """A run that failed says so once, in a line."""
+    said = [line for line in printed.splitlines() if "pretrain_hybrid.py: " in line]
+    assert len(said) == 1, printed
+    assert re.search(pattern, said[0]), printed
+    assert "Traceback" not in printed
+
+
+def mount_small_disk(folder: Path, megabytes: int) -> bool:
+    """A real small file system on ``folder``; False where this user may not mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def newest_output(cwd: Path) -> Path:
+    return max((cwd / "runs").glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime).parent
+
+
+def _until_some_step(flags: list, cwd: Path, random: Random) -> Launch:
+    """Start a run and wait until it has done one to four steps more."""
+    records = list((cwd / "runs").glob("*/metrics.jsonl"))
+    steps = len(metrics(newest_output(cwd))) if records else 0
+    target = steps + random.randint(1, 4)
+    launch = Launch(*flags, f"--save-interval={random.randint(2, 5)}", cwd=cwd)
+    # The record of a run that was killed is cut back to its checkpoint first.
+    launch.until(lambda: "step " in launch.printed)
+    return launch.until(lambda: len(metrics(newest_output(cwd))) >= target)

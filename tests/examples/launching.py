@@ -1,0 +1,148 @@
+"""Ranks of the example, started cheaply, to be signalled and killed.
+
+Importing torch and Megatron takes most of a tiny run's time. So ranks are forked from the server of
+`tests/ranks.py`, which has imported them, and run the example's `main` as torchrun's ranks do: with
+its environment variables, each in a session of its own, all ended when one fails.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from tests.examples.conftest import EXAMPLES
+from tests.ranks import _context
+
+ROOT = EXAMPLES.parent
+TIMEOUT_S = 240
+TINY = [
+    "--hybrid-layer-pattern=G-G-",
+    "--hidden-size=32",
+    "--linear-key-head-dim=8",
+    "--linear-value-head-dim=12",
+    "--seq-length=64",
+    "--micro-batch-size=4",
+    "--train-iters=12",
+    "--sample-tokens=3",
+]
+
+
+class Launch:
+    """``size`` ranks that run the example with these flags.
+
+    Args:
+        cwd: their working directory; what they print goes to ``cwd/printed-N.txt``.
+        limit: called on each rank before the run.
+    """
+
+    def __init__(self, *flags: object, cwd: Path, size: int = 2, limit=None) -> None:
+        self._log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}.txt"
+        port, context = _free_port(), _context("gloo")
+        self._ranks = [
+            context.Process(
+                target=_rank,
+                args=(rank, size, port, [str(f) for f in flags], cwd, self._log, limit),
+                daemon=False,
+            )
+            for rank in range(size)
+        ]
+        for process in self._ranks:
+            process.start()
+
+    @property
+    def printed(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process group of every rank, as torchrun does."""
+        for process in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def until(self, happened) -> "Launch":
+        """Wait until ``happened()`` is true or a rank has ended."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.is_running and not happened():
+            assert time.monotonic() < deadline, self._give_up("nothing happened")
+            time.sleep(0.002)
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        return all(process.is_alive() for process in self._ranks)
+
+    def end(self) -> list[int]:
+        """Wait for all ranks; when one fails the others are ended. Returns their exit codes."""
+        deadline = time.monotonic() + TIMEOUT_S
+        running = {process.sentinel: process for process in self._ranks}
+        while running:
+            for sentinel in wait(list(running), timeout=1):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode:
+                    self.send(signal.SIGTERM)
+                    deadline = min(deadline, time.monotonic() + 30)
+            if time.monotonic() > deadline:
+                self._give_up("ranks did not end")
+                break
+        return [process.exitcode for process in self._ranks]
+
+    def _give_up(self, why: str) -> str:
+        self.send(signal.SIGKILL)
+        return f"{why}:\n{self.printed}"
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    """What a run recorded, without the times; a line that is being written does not count."""
+    path = output_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    steps = [json.loads(line) for line in lines]
+    return [{k: v for k, v in step.items() if k != "seconds"} for step in steps]
+
+
+def run(*flags: object, cwd: Path, size: int = 2) -> str:
+    """Run the example to its end; returns what it printed."""
+    launch = Launch(*flags, cwd=cwd, size=size)
+    assert launch.end() == [0] * size, launch.printed
+    return launch.printed
+
+
+def _rank(rank: int, size: int, port: int, flags: list[str], cwd: Path, log: Path, limit) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    sys.argv = [str(EXAMPLES / "pretrain_hybrid.py"), *flags]
+    sys.path.insert(0, str(EXAMPLES))
+    from pretraining.quiet import hide_import_notes
+    from pretraining.stopping import Stop
+
+    stop = Stop()
+    hide_import_notes()
+    if limit:
+        limit()
+    from pretraining.loop import main
+
+    main(stop)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,107 @@
+"""A run that is ended, in whatever way, goes on as if it never had been."""
+
+import resource
+import signal
+import subprocess
+import sys
+from functools import partial
+from random import Random
+
+import pytest
+
+from tests.examples.interruptions import (
+    assert_one_line,
+    end_by_full_disk,
+    end_by_kill,
+    end_by_kill_amid_a_save,
+    end_by_signal,
+    mount_small_disk,
+    newest_output,
+)
+from tests.examples.launching import EXAMPLES, ROOT, TINY, Launch, metrics, run
+
+STEPS = 24
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "runs"
+    if not mount_small_disk(folder, megabytes=64):
+        pytest.skip("this user may not mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory) -> list[dict]:
+    """The record of the run that nothing ended."""
+    cwd = tmp_path_factory.mktemp("whole")
+    run(*TINY, f"--train-iters={STEPS}", "--sample-tokens=0", "--data", text, cwd=cwd)
+    return metrics(cwd / "runs/pretrain_hybrid")
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 16))]
+)
+def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_that_was_not(
+    seed, whole, text, small_disk, tmp_path
+):
+    random = Random(seed)
+    ends = [
+        partial(end_by_signal, signal.SIGINT),
+        partial(end_by_signal, signal.SIGTERM),
+        end_by_kill,
+        end_by_kill_amid_a_save,
+        end_by_full_disk,
+    ]
+    random.shuffle(ends)
+    # A kill before the first checkpoint leaves nothing to go on from.
+    first = next(end for end in ends if isinstance(end, partial))
+    ends.remove(first)
+    settings = [*TINY, f"--train-iters={STEPS}", "--sample-tokens=0", "--data", text]
+    first(settings, tmp_path, random)
+    for end in ends:
+        end(["--resume"], tmp_path, random)
+    run("--resume", cwd=tmp_path)
+    assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
+
+
+def _files_of_100_kB() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before_is_left(
+    text, tmp_path
+):
+    run(*TINY, "--train-iters=2", "--data", text, cwd=tmp_path)
+    launch = Launch("--resume", "--train-iters=6", cwd=tmp_path, limit=_files_of_100_kB)
+    assert launch.end()[0] == 1
+    assert_one_line(launch.printed, r"runs/\S+/checkpoints cannot grow: File too large; saved is s")
+    assert [p.name for p in (tmp_path / "runs/pretrain_hybrid/checkpoints").glob("iter*")] == [
+        "iter_0000002"
+    ]
+
+
+def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(text, tmp_path):
+    """Real torchrun, which hands the signal on and would add a traceback of its own."""
+    command = [sys.executable, EXAMPLES / "pretraining/launch.py", "--standalone"]
+    command += ["--nproc_per_node=2", EXAMPLES / "pretrain_hybrid.py", *TINY, "--data", text]
+    process = subprocess.Popen(
+        [*map(str, command), "--train-iters=1000"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("step 1 "):
+            process.send_signal(signal.SIGINT)
+    assert process.wait() == 128 + signal.SIGINT, printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("stopped by SIGINT (Ctrl-C); saved is step"), printed
+    assert last.endswith("pretrain_hybrid.py --resume"), printed
+    assert "Traceback" not in printed
+    assert metrics(newest_output(tmp_path))
