@@ -1,16 +1,22 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first.
+# `make nightly` (about NIGHTLY minutes on two cores) runs what is too long for `make test`: runs that are ended at
+# random steps again and again, every command of README and docs as it stands, the wheel.
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test nightly test-gpu lint format clean
 
 demo: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 examples/pretrain_hybrid.py
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
+		examples/pretrain_hybrid.py
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+nightly: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
 test-gpu:
 	python3 -m pytest -m gpu
@@ -25,9 +31,11 @@ format: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "Python 3.12 or newer is needed, this is " + sys.version)'
+	@echo "Setting up $(VENV): pip fetches torch, megatron-core and the rest, some GB and minutes ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $@
+	$(BIN)/python -m pip install --progress-bar on --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+	@echo "$(VENV) is ready."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -68,7 +68,25 @@ __all__ = [
 ]
 
 
+def _version() -> str:
+    """``project.version`` of ``pyproject.toml``, as installed or, in a clone, from the file."""
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    try:
+        return version("megatron-gdn")
+    except PackageNotFoundError:
+        import tomllib
+
+        pyproject = Path(__file__).parents[1] / "pyproject.toml"
+        if not pyproject.is_file():
+            return "unknown"
+        return tomllib.loads(pyproject.read_text())["project"]["version"]
+
+
 def __getattr__(name: str):
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

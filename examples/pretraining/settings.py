@@ -18,17 +18,24 @@ FILE = "settings.json"
 
 
 def to_json(args: argparse.Namespace, names: Iterable[str]) -> str:
-    """These settings, one per line; paths of data are made absolute."""
+    """These settings, one per line; paths are made absolute."""
     settings = {name: getattr(args, name) for name in names}
     if settings.get("data"):
         settings["data"] = [str(Path(path).absolute()) for path in settings["data"]]
-    return json.dumps(settings, indent=1, default=str) + "\n"
+    for name, value in settings.items():
+        if isinstance(value, Path):
+            settings[name] = {"path": str(value.absolute())}
+    return json.dumps(settings, indent=1) + "\n"
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
     """The settings that a checkpoint was made with; empty when it holds none."""
     path = checkpoint / FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    return {
+        name: Path(value["path"]) if isinstance(value, dict) else value
+        for name, value in settings.items()
+    }
 
 
 def take_over(
@@ -67,8 +74,10 @@ def flag(name: str) -> str:
 def _same(name: str, saved: Any, now: Any) -> bool:
     if name == "hybrid_layer_pattern":  # where it is cut between pipeline stages is no matter
         return saved.replace("|", "") == now.replace("|", "")
+    if isinstance(saved, Path) and now is not None:
+        return saved.absolute() == Path(now).absolute()
     return saved == now
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return str(value) if isinstance(value, str | Path) else json.dumps(value)

@@ -1,7 +1,7 @@
 """The pretraining run, launched as a user launches it: torchrun, two processes, gloo."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,24 +9,13 @@ from pathlib import Path
 import pytest
 
 from pretraining.arguments import parse_args
-
-ROOT = Path(__file__).parents[2]
-TINY = [
-    "--hybrid-layer-pattern=G-G-",
-    "--hidden-size=32",
-    "--linear-key-head-dim=8",
-    "--linear-value-head-dim=12",
-    "--seq-length=64",
-    "--micro-batch-size=4",
-    "--train-iters=12",
-    "--sample-tokens=3",
-]
+from tests.examples.launching import ROOT, TINY, metrics, run
 
 
 def torchrun(*flags: object) -> str:
-    """Run the example with two processes; returns what it printed."""
+    """Run the example as a user does, with two processes; returns what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "examples" / "pretrain_hybrid.py"), *TINY, *map(str, flags)]
+    command += [str(ROOT / "examples" / "pretrain_hybrid.py"), *map(str, flags)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -35,27 +24,12 @@ def torchrun(*flags: object) -> str:
     return done.stdout + done.stderr
 
 
-def metrics(output_dir: Path) -> list[dict]:
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    return [{k: v for k, v in step.items() if k != "seconds"} for step in steps]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """Documents from 0 bytes to several sequences long."""
-    folder = tmp_path_factory.mktemp("text")
-    for n in range(30):
-        lines = [f"def f{n}_{i}(x):\n    return x + {i}\n" for i in range(n * n % 17)]
-        (folder / f"{n:02}.py").write_text("\n".join(lines))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def packed_run(text, tmp_path_factory) -> tuple[Path, str]:
     output_dir = tmp_path_factory.mktemp("packed")
-    printed = torchrun("--data", text, "--output-dir", output_dir, "--save-interval=6")
-    return output_dir, printed
+    return output_dir, torchrun(
+        *TINY, "--data", text, "--output-dir", output_dir, "--save-interval=6"
+    )
 
 
 def test_packed_documents_with_two_context_parallel_ranks_are_learned(packed_run):
@@ -77,27 +51,37 @@ def test_a_run_leaves_plot_events_and_checkpoints_behind(packed_run):
     assert "cp 2" in printed and "30 documents" in printed and "--- sample ---\ndef " in printed
 
 
-def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one_bit_for_bit(
-    packed_run, text, tmp_path
+def test_the_last_lines_name_what_the_run_leaves_behind(packed_run):
+    output_dir, printed = packed_run
+    for place in ("loss.png", "checkpoints/iter_0000012"):
+        assert f"{output_dir}/{place}" in printed.splitlines()[-4:][place != "loss.png" and 2]
+    assert f"--logdir {output_dir}/tensorboard" in printed
+    assert f"--resume --output-dir {output_dir} --train-iters 24" in printed.splitlines()[-1]
+
+
+def test_without_a_terminal_lines_take_the_place_of_the_progress_bar(packed_run):
+    said = [line for line in packed_run[1].splitlines() if line.startswith("step ")]
+    assert said[0].startswith("step 1 of 12: loss 5.") and said[-1].startswith("step 12 of 12: ")
+    assert "\r" not in packed_run[1]
+
+
+def test_a_run_continued_in_a_new_folder_has_the_losses_of_the_uninterrupted_one_bit_for_bit(
+    packed_run, tmp_path
 ):
     output_dir, _ = packed_run
-    torchrun(
-        *("--data", text, "--output-dir", tmp_path),
-        *("--load", output_dir / "checkpoints", "--ckpt-step=6"),
-    )
-    assert metrics(tmp_path) == metrics(output_dir)[6:]
+    run("--load", output_dir / "checkpoints", "--ckpt-step=6", cwd=tmp_path)
+    assert metrics(tmp_path / "runs/pretrain_hybrid") == metrics(output_dir)[6:]
 
 
 def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
     # bf16 brings in the distributed optimizer, and with it A_log and dt_bias in fp32 beside the
     # rest: the states of both kinds have to find their parameters again.
-    flags = ["--data", text, "--no-packing", "--bf16", "--sample-tokens=0", "--save-interval=6"]
-    whole, rest = tmp_path / "whole", tmp_path / "rest"
-    torchrun(*flags, "--output-dir", whole)
-    losses = [step["loss"] for step in metrics(whole)]
-    assert losses[-1] < losses[0] - 1.0
-    torchrun(*flags, "--output-dir", rest, "--load", whole / "checkpoints", "--ckpt-step=6")
-    assert metrics(rest) == metrics(whole)[6:]
+    flags = [*TINY, "--data", text, "--no-packing", "--bf16", "--sample-tokens=0"]
+    run(*flags, "--save-interval=6", cwd=tmp_path)
+    whole = metrics(tmp_path / "runs/pretrain_hybrid")
+    assert whole[-1]["loss"] < whole[0]["loss"] - 1.0
+    run("--load", "runs/pretrain_hybrid/checkpoints", "--ckpt-step=6", cwd=tmp_path)
+    assert metrics(tmp_path / "runs/pretrain_hybrid-2") == whole[6:]
 
 
 @pytest.mark.parametrize(
@@ -118,19 +102,8 @@ def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_flags_that_cannot_work_are_refused_with_the_way_out(flags, advice, monkeypatch, capsys):
-    import re
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stopped:
         parse_args([*flags, "--train-iters=160"] if "--train-iters=0" not in flags else flags)
     assert stopped.value.code == 2
     assert re.search(advice, " ".join(capsys.readouterr().err.split()))
-
-
-def test_a_folder_without_checkpoint_is_named(monkeypatch, tmp_path):
-    from pretraining.loop import main
-
-    monkeypatch.setattr(sys, "argv", ["pretrain_hybrid.py", "--load", str(tmp_path)])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="holds no finished checkpoint"):
-        main()

@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(code: str) -> str:
@@ -79,3 +83,12 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="GatedDeltaNot"):
         _ = megatron_gdn.GatedDeltaNot
+
+
+def test_the_version_is_that_of_pyproject_installed_or_not():
+    """Without packages there is no installed one (nor torch, which it does not need)."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for options in ([], ["-S"]):
+        command = [sys.executable, *options, "-c", "import megatron_gdn as m; print(m.__version__)"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+        assert done.stdout.strip() == pyproject["project"]["version"], done.stderr

@@ -1,0 +1,47 @@
+"""The commands that README and docs tell a reader to run."""
+
+import re
+import shlex
+from pathlib import Path
+
+_PROGRAM = re.compile(
+    r"(\w+=\S+ )*(make|pip|git|python3?|torchrun|(\./)?\.venv/bin/\w+)( |$)", flags=re.ASCII
+)
+
+
+def commands_of(page: Path) -> list[str]:
+    """Every command of a page in the order in which they stand, without comments.
+
+    A command is a line that starts with a program's name (after assignments of variables), in a
+    fenced block that is no Python, in an indented block, or between backticks in the text. Lines
+    that end in a backslash go on.
+    """
+    found: list[str] = []
+    language: str | None = None  # of the fenced block around the line; None outside
+    lines = iter(page.read_text().splitlines())
+    for line in lines:
+        if line.lstrip().startswith("```"):
+            language = line.strip()[3:] if language is None else None
+        elif language == "python":
+            continue
+        elif language is not None or line.startswith("    "):
+            while line.endswith("\\"):
+                line = line[:-1] + " " + next(lines)
+            found += _command(line)
+        else:
+            for span in re.findall(r"`([^`]+)`", line):
+                found += _command(span) if " " in span else []
+    return found
+
+
+def _command(line: str) -> list[str]:
+    text = " ".join(re.sub(r"\s#.*", "", line).split())
+    return [text] if _PROGRAM.match(text) else []
+
+
+def flags_of(command: str) -> tuple[int, list[str]]:
+    """Number of processes and the script's flags of a torchrun command."""
+    words = shlex.split(command)
+    (size,) = (w.partition("=")[2] for w in words if w.startswith("--nproc_per_node="))
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    return int(size), words[script + 1 :]

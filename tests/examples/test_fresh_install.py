@@ -1,0 +1,110 @@
+"""Outside the repository, in environments that hold the package and what it depends on alone.
+
+The dependencies are those of the environment that runs the tests, lent by a path file: what is
+tried is the package, not the network.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.examples.commands import commands_of, flags_of
+from tests.examples.launching import ROOT
+
+pytestmark = pytest.mark.nightly
+
+
+def shell(*command: object, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def lend_dependencies(folder: Path) -> Path:
+    """An environment with the packages of this one, but megatron_gdn; returns its python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    site = next(folder.glob("lib/python*/site-packages"))
+    lent = [path for path in map(Path, sys.path) if path.name == "site-packages"]
+    (site / "lent.pth").write_text("\n".join(map(str, lent)) + "\n")
+    for name, module in (("torchrun", "torch.distributed.run"), ("pytest", "pytest")):
+        script = folder / "bin" / name
+        run = f"runpy.run_module({module!r}, run_name='__main__')"
+        script.write_text(f"#!{python}\nimport runpy\n{run}\n")
+        script.chmod(0o755)
+    return python
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """What a user gets: the files that git knows, as they are now."""
+    folder = tmp_path_factory.mktemp("fresh") / "megatron_gdn"
+    names = shell("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in names.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():  # else deleted, and not yet committed
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def pip(python: Path, *arguments: object, cwd: Path) -> str:
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    base = Path(sys._base_executable)  # has pip; the environments do without
+    return shell(base, "-m", "pip", "--python", python, *arguments, *offline, cwd=cwd)
+
+
+def check_quickstart(python: Path, clone: Path, away: Path) -> None:
+    (away / "quickstart.py").write_text((clone / "examples/quickstart.py").read_text())
+    where = shell(python, "-c", "import megatron_gdn as m; print(m.__file__)", cwd=away)
+    assert str(python.parents[1] / "lib") in where
+    version = shell(python, "-c", "import megatron_gdn as m; print(m.__version__)", cwd=away)
+    assert f'version = "{version.splitlines()[-1]}"' in (clone / "pyproject.toml").read_text()
+    assert "backend reference, output (128, 1, 64)" in shell(python, "quickstart.py", cwd=away)
+
+
+def test_the_quickstart_runs_from_an_installed_clone_alone(clone, tmp_path):
+    python = lend_dependencies(tmp_path / "env")
+    pip(python, "install", ".", cwd=clone)
+    check_quickstart(python, clone, tmp_path)
+
+
+def test_the_quickstart_runs_from_an_installed_wheel_alone(clone, tmp_path):
+    python = lend_dependencies(tmp_path / "env")
+    pip(python, "wheel", "--wheel-dir", tmp_path / "dist", ".", cwd=clone)
+    (wheel,) = (tmp_path / "dist").glob("megatron_gdn-*.whl")
+    pip(python, "install", wheel, cwd=tmp_path)
+    check_quickstart(python, clone, tmp_path)
+
+
+def test_make_demo_and_the_lines_below_it_run_from_a_fresh_clone_as_they_stand(clone):
+    lend_dependencies(clone / ".venv")
+    (next((clone / ".venv").glob("lib/python*/site-packages")) / "clone.pth").write_text(str(clone))
+    (clone / ".venv/.ready").touch()
+    shutil.copytree(clone / "megatron_gdn", clone / "my_texts")
+    printed = shell("make", "demo", cwd=clone)
+    run = clone / "runs/pretrain_hybrid"
+    for left in (run / "loss.png", run / "checkpoints/iter_0000240", run / "tensorboard"):
+        assert left.exists() and str(left.relative_to(clone)) in printed
+    lines = [c for c in commands_of(clone / "README.md") if c.startswith(".venv/bin/torchrun")]
+    for line in lines:
+        shell(*line.split(), cwd=clone)
+        assert flags_of(line)[1]
+    assert sorted(p.name for p in run.parent.iterdir()) == [
+        "pretrain_hybrid",
+        "pretrain_hybrid-2",
+        "pretrain_hybrid-3",
+    ]
+    assert (run.parent / "pretrain_hybrid-2/checkpoints/iter_0000800").is_dir()

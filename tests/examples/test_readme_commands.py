@@ -1,0 +1,136 @@
+"""Every command of README and docs runs: here, tiny, in the tests named here, or in `make nightly`.
+
+`RUN_BY` is the table. A command that stands on a page and not here fails, and so does a row whose
+command is gone. Rows of commands that need a GPU are marked so; the flags of those are looked up.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from itertools import dropwhile
+
+import pytest
+
+from tests.examples.commands import commands_of, flags_of
+from tests.examples.launching import ROOT, TINY, metrics, run
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+HERE = "tests/examples/test_readme_commands.py::"
+IN_ORDER = HERE + "test_the_lines_of_the_example_run_in_the_order_in_which_they_stand"
+INSTALLED = (
+    "tests/examples/test_fresh_install.py::test_the_quickstart_runs_from_an_installed_{}_alone"
+)
+HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
+SUITE = "the suite itself"
+GPU = "a machine with a GPU"
+EXAMPLE = ".venv/bin/torchrun --nproc_per_node={} examples/pretrain_hybrid.py"
+
+# Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
+RUN_BY = {
+    "make demo": IN_ORDER,
+    "make test": SUITE,
+    "make nightly": SUITE,
+    "make test-gpu": GPU,
+    ".venv/bin/python examples/quickstart.py": (
+        "tests/examples/test_quickstart.py"
+        "::test_the_quickstart_trains_one_layer_on_packed_documents"
+    ),
+    EXAMPLE.format(2) + " --help": IN_ORDER,
+    EXAMPLE.format(2) + " --data my_texts/ --train-iters 500": IN_ORDER,
+    EXAMPLE.format(2) + " --resume --train-iters 800": IN_ORDER,
+    EXAMPLE.format(4)
+    + " --tensor-model-parallel-size 2 --sequence-parallel --linear-num-key-heads 4": IN_ORDER,
+    "python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER --tensor-model-parallel-size 2": HF,
+    "python -m megatron_gdn.hf export MEGATRON_FOLDER HF_FOLDER": HF,
+    "python -m megatron_gdn.hf compare HF_FOLDER OTHER_FOLDER": HF,
+    "pip install .": INSTALLED.format("clone"),
+    "pip wheel --no-deps --wheel-dir dist . && pip install dist/megatron_gdn-*.whl": (
+        INSTALLED.format("wheel")
+    ),
+    'pip install ".[fla]"': INSTALLED.format("clone"),
+    "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 .venv/bin/python -m pytest "
+    "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
+    "python3 benchmarks/bench_determinism.py --out determinism.jsonl": GPU,
+}
+
+
+def _on_pages() -> list[str]:
+    return [command for page in PAGES for command in commands_of(page)]
+
+
+def test_every_command_is_in_the_table_and_every_row_on_a_page():
+    there = set(_on_pages())
+    assert sorted(there - set(RUN_BY)) == [], "say in RUN_BY which test runs these"
+    assert sorted(set(RUN_BY) - there) == [], "no page has these any more"
+
+
+@pytest.mark.parametrize("command", RUN_BY)
+def test_what_runs_a_command_exists(command):
+    by = RUN_BY[command]
+    if by == SUITE:
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert command.removeprefix("make ") in targets
+    elif by == GPU and ".py" in command:
+        script = next(ROOT / word for word in command.split() if word.endswith(".py"))
+        for flag in re.findall(r"--[\w-]+", command):
+            assert f'"{flag}"' in script.read_text()
+    elif by != GPU:
+        path, _, name = by.partition("::")
+        defined = ast.walk(ast.parse((ROOT / path).read_text()))
+        assert name in {node.name for node in defined if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_new_line_on_a_page_would_be_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Run `make it` or `some_name`.\n```\n# no\nA=1 .venv/bin/python x.py --a \\\n  --b  # why\n"
+        "q = proj(x)\n```\n```python\nmake = 1\n```\n\n    torchrun y.py\n"
+    )
+    assert commands_of(page) == ["make it", "A=1 .venv/bin/python x.py --a --b", "torchrun y.py"]
+
+
+def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp_path):
+    """From `make demo` on, one after the other in one folder, as they stand but tiny."""
+    (tmp_path / "my_texts").symlink_to(text)
+    lines = [c for c in commands_of(ROOT / "README.md") if c == "make demo" or "torchrun" in c]
+    lines = list(dropwhile(lambda command: command != "make demo", lines))
+    assert len(set(lines)) == 5
+    for command in dict.fromkeys(lines):
+        size, flags = (2, []) if command == "make demo" else flags_of(command)
+        flags = [_a_hundredth(flag) for flag in flags]
+        if "--resume" not in flags:  # its settings come from the checkpoint
+            flags = [*_without(TINY, flags), *flags]
+        if "--data" not in flags and "--resume" not in flags:
+            flags += ["--data", "my_texts"]  # the standard library is long to read
+        printed = run(*flags, cwd=tmp_path, size=size)
+        assert ("usage: torchrun" in printed) == ("--help" in flags)
+    # 5 steps of --data my_texts/, and with --resume on to 8; each run in a folder of its own.
+    runs = [tmp_path / "runs" / f"pretrain_hybrid{n}" for n in ("", "-2", "-3")]
+    assert [metrics(folder)[-1]["iteration"] for folder in runs] == [12, 8, 12]
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+@pytest.mark.nightly
+def test_upstreams_layer_fails_every_law_of_flaws():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/layer/test_upstream_flaws.py"],
+        cwd=ROOT,
+        env=os.environ | {"GDN_TEST_LAYER": "upstream", "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = done.stdout.splitlines()[-1]
+    assert "failed" in summary and "passed" not in summary and "error" not in summary
+
+
+def _a_hundredth(flag: str) -> str:
+    return str(int(flag) // 100) if flag.isdigit() and int(flag) >= 100 else flag
+
+
+def _without(defaults: list[str], flags: list[str]) -> list[str]:
+    return [default for default in defaults if default.partition("=")[0] not in flags]
