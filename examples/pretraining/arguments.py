@@ -9,13 +9,10 @@ from pathlib import Path
 
 import torch
 
-from pretraining import folders, settings
+from pretraining import places, settings
 from pretraining.failures import rank, refuse
 
 LAYER_SYMBOLS = "G-*ME"
-# Not settings of the run: where it writes and what it continues from.
-_PLACES = ("output_dir", "save", "tensorboard_dir")
-_STARTS = ("load", "resume", "ckpt_step")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,12 +36,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        _find_places(parser, args, argv)
+        places.settle(
+            args,
+            given=_given(argv),
+            shaping=set(_names(parser, "model")) - {"transformer_impl"},
+        )
         _complete(args)
     except (OSError, ValueError) as error:
         refuse(str(error), code=2)
-    names = set(_names(parser)) - {*_PLACES, *_STARTS}
-    args.settings_json = settings.to_json(args, [n for n in _names(parser) if n in names])
+    names = [name for name in _names(parser) if name not in places.FLAGS]
+    args.settings_json = settings.to_json(args, names)
     return args
 
 
@@ -54,71 +55,12 @@ def _names(parser: argparse.ArgumentParser, group: str | None = None) -> list[st
     return [a.dest for g in groups for a in g._group_actions if a.dest != "help"]
 
 
-def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:
+def _given(argv: list[str] | None) -> set[str]:
     """Names of the flags that stand on the command line."""
     bare = _parser()
     for action in bare._actions:
         action.default = argparse.SUPPRESS
     return set(vars(bare.parse_args(argv)))
-
-
-def _find_places(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None
-) -> None:
-    """Settle where the run writes and what it continues from, whose settings are taken over."""
-    if args.resume and args.load:
-        raise ValueError("--resume means --load from --save; give one of the two.")
-    if args.load and args.load == args.save:
-        args.resume = True
-    if args.output_dir is None:
-        args.output_dir = folders.newest_run() if args.resume else folders.fresh_run()
-    args.save = args.save or args.output_dir / folders.CHECKPOINTS
-    args.tensorboard_dir = args.tensorboard_dir or args.output_dir / "tensorboard"
-    if args.resume:
-        args.load = args.save
-    else:
-        _refuse_to_overwrite(args)
-    args.start = None
-    if args.load:
-        args.start = folders.find_checkpoint(args.load, args.ckpt_step)
-        settings.take_over(
-            args,
-            settings.read(args.start),
-            given=_given(parser, argv),
-            shaping=set(_names(parser, "model")) - {"transformer_impl"},
-            source=args.start,
-        )
-        _refuse_to_go_back(args)
-    elif args.ckpt_step is not None:
-        raise ValueError(f"--ckpt-step {args.ckpt_step} needs --load FOLDER or --resume.")
-
-
-def _refuse_to_overwrite(args: argparse.Namespace) -> None:
-    if folders.holds_a_run(args.output_dir):
-        raise ValueError(
-            f"--output-dir {args.output_dir} holds a run already: go on with it by --resume, or "
-            "name another folder."
-        )
-    if folders.holds_checkpoints(args.save):
-        raise ValueError(
-            f"--save {args.save} holds checkpoints already: go on from them by --resume, or name "
-            "another folder."
-        )
-
-
-def _refuse_to_go_back(args: argparse.Namespace) -> None:
-    step, steps = int(args.start.name.removeprefix("iter_")), folders.steps_in(args.load)
-    if args.resume and args.ckpt_step is not None and step < steps[-1]:
-        raise ValueError(
-            f"{args.load} goes on to step {steps[-1]}, which --resume --ckpt-step {step} would "
-            f"overwrite. To continue from step {step} in a folder of its own, use --load "
-            f"{args.load} --ckpt-step {step} instead of --resume."
-        )
-    if args.train_iters < step:
-        raise ValueError(
-            f"--train-iters {args.train_iters} lies before step {step} of {args.start}; it counts "
-            "from the start of training, so make it larger."
-        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -155,18 +155,21 @@ def command_to_resume(args) -> str:
     """The command line that continues this run; its settings come from the checkpoint."""
     script = _shortest(Path(sys.argv[0]).absolute())
     scripts = Path(sys.executable).parent
-    if "LOCAL_WORLD_SIZE" in os.environ:
+    local, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if local and local != world:
+        words = ["torchrun, on every node as before,"]
+    elif local:
         launcher = scripts / "torchrun"
         words = [_shortest(launcher) if launcher.exists() else "torchrun"]
-        words.append(f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}")
+        words.append(f"--nproc_per_node={local}")
     else:
         words = [_shortest(Path(sys.executable))]
     words += [script, "--resume"]
     if args.output_dir.absolute() != newest_run(BASE).absolute():
-        words += ["--output-dir", str(args.output_dir)]
+        words += ["--output-dir", shlex.quote(str(args.output_dir))]
     if args.save != args.output_dir / CHECKPOINTS:
-        words += ["--save", str(args.save)]
-    return shlex.join(words)
+        words += ["--save", shlex.quote(str(args.save))]
+    return " ".join(words)
 
 
 def _shortest(path: Path) -> str:

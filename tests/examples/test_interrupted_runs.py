@@ -1,5 +1,6 @@
 """A run that is ended, in whatever way, goes on as if it never had been."""
 
+import re
 import resource
 import signal
 import subprocess
@@ -15,12 +16,13 @@ from tests.examples.interruptions import (
     end_by_kill,
     end_by_kill_amid_a_save,
     end_by_signal,
+    fill,
     mount_small_disk,
     newest_output,
 )
 from tests.examples.launching import EXAMPLES, ROOT, TINY, Launch, metrics, run
 
-STEPS = 24
+STEPS = 40
 
 
 @pytest.fixture
@@ -64,6 +66,21 @@ def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_
         end(["--resume"], tmp_path, random)
     run("--resume", cwd=tmp_path)
     assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
+
+
+def test_a_full_disk_under_the_record_ends_the_run_with_a_checkpoint_on_the_other_disk(
+    text, small_disk, tmp_path
+):
+    flags = [*TINY, "--train-iters=1000", "--data", text, "--save", tmp_path / "checkpoints"]
+    launch = Launch(*flags, cwd=tmp_path)
+    launch.until(lambda: "step 1 " in launch.printed)
+    fill(small_disk / "filler")
+    assert launch.end() == [0, 0], launch.printed
+    said = launch.printed.splitlines()[-1]
+    step = re.match(r"stopped by the disk of runs/\S+ is full; saved is step (\d+), ", said)
+    assert step and f"--save {tmp_path}/checkpoints" in said, launch.printed
+    assert (tmp_path / f"checkpoints/iter_{int(step[1]):07d}/metadata.json").is_file()
+    assert "Traceback" not in launch.printed
 
 
 def _files_of_100_kB() -> None:
