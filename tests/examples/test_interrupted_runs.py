@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 
 from tests.examples.interruptions import (
@@ -99,18 +101,23 @@ def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before
     ]
 
 
-def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(text, tmp_path):
-    """Real torchrun, which hands the signal on and would add a traceback of its own."""
+def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
+    """Real torchrun, launched as `make demo` does."""
     command = [sys.executable, EXAMPLES / "pretraining/launch.py", "--standalone"]
-    command += ["--nproc_per_node=2", EXAMPLES / "pretrain_hybrid.py", *TINY, "--data", text]
-    process = subprocess.Popen(
-        [*map(str, command), "--train-iters=1000"],
-        cwd=tmp_path,
+    command += ["--nproc_per_node=2", EXAMPLES / "pretrain_hybrid.py", *TINY, *flags]
+    return subprocess.Popen(
+        [*map(str, command)],
+        cwd=cwd,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(text, tmp_path):
+    """torchrun hands the signal on to the ranks, and would add a traceback of its own."""
+    process = make_demo("--data", text, "--train-iters=1000", cwd=tmp_path)
     printed = ""
     for line in process.stdout:
         printed += line
@@ -122,3 +129,21 @@ def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go
     assert last.endswith("pretrain_hybrid.py --resume"), printed
     assert "Traceback" not in printed
     assert metrics(newest_output(tmp_path))
+
+
+@pytest.mark.nightly
+def test_ranks_that_fail_say_so_in_one_line_and_one_that_could_not_is_named(text, tmp_path):
+    refused = make_demo("--hidden-size=130", cwd=tmp_path)
+    said = refused.communicate()[0].splitlines()
+    assert said == [
+        "loading torch and Megatron ...",
+        "pretrain_hybrid.py: error: --hidden-size 130 is not a multiple of "
+        "--num-attention-heads 4.",
+    ]
+    killed = make_demo("--data", text, "--train-iters=1000", cwd=tmp_path)
+    for line in killed.stdout:
+        if line.startswith("step 1 "):
+            psutil.Process(killed.pid).children()[1].send_signal(signal.SIGKILL)
+        last = line
+    assert killed.wait() == 128 + signal.SIGKILL
+    assert last == "rank 1 was ended by SIGKILL\n"
