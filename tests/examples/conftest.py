@@ -22,3 +22,11 @@ def text(tmp_path_factory) -> Path:
         lines = [f"def f{n}_{i}(x):\n    return x + {i}\n" for i in range(n * n % 17)]
         (folder / f"{n:02}.py").write_text("\n".join(lines))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_rank_outlives_its_test():
+    yield
+    from tests.examples.launching import Launch
+
+    Launch.kill_all()

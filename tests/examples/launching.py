@@ -14,6 +14,7 @@ import sys
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import ClassVar
 
 from tests.examples.conftest import EXAMPLES
 from tests.ranks import _context
@@ -40,6 +41,8 @@ class Launch:
         limit: called on each rank before the run.
     """
 
+    _started: ClassVar[list["Launch"]] = []
+
     def __init__(self, *flags: object, cwd: Path, size: int = 2, limit=None) -> None:
         self._log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}.txt"
         port, context = _free_port(), _context("gloo")
@@ -53,6 +56,7 @@ class Launch:
         ]
         for process in self._ranks:
             process.start()
+        self._started.append(self)
 
     @property
     def printed(self) -> str:
@@ -91,6 +95,14 @@ class Launch:
                 self._give_up("ranks did not end")
                 break
         return [process.exitcode for process in self._ranks]
+
+    @classmethod
+    def kill_all(cls) -> None:
+        """End what a test that failed has left running."""
+        for launch in cls._started:
+            if any(process.is_alive() for process in launch._ranks):
+                launch.send(signal.SIGKILL)
+        cls._started.clear()
 
     def _give_up(self, why: str) -> str:
         self.send(signal.SIGKILL)
