@@ -1,6 +1,7 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first.
-# `make nightly` (about NIGHTLY minutes on two cores) runs what is too long for `make test`: runs that are ended at
-# random steps again and again, every command of README and docs as it stands, the wheel.
+# `make nightly` (an estimated 40 minutes on two idle cores) runs what is too long for `make test`:
+# runs that are ended at random steps, again and again; the commands of README as they stand, from a
+# fresh clone; the package installed from a clone and from a wheel.
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
