@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Report:
         lines = "".join(json.dumps(metrics) + "\n" for metrics in self._history)
         write_whole(output_dir / METRICS, lines)
         self._record = (output_dir / METRICS).open("a", buffering=1)
+        threading.excepthook = _threads_hand_on_os_errors
         self._tensorboard = SummaryWriter(str(tensorboard_dir), purge_step=first + 1)
         self._progress = (_Bar if sys.stderr.isatty() else _Lines)(first, last)
 
@@ -81,6 +83,12 @@ class Report:
                 plot_loss(self._history, self._output_dir / LOSS_CURVE)
         except OSError as error:
             self.say(f"{self._output_dir} cannot be written in full: {error}")
+
+
+def _threads_hand_on_os_errors(args: threading.ExceptHookArgs) -> None:
+    """No traceback for a full disk: TensorBoard's thread hands the error to the next call."""
+    if not issubclass(args.exc_type, OSError):
+        threading.__excepthook__(args)
 
 
 class _Bar:
