@@ -27,12 +27,14 @@ from .dims import GDNDims
 from .execution import Executions
 from .forward_arguments import refuse_unsupported, require_causal
 from .init import device_for, init_share_
-from .mixer import Mixer, apply_gated_norm, is_plain_rms_norm
+from .mixer import Mixer
 from .observe import span
 from .ops import BACKENDS, decay_and_write_gates, l2norm
 from .ops.fused import Core
+from .out_norm import apply_gated_norm, summing_group
+from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
-from .tensor_parallel import mark_sharded, sum_gradient_over_tp
+from .tensor_parallel import mark_sharded
 
 
 @dataclass
@@ -50,7 +52,7 @@ class GatedDeltaNetSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class GatedDeltaNet(Fp32Parameters, MegatronModule):
+class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -157,8 +159,8 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         selective = config.recompute_granularity == "selective"
         by_config = selective and "gdn_norm_out" in config.recompute_modules
         self.recompute_norm_out = recompute_norm_out or by_config
-        self.norm_out_checkpoint = None
-        self.mixer = Mixer(is_plain_rms_norm(self.out_norm), self.recompute_norm_out, recompute_qkv)
+        self.norm_out_checkpoint = None  # of the last forward; under upstream's name, for tools
+        self.mixer = Mixer(self.recompute_norm_out, recompute_qkv)
         self.reset_parameters()
 
     def _name_sizes(self, dims: GDNDims) -> None:
@@ -246,7 +248,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             eps=config.layernorm_epsilon,
         )
         for parameter in self.out_norm.parameters():
-            sum_gradient_over_tp(parameter, self.tp_size, config.sequence_parallel)
+            parameter.sequence_parallel = config.sequence_parallel
         self.out_proj = build_module(
             submodules.out_proj,
             self.v_dim,
@@ -261,6 +263,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             tp_group=self.tp_group,
             name=None if name is None else f"{name}.out_proj",
         )
+        self.remember_marks()
 
     def reset_parameters(self) -> None:
         """Initialise everything, to the same model at every tensor-parallel size.
@@ -344,7 +347,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
-        return apply_gated_norm(self.out_norm, x, gate)
+        return apply_gated_norm(self.out_norm, x, gate, summing_group(self))
 
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int

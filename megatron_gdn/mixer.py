@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from megatron.core import tensor_parallel
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .context_parallel import Scheme
-from .local_norm import TorchRMSNorm
+from .module_hooks import run_pre_hooks
 from .observe import log_once
 from .ops import Documents
-from .ops.fused import Core, GatedNorm, HeadSizes, gated_delta_mixer
+from .ops.fused import Core, HeadSizes, gated_delta_mixer
 from .ops.fused.recompute import RefilledOutput, saved_tensors_are_hooked
+from .out_norm import apply_gated_norm, is_plain_rms_norm, read_norm, summing_group
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
@@ -52,52 +52,17 @@ def require_wide_gates(layer: GatedDeltaNet) -> None:
             )
 
 
-def announce_use(module: nn.Module) -> None:
-    """Run a module's forward pre-hooks, for a module whose parameters are read without a call.
-
-    Megatron's data-parallel wrapper waits there for the gather of the module's parameters
-    (``overlap_param_gather``); reading them without it could read last step's values.
-    """
-    for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
-        takes_keywords = key in module._forward_pre_hooks_with_kwargs
-        hook(module, (), {}) if takes_keywords else hook(module, ())
-
-
-def is_plain_rms_norm(module: nn.Module) -> bool:
-    """Whether ``out_norm`` is an RMSNorm that the kernels can compute themselves.
-
-    Known are ours, torch's and Transformer Engine's, without hooks on the output when the layer is
-    built (later ones are not called); any other module is called as it is.
-    """
-    names = {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(module).__mro__}
-    known = isinstance(module, TorchRMSNorm | nn.RMSNorm) or "transformer_engine.RMSNorm" in names
-    return (
-        known
-        and getattr(module, "eps", None) is not None
-        and module.weight is not None
-        and not module._forward_hooks
-    )
-
-
-def read_norm(module: nn.Module) -> GatedNorm:
-    """The parameters of such a norm."""
-    announce_use(module)
-    return GatedNorm(module.weight, module.eps, bool(getattr(module, "zero_centered_gamma", False)))
-
-
 class Mixer:
     """conv + SiLU, l2norm, gates, delta rule and gated norm as one autograd function.
 
     Args:
-        fuse_norm: compute the layer's ``out_norm``, a plain RMSNorm, in here.
         recompute_norm: drop the normed output after the forward and compute it again for out_proj's
             backward; not where saved-tensor hooks keep it (a checkpoint around the layer, an
             offload).
         recompute_qkv: drop q, k and v and compute them again in the backward.
     """
 
-    def __init__(self, fuse_norm: bool, recompute_norm: bool, recompute_qkv: bool) -> None:
-        self.fuse_norm = fuse_norm
+    def __init__(self, recompute_norm: bool, recompute_qkv: bool) -> None:
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
 
     @torch.compiler.disable  # one kernel after the other already, from tables cached by value
@@ -121,6 +86,7 @@ class Mixer:
 
         Raises:
             ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
+            NotImplementedError: a pre-hook of ``conv1d`` changes its input.
         """
         require_wide_gates(layer)
         recompute_norm = self.recompute_norm and layer.training
@@ -130,10 +96,11 @@ class Mixer:
                 "(a checkpoint with use_reentrant=False, an offload): they keep what is saved."
             )
             recompute_norm = False
-        # Where out_proj reads what came through an exchange, that is what is dropped.
-        norm_here = self.fuse_norm and not (recompute_norm and scheme.moves_rows)
-        refilled = RefilledOutput() if recompute_norm and norm_here else None
-        announce_use(layer.conv1d)
+        layer.norm_out_checkpoint = refilled = RefilledOutput() if recompute_norm else None
+        release = _nothing if refilled is None else refilled.drop_until_backward_of
+        norm_here, group = is_plain_rms_norm(layer.out_norm), summing_group(layer)
+        sizes = heads_of(scheme.dims)
+        run_pre_hooks(layer.conv1d, lambda: _conv_input(proj_SBP, sizes))
         split = scheme.split(proj_SBP, documents) if proj_SBP.numel() else None
         sections, bias = layer.dims.layout.conv_sections, layer.conv1d.bias
         mixed = gated_delta_mixer(
@@ -142,37 +109,42 @@ class Mixer:
             None if bias is None else scheme.local(bias, sections),
             scheme.local(layer.A_log),
             scheme.local(layer.dt_bias),
-            heads_of(scheme.dims),
+            sizes,
             core=core,
-            norm=read_norm(layer.out_norm) if norm_here else None,
+            norm=read_norm(layer.out_norm, group) if norm_here else None,
             documents=documents if split is None else None,
             split=split,
             normalise_qk=layer.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
-            refilled=refilled,
+            refilled=refilled if norm_here else None,
         )
+
+        def close(rows_SBV: Tensor) -> Tensor:
+            return scheme.close(rows_SBV, documents)
+
         if norm_here:
-            release = _nothing if refilled is None else refilled.drop_until_backward_of
-            return scheme.close(mixed, documents), release
+            closed = close(mixed)
+            if refilled is not None and scheme.moves_rows:
+                refilled.passed_on(closed, close)  # this is what out_proj saves
+            return closed, release
 
-        def norm_and_close(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
-            y_BSHV = apply_gated_norm(layer.out_norm, o_BSHV, z_BSHV)
-            return scheme.close(y_BSHV.flatten(2).transpose(0, 1).contiguous(), documents)
+        def norm(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
+            y_BSHV = apply_gated_norm(layer.out_norm, o_BSHV, z_BSHV, group)
+            return y_BSHV.flatten(2).transpose(0, 1).contiguous()
 
-        if not recompute_norm:
-            return norm_and_close(*mixed), _nothing
-        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=layer.config.fp8)
-        layer.norm_out_checkpoint = checkpoint
-        return (
-            checkpoint.checkpoint(norm_and_close, *mixed),
-            checkpoint.discard_output_and_register_recompute,
-        )
+        if refilled is None:
+            return close(norm(*mixed)), release
+        # The norm's own intermediates are dropped too: it is called three times in all, by us, not
+        # by Megatron's checkpoint, which compiles a C++ extension in the first backward.
+        closed = close(checkpoint(norm, *mixed, use_reentrant=False, preserve_rng_state=False))
+        o_BSHV, z_BSHV = (x.detach() for x in mixed)
+        refilled.remember(closed, lambda out: out.copy_(close(norm(o_BSHV, z_BSHV))))
+        return closed, release
 
 
-def apply_gated_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
-    """``norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32 (fp64 for fp64)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (norm(x) * F.silu(gate.to(wide))).to(x.dtype)
+def _conv_input(proj_SBP: Tensor, sizes: HeadSizes) -> Tensor:
+    """``[B, C, S]``, what a call of conv1d would be given; a view without a gradient."""
+    return proj_SBP.detach()[..., : sizes.conv_width].permute(1, 2, 0)
 
 
 def _nothing(out: Tensor) -> None:

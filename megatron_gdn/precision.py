@@ -32,8 +32,6 @@ class Fp32Parameters:
     """Mixin for modules: the parameters named below follow moves but not casts.
 
     ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
-    All parameters of the module keep the attributes that Megatron sets on them, also where torch
-    makes new ones (``to_empty`` from the meta device) or swaps their contents.
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -41,7 +39,6 @@ class Fp32Parameters:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and their kin change the device only."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        marks = {name: dict(parameter.__dict__) for name, parameter in parameters.items()}
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
@@ -52,7 +49,4 @@ class Fp32Parameters:
                 return tensor.to(moved.device)
             return moved
 
-        result = super()._apply(apply, recurse)
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            parameter.__dict__.update(marks[name] | parameter.__dict__)
-        return result
+        return super()._apply(apply, recurse)

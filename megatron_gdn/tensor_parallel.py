@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
@@ -19,18 +22,64 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     parameter.partition_sizes = list(sections)
 
 
-def sum_gradient_over_tp(parameter: nn.Parameter, tp_size: int, sequence_parallel: bool) -> None:
-    """Have Megatron sum the gradient of a replicated parameter that each rank uses on its heads.
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
 
-    Every rank sees only its own heads, so the true gradient is the sum over tensor-parallel ranks.
-    ``finalize_model_grads`` sums parameters marked ``sequence_parallel``, but only when the model
-    is sequence parallel; otherwise it offers an average, which a factor of ``tp_size`` turns into
-    the sum. (megatron-core 0.19's own layer does neither, and its norm weights drift apart.)
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        # A tensor of its own, for others may hold this gradient; fp32, to round once.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None
+
+
+def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The same values; the gradient is the sum over ``group`` (None: nothing is summed).
+
+    For a replicated parameter that each tensor-parallel rank uses on its own heads. The sum is part
+    of the backward, so it needs no hook or mark on the parameter and no help from Megatron.
     """
-    if tp_size == 1:
+    if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    return _SumGradient.apply(parameter, group)
+
+
+@contextmanager
+def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A forward of ``module`` in here reads its parameters through :func:`sum_gradient`.
+
+    Raises:
+        RuntimeError: something else replaced the parameters meanwhile, as ``fully_shard`` of
+            ``module`` itself does; their gradients would not be summed.
+    """
+    if group is None or not torch.is_grad_enabled():
+        yield
         return
-    if sequence_parallel:
-        parameter.sequence_parallel = True
-    else:
-        parameter.average_gradients_across_tp_domain = True
-        parameter.register_hook(lambda grad: grad * tp_size)
+    slots = [
+        (part._parameters, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    summed = {parameter: sum_gradient(parameter, group) for _, _, parameter in slots}
+    for parameters, name, parameter in slots:
+        parameters[name] = summed[parameter]
+    replaced = []
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in slots:
+            if parameters.get(name) is summed[parameter]:
+                parameters[name] = parameter
+            else:
+                replaced.append(name)
+    if replaced:
+        raise RuntimeError(
+            f"{type(module).__name__}: {', '.join(replaced)} changed during the forward, so the "
+            f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
+            f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
+        )

@@ -115,10 +115,6 @@ def layer_agrees(folder: Path, tp: int = 1) -> dict[str, tuple[float, float, flo
     their_grads = as_ours(theirs.named_parameters())
     true_grads = as_ours(true_params.items())
     for name, param in ours.named_parameters():
-        if getattr(param, "average_gradients_across_tp_domain", False):
-            # What Megatron's finalize_model_grads does with it.
-            torch.distributed.all_reduce(param.grad)
-            param.grad /= tp
         triples[name] = (param.grad, their_grads.pop(name), true_grads[name])
     assert not their_grads, their_grads.keys()
     return {

@@ -11,6 +11,18 @@ def test_an_fp32_layer_sharded_over_two_ranks_equals_one(pools):
     pools(2).run(laws.fp32_equals_one_rank)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
+def test_with_tensor_parallelism_it_equals_one_rank(pools, called, sequence_parallel):
+    pools(4).run(laws.tensor_parallel_equals_one_rank, called, sequence_parallel)
+
+
+def test_with_tensor_parallelism_a_norm_sharded_by_itself_is_refused(pools):
+    for message in pools(4).run(laws.refusal_of_a_norm_sharded_by_itself):
+        assert "weight changed during the forward" in message, message
+        assert "shard the whole GatedDeltaNet" in message
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_policy_that_rounds_the_gates_is_refused(pools, dtype):
     for message in pools(2).run(laws.refusal_of, dtype):

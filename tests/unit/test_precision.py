@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_gdn.parameter_marks import MarkedParameters
 from megatron_gdn.precision import Fp32Parameters, mark_keep_in_fp32
 
 
-class Small(Fp32Parameters, nn.Module):
+class Small(MarkedParameters, Fp32Parameters, nn.Module):
     _keep_in_float32_parameter_names = ("A_log",)
 
     def __init__(self, device="cpu"):
@@ -15,6 +16,7 @@ class Small(Fp32Parameters, nn.Module):
         self.conv = nn.Linear(2, 2, device=device)
         self.conv.weight.tensor_model_parallel = True
         mark_keep_in_fp32(self.A_log)
+        self.remember_marks()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,20 @@ class RefilledOutput:
         """Called by the mixer: ``refill(x)`` writes the same bits as ``output`` into x."""
         self._output, self._refill = output.detach(), refill
 
+    def passed_on(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
+        """The consumer keeps ``output = send(remembered output)`` and not the remembered one."""
+        made, refill = self._output, self._refill
+        if made is None or refill is None:  # no tokens
+            return
+        shape = made.shape
+
+        def refill_and_send(out: Tensor) -> None:
+            rows = out.new_empty(shape)
+            refill(rows)
+            out.copy_(send(rows))
+
+        self.remember(output, refill_and_send)
+
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the storage now; fill it again once the gradient of ``out`` is known.
 
@@ -55,7 +69,8 @@ class RefilledOutput:
         def fill_again(_gradient: Tensor) -> None:
             if storage.nbytes() == 0:
                 storage.resize_(size)
-                refill(output.data)  # .data: the same values again are no change to autograd
+                with torch.no_grad():  # .data: the same values again are no change to autograd
+                    refill(output.data)
             hook.remove()  # or whoever keeps ``out`` keeps what the refill reads, graph or none
 
         storage.resize_(0)

@@ -1,0 +1,175 @@
+"""The mixer computes a plain norm itself and calls every other; both keep the hooks' contract."""
+
+import logging
+from types import MethodType
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import nn
+
+from megatron_gdn import observe
+from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.out_norm import is_plain_rms_norm
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import randomise_
+from tests.parallel import assert_close, make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def build(norm=TorchRMSNorm, **options):
+    spec = gated_delta_net_spec("local", **options)
+    spec.submodules.out_norm = norm
+    return build_module(spec, make_config(), layer_number=1)
+
+
+class DoubledOurs(TorchRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DoubledTorchs(nn.RMSNorm):
+    def __init__(self, config, hidden_size, eps):
+        super().__init__(hidden_size, eps)
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def replace_forward(norm):
+    plain = norm.forward
+    norm.forward = MethodType(lambda self, x: 2 * plain(x), norm)
+
+
+LATER = {
+    "forward": replace_forward,
+    "forward hook": lambda norm: norm.register_forward_hook(lambda module, args, out: 2 * out),
+    "parametrization": lambda norm: nn.utils.parametrize.register_parametrization(
+        norm, "weight", Doubled()
+    ),
+}
+
+
+def assert_doubles(doubled, plain):
+    doubled.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(7, 2, 24)
+    assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
+
+
+@pytest.mark.parametrize("norm", [DoubledOurs, DoubledTorchs])
+def test_a_subclass_of_a_plain_norm_is_called(norm):
+    assert_doubles(build(norm), build())
+
+
+@pytest.mark.parametrize("norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"])
+@pytest.mark.parametrize("change", LATER)
+def test_what_is_changed_after_the_layer_was_built_counts(norm, change):
+    plain, layer = build(norm), build(norm)
+    randomise_(plain)
+    layer.load_state_dict(plain.state_dict())
+    LATER[change](layer.out_norm)
+    x = torch.randn(7, 2, 24)
+    assert_close("output", layer(x, None)[0], 2 * plain(x, None)[0], 1e-6)
+
+
+def test_a_class_whose_forward_was_replaced_is_called(monkeypatch):
+    plain, layer = build(WrappedTorchNorm), build(WrappedTorchNorm)
+    layer.load_state_dict(plain.state_dict())
+    x, forward = torch.randn(7, 2, 24), nn.RMSNorm.forward
+    expected = 2 * plain(x, None)[0]
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: 2 * forward(self, x))
+    assert_close("output", layer(x, None)[0], expected, 1e-6)
+
+
+def test_hooks_get_what_the_norm_gets_and_its_gradient():
+    layer, seen = build(), []
+    layer.out_norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    layer.out_norm.register_full_backward_hook(lambda module, d_in, d_out: seen.append(len(d_in)))
+    layer(torch.randn(7, 2, 24), None)[0].sum().backward()
+    assert seen == [(2, 7, 8, 12), 1]
+
+
+@pytest.mark.parametrize("norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"])
+def test_a_plain_norm_is_not_called(norm, monkeypatch):
+    layer, calls = build(norm), []
+    assert type(layer.out_norm) in (TorchRMSNorm, nn.RMSNorm)
+    forward = nn.functional.rms_norm
+    monkeypatch.setattr(
+        nn.functional, "rms_norm", lambda *args: calls.append(args) or forward(*args)
+    )
+    layer(torch.randn(7, 2, 24), None)
+    assert not calls
+    layer.out_norm.register_forward_hook(lambda *_: None)
+    layer(torch.randn(7, 2, 24), None)
+    assert len(calls) == 1
+
+
+def test_transformer_engines_norm_is_known_by_its_exact_class():
+    """A stand-in of the same name: the package itself needs a GPU to be built."""
+
+    def forward(self, x):
+        return x
+
+    def cls(name, base=nn.Module, module="transformer_engine.pytorch.module.rmsnorm"):
+        own = type(forward)(forward.__code__, globals(), "forward")
+        own.__module__ = module
+        return type(name, (base,), {"__module__": module, "forward": own})
+
+    theirs = cls("RMSNorm")
+
+    def is_plain(norm_class):
+        norm = norm_class()
+        norm.weight, norm.eps = nn.Parameter(torch.ones(12)), 1e-5
+        return is_plain_rms_norm(norm)
+
+    assert is_plain(theirs)
+    assert not is_plain(cls("RMSNorm", theirs, "somebody.else"))
+    assert not is_plain(cls("FusedResidualRMSNorm", theirs))
+    assert not is_plain(cls("LayerNorm"))
+    theirs.forward = lambda self, x: x
+    assert not is_plain(theirs)
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_a_pre_hook_on_conv1d_sees_the_rows_that_the_convolution_reads(keywords):
+    layer, seen, rows = build(), [], []
+    layer.in_proj.register_forward_hook(lambda module, args, out: rows.append(out[0]))
+    hook = lambda module, args, *kwargs: seen.append((args[0], *kwargs))  # noqa: E731
+    layer.conv1d.register_forward_pre_hook(hook, with_kwargs=keywords)
+    layer(torch.randn(7, 2, 24), None)
+    (given, *kwargs), (proj,) = seen[0], rows
+    assert kwargs == ([{}] if keywords else [])
+    assert torch.equal(given, proj.permute(1, 2, 0)[:, : layer.conv_dim])
+    layer.conv1d(given)  # it is what the module takes
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_a_pre_hook_on_conv1d_may_return_what_it_was_given_and_nothing_else(keywords):
+    layer, x = build(), torch.randn(7, 2, 24)
+    before = layer(x, None)[0]
+    same = lambda module, args, *kwargs: (args, *kwargs) if kwargs else args  # noqa: E731
+    layer.conv1d.register_forward_pre_hook(same, with_kwargs=keywords)
+    assert torch.equal(layer(x, None)[0], before)
+    changed = lambda module, args, *kwargs: (  # noqa: E731
+        ((2 * args[0],), *kwargs) if kwargs else 2 * args[0]
+    )
+    layer.conv1d.register_forward_pre_hook(changed, with_kwargs=keywords)
+    with pytest.raises(NotImplementedError, match="pre-hook of GatedDeltaNet's Conv1d.*in_proj"):
+        layer(x, None)
+
+
+def test_hooks_on_conv1d_that_cannot_run_are_named_once(caplog):
+    observe.log_once.cache_clear()
+    layer = build()
+    layer.conv1d.register_forward_hook(lambda *_: None)
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.observe"):
+        for _ in range(2):
+            layer(torch.randn(7, 2, 24), None)
+    assert len([r for r in caplog.records if "never called" in r.message]) == 1

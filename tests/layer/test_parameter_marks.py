@@ -1,0 +1,73 @@
+"""What Megatron reads on the layer's parameters is there, whatever torch made of the objects."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.mark_laws import WAYS, layer_with
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+SPLIT = {"tensor_model_parallel": True, "partition_stride": 1}
+EXPECTED = {
+    "A_log": {**SPLIT, "partition_dim": 0, "partition_sizes": [8], "keep_in_fp32": True},
+    "dt_bias": {**SPLIT, "partition_dim": 0, "partition_sizes": [8], "keep_in_fp32": True},
+    "conv1d.weight": {**SPLIT, "partition_dim": 0, "partition_sizes": [32, 32, 96]},
+    "in_proj.weight": {**SPLIT, "partition_dim": 0},
+    "out_proj.weight": {**SPLIT, "partition_dim": 1},
+    "out_norm.weight": {"sequence_parallel": True},
+}
+
+
+def build(**changes):
+    # The mark of the norm is the config's; nothing is parallel on one rank.
+    config = make_config(**changes)
+    config.sequence_parallel = True
+    return layer_with(config, None, called=False)
+
+
+def missing(parameters) -> list[tuple]:
+    return [
+        (name, mark, getattr(parameters[name], mark, "none"))
+        for name, marks in EXPECTED.items()
+        for mark, value in marks.items()
+        if getattr(parameters[name], mark, "none") != value
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_mark_stays_with_the_parameters_name(way):
+    assert not missing(dict(WAYS[way](build).named_parameters()))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "swap_tensors"])
+def test_they_are_back_before_anybody_walks_over_the_parameters(way):
+    layer = WAYS[way](build)
+    parts = {name: name.rpartition(".") for name in EXPECTED}
+    modules = {path: getattr(layer, path) if path else layer for path, _, _ in parts.values()}
+    assert not missing({n: modules[path]._parameters[last] for n, (path, _, last) in parts.items()})
+
+
+def test_whoever_finds_a_parameter_through_the_model_finds_its_marks():
+    """Where no method of the layer hears of the replacement; read as Megatron reads them."""
+    layer = build()
+    model = nn.Sequential(layer)
+    layer.conv1d.load_state_dict(layer.conv1d.state_dict(), assign=True)
+    layer._parameters["A_log"] = nn.Parameter(layer.A_log.detach().clone())
+    assert missing({**dict.fromkeys(EXPECTED), "A_log": layer._parameters["A_log"]})
+    assert not missing({name[2:]: p for name, p in model.named_parameters()})
+
+
+def test_marks_that_somebody_changed_on_purpose_stay_changed():
+    layer = build()
+    layer.conv1d.weight.partition_stride = 2
+    layer.conv1d.weight.of_somebody_else = "kept"
+    layer = layer.double()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        layer = layer.float()  # into new parameters
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    weight = dict(layer.named_parameters())["conv1d.weight"]
+    assert (weight.partition_stride, weight.of_somebody_else) == (2, "kept")
