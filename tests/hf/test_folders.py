@@ -245,7 +245,7 @@ BROKEN = {
     "fp8": (lambda f: edit_weights(f, quantise), r"A_log is quantised \(F8_E4M3"),
     "int8": (
         lambda f: edit_weights(f, cast_to(torch.int8)),
-        r"0.linear_attn.A_log in .*\.safetensors has dtype int8; legal for .*A_log: bfloat16, float",
+        r"0.linear_attn.A_log in .*\.safetensors has dtype int8; legal for .*A_log: bfloat16, ",
     ),
     "fp64 gate": (
         lambda f: edit_weights(f, cast_to(torch.float64)),

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from tests.parallel import parallel
 from tests.precision.training import Training, build, load, made_up_step, save, sharded_state
 
-# One layer of two heads. The fp32 bucket is [dt_bias: 0, 1] [gap: 2 .. 63] [A_log: 64, 65] [padding
-# to 128, or to 65536 for NCCL's bandwidth]: at dp 8 ranks 0 and 4 have a parameter, 1 to 3 a part of
-# the gap, the others padding.
+# One layer of two heads. The fp32 bucket is [parameter: 0, 1] [gap: 2 .. 63] [parameter: 64, 65]
+# [padding to 128, or to 65536 for NCCL's bandwidth]: at dp 8 ranks 0 and 4 have a parameter, 1 to 3
+# a part of the gap, the others padding. Padded to 65536, rank 0 has all, the others not one share.
 SIZES = {
     "pattern": "G",
     "hidden_size": 8,
