@@ -22,6 +22,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from .upstream_bias import read_upstream_bias
+
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
 
@@ -74,6 +76,8 @@ def _split_tensor_factory(
                 part.key = f"{key}.{name}"
                 parts.append(part)
             start += section
+        if key.endswith("in_proj.bias"):
+            read_upstream_bias(key, parts)
         return parts
 
     return ShardedTensorFactory(
@@ -91,6 +95,12 @@ def gdn_sharded_state_dict(
     """The layer's parameters as Megatron's sharded tensors; upstream's keys and shapes.
 
     Biases of the projection and the convolution are split into sections like their weights.
+    Upstream splits all but the projection's bias: files of it are read all the same (see
+    :mod:`megatron_gdn.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes one that it
+    reads, without tensor parallelism.
+
+    Raises:
+        ValueError: ``gdn_whole_bias`` with tensor parallelism.
     """
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     tp_group = layer.pg_collection.tp if tp_group is None else tp_group
@@ -125,6 +135,14 @@ def gdn_sharded_state_dict(
         "conv1d.weight": (layout.conv_sections, layout.conv_names),
         "conv1d.bias": (layout.conv_sections, layout.conv_names),
     }
+    if layer.bias and metadata.get("gdn_whole_bias"):
+        if tp_group.size() > 1:
+            raise ValueError(
+                f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the sections "
+                f"of an undivided in_proj.bias stand in another order at every size. Load the "
+                f"checkpoint at tensor_model_parallel_size=1 and save it from there."
+            )
+        del split["in_proj.bias"]
     for name, (sections, names) in split.items():
         key = f"{prefix}{name}"
         if isinstance(result.get(key), ShardedTensor):

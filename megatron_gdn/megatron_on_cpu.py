@@ -192,11 +192,11 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 def resume_distributed_optimizer_with_torch_adam() -> None:
     """DistributedOptimizer checkpoints load when Adam is torch's own (no Apex, no TE).
 
-    Three lines of distrib_optimizer.py expect a fused Adam: :839 reads one common step from a
-    fresh, stateless optimizer; :1223 copies "step" from the loaded tensors, which never hold it;
-    :1032 then hands every parameter the same step tensor, so that one update counts once per
-    parameter. Can go when load_state_dict builds a step per parameter. Useful on a GPU without
-    fused Adam too.
+    Three lines of distrib_optimizer.py expect a fused Adam: :839 reads one common step from the
+    state of every rank, also of one whose optimizer is fresh or whose shares are all empty; :1223
+    copies "step" from the loaded tensors, which never hold it; :1032 then hands every parameter the
+    same step tensor, so that one update counts once per parameter. Can go when load_state_dict
+    builds a step per parameter. Useful on a GPU without fused Adam too.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -204,9 +204,21 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class, "_steps_are_unshared"):
         return
     optimizer_class._steps_are_unshared = True
+    state_dict = optimizer_class.state_dict
     sharded_state_dict = optimizer_class.sharded_state_dict
     set_states = optimizer_class._set_main_param_and_optimizer_states
     load_state_dict = optimizer_class.load_state_dict
+
+    def state_dict_with_a_step(self) -> dict[str, Any]:
+        adam = self.optimizer
+        if any(group["params"] for group in adam.param_groups):
+            return state_dict(self)
+        # Any step will do: a file has that of the first data-parallel rank, which has shares.
+        adam.state["no parameter"] = {"step": torch.zeros(())}
+        try:
+            return state_dict(self)
+        finally:
+            del adam.state["no parameter"]
 
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
         if not self.optimizer.state:
@@ -224,6 +236,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
 
+    optimizer_class.state_dict = state_dict_with_a_step
     optimizer_class.sharded_state_dict = sharded_state_dict_of_a_fresh_optimizer
     optimizer_class._set_main_param_and_optimizer_states = set_states_without_step
     optimizer_class.load_state_dict = load_state_dict_with_own_steps

@@ -13,6 +13,8 @@ but its optimizer state does not survive a checkpoint:
    autograd refuses for ``dp_reshardable`` checkpoints; and it writes this rank's shard only, so
    replicas hold different values when the checkpoint's model and master differ, as they do in a
    checkpoint of a layer that kept a 16-bit ``A_log``.
+4. ``DistributedOptimizer`` refuses to save ``dp_reshardable``, its default, on a rank whose share
+   of the fp32 parameters is empty, see :mod:`megatron_gdn.empty_shares`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. Wrapping is the least that works without the user doing anything, and it
@@ -39,6 +41,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .empty_shares import with_empty_shares
+
 # Where the masters of fp32 parameters stand in a Float16Optimizer's state dict, beside Megatron's
 # own list of masters: a Megatron without this wrapper does not look here.
 _MASTERS = "fp32_params"
@@ -56,6 +60,7 @@ def repair_mixed_dtype_optimizers() -> None:
     for owner, name, wrap in (
         (DistributedOptimizer, "__init__", _with_true_order),
         (DistributedOptimizer, "load_state_dict", _with_equal_replicas),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
     ):

@@ -8,13 +8,19 @@ decline.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .mixed_dtype_optimizers import repair_mixed_dtype_optimizers
+
+logger = logging.getLogger(__name__)
+
+# torch hands one list of missing keys to all modules of one load_state_dict.
+_missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
@@ -50,3 +56,38 @@ class Fp32Parameters:
             return moved
 
         return super()._apply(apply, recurse)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        """Load as torch does; say so where the values of the named parameters were rounded."""
+        keys = [f"{prefix}{name}" for name in self._keep_in_float32_parameter_names]
+        dtypes = {
+            key: state_dict[key].dtype for key in keys if hasattr(state_dict.get(key), "dtype")
+        }
+        _warn_of_rounded({k: d for k, d in dtypes.items() if d != torch.float32}, missing_keys)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *args
+        )
+
+
+def _warn_of_rounded(dtypes: dict[str, torch.dtype], missing_keys: list[str]) -> None:
+    """Warn once per ``load_state_dict``, at its first module with such parameters."""
+    global _missing_keys_of_warned_load
+    if not dtypes or missing_keys is _missing_keys_of_warned_load:
+        return
+    _missing_keys_of_warned_load = missing_keys
+    found = ", ".join(f"{key} ({str(dtype)[6:]})" for key, dtype in dtypes.items())
+    logger.warning(
+        "load_state_dict: %s: the layer keeps these in fp32, the state dict does not, so their "
+        "values are rounded; those of the layers after it are not listed. Where the checkpoint's "
+        "optimizer holds fp32 masters, megatron_gdn.fp32_masters.load_fp32_masters(model, folder) "
+        "brings them back.",
+        found,
+    )

@@ -139,7 +139,7 @@ def gdn_layer_from_hf(
 
     Args:
         hf_state: ``in_proj_*``, ``conv1d.weight``, ``A_log``, ``dt_bias``, ``norm.weight`` and
-            ``out_proj.weight``, in any dtypes.
+            ``out_proj.weight``, in bf16, fp16, fp32 or (all but the gates) fp64.
         dims: the whole layer's sizes.
         storage: how ``hf_state`` stores the projections.
         tp_size: number of tensor-parallel ranks.
@@ -150,7 +150,8 @@ def gdn_layer_from_hf(
         ``out_norm.weight`` fp32, all others in the file's dtype.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape, or heads do not split.
+        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
+            split.
     """
     maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
     sources = {source.key: source for entry in maps for source in entry.sources}
@@ -166,6 +167,9 @@ def gdn_layer_from_hf(
                 f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
                 f"{source.shape}."
             )
+    for entry in maps:
+        for source in entry.sources:
+            entry.check_dtype(hf_state[source.key].dtype, source.key)
     dims.shard(tp_size)
     ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
     for entry in maps:

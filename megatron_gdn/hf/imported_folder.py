@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .legal_weights import check_dtypes, read_pieces
 from .model_config import read_hf_config
 from .model_map import Architecture
 from .plan import check_aliases
@@ -80,6 +81,7 @@ def import_folder(
     record = SourceRecord(config, dict(weights.specs))
     plan = record.plan(model, zero_centered_gamma)
     check_aliases(weights, plan)
+    check_dtypes(weights, plan)
     multiple = vocab_divisible_by * tp_size
     vocab_rows = -(-config.vocab_size // multiple) * multiple
 
@@ -272,7 +274,7 @@ def _write_layer(
             for r in range(tp_size)
         ]
         for entry in entries:
-            pieces = [weights.read(source.key, source.expert) for source in entry.sources]
+            pieces = read_pieces(weights, entry)
             for writer, piece in zip(writers, shards_of(entry, pieces), strict=True):
                 writer.write(entry.name, piece)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .imported_folder import pad_rows, write_hf_files
+from .legal_weights import check_dtypes, read_pieces
 from .model_config import HFModelConfig
 from .model_map import Architecture
 from .plan import Plan, check_aliases
@@ -86,7 +87,9 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
     Raises:
         ValueError: the model and the files do not match; found before any parameter is touched.
             A parameter that the files do not fill is an error, so are weights the model has no
-            place for (with one pipeline stage and one expert rank, where all must have one).
+            place for (with one pipeline stage and one expert rank, where all must have one), and
+            weights of a dtype that is none (see `TensorMap.check_dtype`). Or a weight is NaN or
+            inf; found when it is read, so that the model is filled in part.
     """
     model = unwrapped(model)
     kind = _architecture(model)
@@ -94,13 +97,14 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
     record = SourceRecord.from_folder(folder)
     plan = record.plan(kind, model.config.layernorm_zero_centered_gamma)
     check_aliases(weights, plan)
+    check_dtypes(weights, plan)
     _check_tie(model, record.config)
     ranks = _Ranks.current()
     params = _global_parameters(model, ranks)
     targets = _match(plan, params, ranks, record, kind)
     rounded = []
     for entry, names in progress_bar(targets, "load", progress, len(targets)):
-        pieces = [weights.read(source.key, source.expert) for source in entry.sources]
+        pieces = read_pieces(weights, entry)
         for name in names:
             piece = _local_piece(entry, pieces, params[name], ranks)
             if not _copy(params[name], piece):

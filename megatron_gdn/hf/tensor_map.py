@@ -72,6 +72,21 @@ class TensorMap:
     def name(self) -> str:
         return self.names[0]
 
+    def check_dtype(self, dtype: torch.dtype, where: str) -> None:
+        """Refuse a source tensor of ``dtype``; ``where`` names it and its file.
+
+        Raises:
+            ValueError: no floating-point dtype of at least 16 bits, or one that `fp32` rounds.
+        """
+        legal = (torch.bfloat16, torch.float16, torch.float32)
+        legal += () if self.fp32 else (torch.float64,)
+        if dtype not in legal:
+            names = ", ".join(str(one).removeprefix("torch.") for one in legal)
+            raise ValueError(
+                f"{where} has dtype {str(dtype).removeprefix('torch.')}; legal for {self.name}: "
+                f"{names}. Convert the tensor to one of these first."
+            )
+
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor. Shifted and fp32 tensors come out as fp32."""
         full = self.join(pieces) if self.join else concatenated(pieces)

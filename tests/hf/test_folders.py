@@ -203,6 +203,14 @@ def quantise(tensors):
     tensors[A_LOG] = tensors[A_LOG].to(torch.float8_e4m3fn)
 
 
+def cast_to(dtype):
+    return lambda tensors: tensors.update({A_LOG: tensors[A_LOG].to(dtype)})
+
+
+def poison(value):
+    return lambda tensors: tensors[A_LOG][5].fill_(value)
+
+
 def truncate(folder):
     path = folder / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
@@ -235,6 +243,19 @@ BROKEN = {
     "wrong shape": (lambda f: edit_weights(f, cut), r"A_log has shape \(3,\).*\(8,\)"),
     "unknown key": (lambda f: edit_weights(f, add), r"unknown key '.*my_A_log'"),
     "fp8": (lambda f: edit_weights(f, quantise), r"A_log is quantised \(F8_E4M3"),
+    "int8": (
+        lambda f: edit_weights(f, cast_to(torch.int8)),
+        r"0.linear_attn.A_log in .*\.safetensors has dtype int8; legal for .*A_log: bfloat16, ",
+    ),
+    "fp64 gate": (
+        lambda f: edit_weights(f, cast_to(torch.float64)),
+        r"A_log in .* has dtype float64; legal for .*A_log: bfloat16, float16, float32\.",
+    ),
+    "nan": (
+        lambda f: edit_weights(f, poison(float("nan"))),
+        r"0.linear_attn.A_log in .*\.safetensors holds 1 of 8 values that are NaN or inf",
+    ),
+    "inf": (lambda f: edit_weights(f, poison(float("-inf"))), r"A_log in .*NaN or inf"),
     "unknown architecture": (
         lambda f: edit_config(f, architectures=["LlamaForCausalLM"]),
         r"unknown architecture \['LlamaForCausalLM'\]; known: Qwen3NextForCausalLM, ",

@@ -72,6 +72,13 @@ def test_file_to_shards_to_file_is_equal_in_bits_and_dtype(storage, ratio, tp_si
     assert_same_file(back, file)
 
 
+def test_integers_are_no_weights():
+    file = random_file(dims_of(), "flat")
+    file["dt_bias"] = file["dt_bias"].to(torch.int8)
+    with pytest.raises(ValueError, match="dt_bias has dtype int8; legal for dt_bias: bfloat16"):
+        gdn_layer_from_hf(file, dims_of(), "flat")
+
+
 @pytest.mark.parametrize("storage", ["interleaved", "flat"])
 @pytest.mark.parametrize("dtypes", FILE_DTYPES.values(), ids=FILE_DTYPES)
 @pytest.mark.parametrize("zero_centered_gamma", [True, False])

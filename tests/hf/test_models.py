@@ -184,3 +184,19 @@ def test_a_model_of_another_shape_is_refused_by_name(pools, hf_folder, changes, 
 
     (found,) = pools(1).run(loading_fails, hf_folder("dense"), **changes)
     assert re.search(message, found), found
+
+
+def test_nan_is_refused_where_a_model_is_loaded(pools, hf_folder, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "source"
+    shutil.copytree(hf_folder("dense"), folder)
+    path = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.startswith("model.layers.1."))
+    tensors[key].view(-1)[0] = float("nan")
+    save_file(tensors, path)
+    (found,) = pools(1).run(loading_fails, folder, untouched=False)
+    assert f"{key} in {path} holds 1 of" in found, found

@@ -58,8 +58,9 @@ class Training:
         return self.model.decoder.layers[0].self_attention.A_log
 
 
-def build(kind: str, **options) -> Training:
-    return wrap(kind, build_model(**options))
+def build(kind: str, ddp: dict | None = None, **options) -> Training:
+    """``ddp``: settings of DistributedDataParallelConfig."""
+    return wrap(kind, build_model(**options), **(ddp or {}))
 
 
 def build_model(
@@ -67,11 +68,12 @@ def build_model(
     upstream_layer: bool = False,
     seed: int = 5,
     spec_options: dict | None = None,
+    pattern: str = PATTERN,
     **sizes,
 ) -> HybridModel:
     """The same model on every rank and at every tp; ``upstream_layer`` takes Megatron's own GDN."""
     config = make_config(
-        num_layers=len(PATTERN),
+        num_layers=len(pattern),
         tensor_model_parallel_size=tp,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -87,7 +89,7 @@ def build_model(
         _stack(upstream_layer, spec_options or {}),
         vocab_size=VOCABULARY,
         max_sequence_length=64,
-        hybrid_layer_pattern=PATTERN,
+        hybrid_layer_pattern=pattern,
         share_embeddings_and_output_weights=False,
         position_embedding_type="none",
     )
@@ -108,14 +110,16 @@ def _end_earlier_trainings() -> None:
     gc.collect()
 
 
-def wrap(kind: str, model: HybridModel) -> Training:
+def wrap(kind: str, model: HybridModel, **ddp_settings) -> Training:
     """Float16Module, DistributedDataParallel and optimizer, as a training script would."""
     _end_earlier_trainings()
     config = model.config
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=kind != FLOAT16
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=kind != FLOAT16,
+            **ddp_settings,
         ),
         Float16Module(config, model),
     )

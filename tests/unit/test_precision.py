@@ -49,3 +49,23 @@ def test_a_module_from_the_meta_device_keeps_dtype_and_mark(swap):
     assert module.A_log.dtype == torch.float32 and module.A_log.keep_in_fp32
     assert module.weight.dtype == torch.bfloat16
     assert module.conv.weight.tensor_model_parallel
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_rounded_parameter_is_named_once_per_load(caplog, dtype):
+    model = nn.Sequential(Small(), Small())
+    state = {k: v.to(dtype) if "A_log" in k else v for k, v in model.state_dict().items()}
+    for _ in range(2):
+        caplog.clear()
+        model.load_state_dict(state)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"0.A_log ({str(dtype)[6:]})" in record.getMessage()
+        assert "load_fp32_masters" in record.getMessage()
+    assert model[0].A_log.dtype == torch.float32
+    assert torch.equal(model[0].A_log, state["0.A_log"].float())
+
+
+def test_a_load_of_fp32_says_nothing(caplog):
+    Small().load_state_dict(Small().state_dict())
+    assert not caplog.records

@@ -1,0 +1,118 @@
+"""Loads the projection's bias from checkpoints of Megatron's own layer.
+
+megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
+end to end, each ``[query | key | value | z | beta | alpha]`` of that rank. Its rows therefore stand
+in another order at every tensor-parallel size, and it loads scrambled, without an error, at any
+other size. Here the bias is stored section by section, like the weight (``in_proj.bias.query``,
+...), which is right at any size.
+
+Where a file has the one tensor and not the sections, the wrapper below reads it: the file says how
+many shards it was written in, and so in which order its rows are. In files with sections it does
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from torch import Tensor
+
+# Key of a section -> key of the whole bias, start and size of the section in the whole layer.
+_section_of: dict[str, tuple[str, int, int]] = {}
+
+
+def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> None:
+    """Let ``sections``, which make up the bias ``whole_key``, be loaded from upstream's files."""
+    start = 0
+    for section in sections:
+        size = section.global_shape[-1]
+        _section_of[section.key] = whole_key, start, size
+        start += size
+    _wrap_load()
+
+
+def _wrap_load() -> None:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    load = TorchDistLoadShardedStrategy.load
+    if not hasattr(load, "_reads_upstream_bias"):
+        TorchDistLoadShardedStrategy.load = _with_upstream_bias(load)
+        TorchDistLoadShardedStrategy.load._reads_upstream_bias = True
+
+
+def _with_upstream_bias(load: Callable) -> Callable:
+    @wraps(load)
+    def load_also_upstream_bias(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *args, **kwargs
+    ) -> dict[str, Any]:
+        def is_section(value: Any) -> bool:
+            return isinstance(value, ShardedTensor) and value.key in _section_of
+
+        if not any(map(is_section, nested_values(sharded_state_dict))):
+            return load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from torch.distributed.checkpoint import FileSystemReader
+
+        saved = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+        foreign, others = extract_matching_values(
+            sharded_state_dict,
+            lambda v: is_section(v) and v.key not in saved and _section_of[v.key][0] in saved,
+        )
+        wholes: dict[str, Tensor] = {}
+
+        def read(section: ShardedTensor) -> Tensor:
+            key = _section_of[section.key][0]
+            if key not in wholes:
+                wholes[key] = _read(key, saved[key], checkpoint_dir)
+            return _rows_of(section, wholes[key], saved[key])
+
+        dict_list_map_inplace(read, foreign)
+        loaded = load(self, others, checkpoint_dir, *args, **kwargs)
+        merge(loaded, foreign)
+        return loaded
+
+    return load_also_upstream_bias
+
+
+def _read(key: str, saved: Any, folder: str | Path) -> Tensor:
+    """A whole tensor of a checkpoint, read by this rank alone."""
+    from torch.distributed import checkpoint
+
+    state = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
+    reader = checkpoint.FileSystemReader(folder)
+    checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state[key]
+
+
+def _rows_of(section: ShardedTensor, whole: Tensor, saved: Any) -> Tensor:
+    """What ``section`` asks for of upstream's bias ``[..., width]``.
+
+    Raises:
+        ValueError: the bias has another width, or was written in shards of unequal size.
+    """
+    whole_key, start, size = _section_of[section.key]
+    width = sum(n for key, _, n in _section_of.values() if key == whole_key)
+    shards = {chunk.sizes[-1] for chunk in saved.chunks}
+    shard = shards.pop()
+    if whole.shape[-1] != width or shards or width % shard or size % (width // shard):
+        raise ValueError(
+            f"{whole_key} has {whole.shape[-1]} rows in the checkpoint, in shards of "
+            f"{sorted([shard, *shards])}; the layer has {width} and reads shards of equal size. "
+            f"Build the layer with the checkpoint's sizes."
+        )
+    ranks = width // shard
+    bias = whole[tuple(section.global_offset[:-1])]
+    rows = bias.view(ranks, shard)[:, start // ranks : (start + size) // ranks].flatten()
+    first = section.global_offset[-1]
+    rows = rows[first : first + section.local_shape[-1]]
+    return rows.to(section.dtype).to(section.data.device if section.data is not None else "cpu")
