@@ -99,12 +99,12 @@ def tensor_a2a_hp2cp(
 ) -> Tensor:
     """All-to-all from hidden parallel to context parallel: ``[S, B, d] -> [s, B, D]``.
 
-    The inverse of :func:`tensor_a2a_cp2hp` with the same arguments.
+    The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: widths of the sections of **D** (the result's), as given to
-            :func:`tensor_a2a_cp2hp`.
+        split_sections: widths of the sections of **d**, as they stand in ``tensor``: those given to
+            :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
         redo_attention_load_balancing: ``tensor`` is in sequence order and the result shall be a
             zigzag share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
 
@@ -112,7 +112,8 @@ def tensor_a2a_hp2cp(
         ``[s, B, D]``.
 
     Raises:
-        ValueError: as :func:`tensor_a2a_cp2hp`, or S not a multiple of cp.
+        ValueError: another dimension order, sections that do not add up to d, or S not a multiple
+            of cp (of ``2 * cp`` when the zigzag is to be redone).
 
     Source: the contract of ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
     """
@@ -126,7 +127,15 @@ def tensor_a2a_hp2cp(
             f"tensor_a2a_hp2cp: {S} tokens cannot be shared by {cp_size} ranks; the length must "
             f"be a multiple of {cp_size}."
         )
-    shares = _even_shares("tensor_a2a_hp2cp", d * cp_size, split_sections, cp_size)
+    sections = [d] if split_sections is None else list(split_sections)
+    if sum(sections) != d:
+        meant = " They are the widths before the exchange." if sum(sections) == d * cp_size else ""
+        raise ValueError(
+            f"tensor_a2a_hp2cp: sections {sections} must add up to {d}, the width of the tensor on "
+            f"this rank.{meant} Give the widths that a rank holds: those given to "
+            f"tensor_a2a_cp2hp, each divided by the context-parallel size {cp_size}."
+        )
+    shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
     layout = _layout_of(redo_attention_load_balancing)
     return to_sequence(tensor, Exchange.of(cp_group, shares, (S,), layout, tensor))
 
