@@ -332,7 +332,12 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             proj_sBP, _ = self.in_proj(hidden_states)
         core, schemes = self._executions.of(proj_sBP.device, proj_sBP.dtype)
         scheme, documents, tokens = schemes.resolve(packed_seq_params, hidden_states, self.sp_size)
-        require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
+        require_causal(
+            attention_mask,
+            hidden_states.shape[1],
+            tokens,
+            lambda: scheme.local_positions(tokens, documents),
+        )
         with span("to_heads"):
             proj_SBP = scheme.open(proj_sBP, documents)
         with span("mixer"):
