@@ -10,7 +10,7 @@ width, d = D / cp; P width of a projection row of one tensor-parallel rank, p of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -197,6 +197,14 @@ def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     return to_device(table, device)
 
 
+def _make_exchange(
+    group, layout, shares, tokens, batch, dtype, device, documents, limits
+) -> Exchange:
+    lengths = Documents.lengths_of(documents, tokens)
+    like = torch.empty(1, dtype=dtype, device=device).expand(tokens // group.size(), batch, 1)
+    return Exchange.of(group, shares, lengths, layout, like)
+
+
 class SingleRank:
     """The scheme for sequences that one rank holds whole: nothing to exchange."""
 
@@ -254,7 +262,8 @@ class Headwise:
         self._mixed = HeadShares.even(self.size, (dims.v_dim,))
         self._group, self._layout = group, layout
         # By the documents' identity: hashing and adding up many lengths takes longer than a launch.
-        self._exchange = lru_cache(maxsize=32)(self._make)
+        # Not a bound method: that would tie scheme and cache in a cycle, and keep what both hold.
+        self._exchange = lru_cache(maxsize=32)(partial(_make_exchange, group, layout))
 
     @torch.compiler.disable  # Dynamo takes the handles of point-to-point messages for tensors
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
@@ -271,11 +280,6 @@ class Headwise:
         """``rows`` are those of one of ``sharers`` ranks."""
         tokens, batch = rows.shape[0] * sharers, rows.shape[1]
         return self._exchange(shares, tokens, batch, rows.dtype, rows.device, documents, limits())
-
-    def _make(self, shares, tokens, batch, dtype, device, documents, limits) -> Exchange:
-        lengths = Documents.lengths_of(documents, tokens)
-        like = torch.empty(1, dtype=dtype, device=device).expand(tokens // self.size, batch, 1)
-        return Exchange.of(self._group, shares, lengths, self._layout, like)
 
     def local(self, param: Tensor, sections: Sequence[int] | None = None) -> Tensor:
         """This rank's share of a parameter along its first dimension.
