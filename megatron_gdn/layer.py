@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core import __version__ as megatron_version
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,6 +34,9 @@ from .ops import BACKENDS, decay_and_write_gates, l2norm
 from .ops.fused import Core
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded, sum_gradient_over_tp
+from .tested_megatron import warn_of_untested
+
+warn_of_untested(megatron_version)
 
 
 @dataclass
