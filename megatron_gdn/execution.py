@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from .context_parallel import ContextParallel, LinearCpMode, SequenceLayout
+from .context_parallel.agreement import number_of_new_layer
 from .dims import GDNDims
 from .mixer import heads_of
 from .observe import log_once
@@ -59,6 +60,7 @@ class Executions:
         self._config, self._dims, self._group, self._layout = config, dims, group, layout
         self._rule = {"backend": backend, "operands": operands, "normalise_qk": normalise_qk}
         self._mode = LinearCpMode.of(mode, config)
+        self._layer = number_of_new_layer()
         self._made: dict[tuple, Execution] = {}
         self.latest = self.of(_expected_device(), _expected_dtype(config))
 
@@ -79,7 +81,7 @@ class Executions:
         log_once(f"GatedDeltaNet: delta rule backend {core.name!r} ({reason})")
         schemes = ContextParallel(
             self._dims, self._group, self._layout,
-            mode=self._mode, core=core, element_size=dtype.itemsize,
+            mode=self._mode, core=core, element_size=dtype.itemsize, layer=self._layer,
         )  # fmt: skip
         return Execution(core, schemes)
 

@@ -35,41 +35,60 @@ _HELP = (
 )
 
 
-def require_causal(mask: Tensor | None, local_positions: Callable[[], Tensor | range]) -> None:
+def require_causal(
+    mask: Tensor | None, rows: int, tokens: int, local_positions: Callable[[], Tensor | range]
+) -> None:
     """Refuse an attention mask that masks something else than the future.
 
     A mask is looked at once, when a layer first meets it (which waits for the device); the other
-    layers of the micro-batch see a mark on the tensor.
+    layers of the micro-batch see a mark on the tensor. A mask made in inference mode is looked at
+    by every layer: torch does not say whether it was written to since.
 
     Args:
-        mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden,
-            s this rank's tokens and S all; or a 2-D mask ``[b, S]`` that keeps every token.
-        local_positions: gives the sequence positions of the s tokens.
+        mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
+            or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token.
+        rows: b, the rows of the batch.
+        tokens: S, the tokens of all ranks.
+        local_positions: gives the sequence positions of the s tokens of this rank.
 
     Raises:
-        NotImplementedError: the mask is not causal.
+        TypeError: the mask is not a tensor.
+        NotImplementedError: the mask is not causal, or of another shape.
     """
-    if mask is None or getattr(mask, _CHECKED, None) == mask._version:
+    if mask is None:
         return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is a {type(mask).__name__}, not a tensor. {_HELP}")
+    looked_at = None if mask.is_inference() else (mask._version, rows, tokens)
+    if looked_at is not None and getattr(mask, _CHECKED, None) == looked_at:
+        return
+    if mask.is_meta:
+        raise NotImplementedError(
+            f"attention_mask is on the meta device and has no values. {_HELP}"
+        )
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"an attention mask cannot be checked while a CUDA graph is captured. {_HELP}"
         )
+    positions = torch.as_tensor(local_positions(), device=mask.device)
+    local, shape = len(positions), tuple(mask.shape)
     if mask.dim() == 2:
-        legal = bool((mask == 1).all())
-    elif mask.dim() == 4 and mask.dtype == torch.bool:
-        positions = torch.as_tensor(local_positions(), device=mask.device)
-        columns = torch.arange(mask.shape[-1], device=mask.device)
-        future = columns > positions[:, None]
-        legal = mask.shape[-2] == future.shape[0] and bool((mask == future).all())
+        fits = shape in ((rows, tokens), (rows, local))
+        legal = fits and bool((mask == 1).all())
     else:
-        legal = False
+        fits = mask.dim() == 4 and shape in ((rows, 1, local, tokens), (1, 1, local, tokens))
+        future = torch.arange(tokens, device=mask.device) > positions[:, None]
+        legal = fits and mask.dtype == torch.bool and bool((mask == future).all())
     if not legal:
+        why = "is not a causal mask" if fits else (
+            f"does not fit {rows} rows of {tokens} tokens, {local} of them on this rank: it must "
+            f"be [{rows} or 1, 1, {local}, {tokens}] and causal, or [{rows}, {tokens}] of ones"
+        )  # fmt: skip
         raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} is not a causal "
-            f"mask. {_HELP}"
+            f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_HELP}"
         )
-    setattr(mask, _CHECKED, mask._version)
+    if looked_at is not None:
+        setattr(mask, _CHECKED, looked_at)
 
 
 def refuse_unsupported(

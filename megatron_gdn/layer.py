@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core import __version__ as megatron_version
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,6 +36,9 @@ from .out_norm import apply_gated_norm, summing_group
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
+from .tested_megatron import warn_of_untested
+
+warn_of_untested(megatron_version)
 
 
 @dataclass
@@ -335,7 +339,12 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
             proj_sBP, _ = self.in_proj(hidden_states)
         core, schemes = self._executions.of(proj_sBP.device, proj_sBP.dtype)
         scheme, documents, tokens = schemes.resolve(packed_seq_params, hidden_states, self.sp_size)
-        require_causal(attention_mask, lambda: scheme.local_positions(tokens, documents))
+        require_causal(
+            attention_mask,
+            hidden_states.shape[1],
+            tokens,
+            lambda: scheme.local_positions(tokens, documents),
+        )
         with span("to_heads"):
             proj_SBP = scheme.open(proj_sBP, documents)
         with span("mixer"):

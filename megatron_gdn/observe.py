@@ -12,10 +12,16 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on."""
+    """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on.
+
+    The range is closed also when the body raises: Megatron checks that ranges close in the order in
+    which they were opened, so one that stays open would make a later, unrelated one fail.
+    """
     nvtx_range_push(msg=f"GatedDeltaNet.{name}")
-    yield
-    nvtx_range_pop(msg=f"GatedDeltaNet.{name}")
+    try:
+        yield
+    finally:
+        nvtx_range_pop(msg=f"GatedDeltaNet.{name}")
 
 
 @cache

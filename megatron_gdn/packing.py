@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
+_BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
+_UNPACKED = ("sbhd", "bshd")
 
 
 class _Look(NamedTuple):
@@ -52,18 +54,21 @@ def resolve_packed_seq_params(
     weights are sums over all rows, and 0 * NaN is NaN), its outputs mean nothing: mask the loss.
 
     Args:
-        params: as Megatron passes it to a layer; other formats than ``"thd"`` are not packed.
+        params: as Megatron passes it to a layer. ``qkv_format="thd"`` is packed, and so is None
+            (Megatron's default) if there are boundaries; ``"sbhd"`` and ``"bshd"`` have none.
         total_tokens: tokens of the whole packed buffer, over all context-parallel ranks.
         device: where the layer runs.
 
     Raises:
-        ValueError: no boundaries, boundaries that do not start at 0, decrease or end elsewhere
-            than at ``total_tokens``, other boundaries for keys than for queries, or a document
-            longer than its padded slot.
+        TypeError: boundaries that are not tensors.
+        ValueError: another ``qkv_format``, or one that contradicts the boundaries; boundaries on
+            the meta device; no boundaries, boundaries that do not start at 0, decrease or end
+            elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
+            document longer than its padded slot.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
             every micro-batch.
     """
-    if params is None or params.qkv_format != "thd":
+    if params is None or not _is_packed(params):
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
@@ -71,12 +76,7 @@ def resolve_packed_seq_params(
             "host, and a replay would use those of the captured micro-batch. Leave this layer out "
             "of the graphs, or train on unpacked sequences."
         )
-    sources = (
-        params.cu_seqlens_q_padded,
-        params.cu_seqlens_q,
-        params.cu_seqlens_kv_padded,
-        params.cu_seqlens_kv,
-    )
+    sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
     if any(source is not None and source.is_inference() for source in sources):
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
         return _resolve(*sources, total_tokens, device)
@@ -92,12 +92,48 @@ def resolve_packed_seq_params(
     return documents
 
 
+def _is_packed(params: PackedSeqParams) -> bool:
+    """Whether documents are packed. Boundaries that are given are never passed over."""
+    layout = params.qkv_format
+    if layout == "thd":
+        return True
+    if layout is not None and layout not in _UNPACKED:
+        raise ValueError(
+            f"packed_seq_params has qkv_format={layout!r}; legal are 'thd' (packed documents, with "
+            f"cu_seqlens_q), 'sbhd' and 'bshd' (not packed), and None (packed if there are "
+            f"cu_seqlens_*)."
+        )
+    given = [name for name in _BOUNDARIES if getattr(params, name) is not None]
+    if given and layout is not None:
+        raise ValueError(
+            f"packed_seq_params has qkv_format={layout!r}, which is not packed, and gives "
+            f"{', '.join(given)}. Set qkv_format='thd' to keep the documents apart, or leave the "
+            f"boundaries None."
+        )
+    if not given and params.seq_idx is not None:
+        raise ValueError(
+            "packed_seq_params gives seq_idx but no cu_seqlens_q, from which this layer reads the "
+            "documents' boundaries. Set qkv_format='thd' and cu_seqlens_q."
+        )
+    return bool(given)
+
+
+def _tensor(params: PackedSeqParams, name: str) -> torch.Tensor | None:
+    offsets = getattr(params, name)
+    if offsets is not None and not isinstance(offsets, torch.Tensor):
+        raise TypeError(
+            f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
+            f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
+        )
+    return offsets
+
+
 def _resolve(q_padded, q, kv_padded, kv, total_tokens: int, device: torch.device) -> Documents:
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
         raise ValueError(
-            "packed_seq_params has qkv_format='thd' but neither cu_seqlens_q_padded nor "
-            "cu_seqlens_q, so the documents' boundaries are unknown."
+            "packed_seq_params has neither cu_seqlens_q_padded nor cu_seqlens_q, so the documents' "
+            "boundaries are unknown."
         )
     documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
 

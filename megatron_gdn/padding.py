@@ -32,8 +32,8 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
             left out, and padding may stand before, between and after documents.
 
     Raises:
-        ValueError: not integers ``[B, S]``, negative ids, ids that decrease along a row, or padding
-            inside a document.
+        ValueError: not a tensor of integers ``[B, S]``, or one on the meta device; negative ids,
+            ids that decrease along a row, or padding inside a document.
     """
     return _read(mask).lengths
 
@@ -81,12 +81,12 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    layout = _layout(mask, multiple_of)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
             f"be [S, B, ...] (sequence first), the mask [B, S]."
         )
-    layout = _layout(mask, multiple_of)
     pack, unpack = layout.tables(x.device)
     packed = _TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
     cu_seqlens = _cu_seqlens(layout.lengths, x.device)
@@ -139,6 +139,12 @@ class _MaskOnHost(NamedTuple):
 
 
 def _read(mask: Tensor) -> _MaskOnHost:
+    if not isinstance(mask, Tensor) or mask.is_meta:
+        what = "on the meta device" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"a mask of documents must be a tensor of integers [B, S] with values on the CPU or a "
+            f"GPU; this one is {what}."
+        )
     if mask.dim() != 2 or mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool:
         raise ValueError(
             f"a mask of documents must be integers [B, S] (ids from 1, 0 at padding), got shape "

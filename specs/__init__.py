@@ -1,8 +1,18 @@
 """Layer specs for Megatron launches, such as `--spec megatron_gdn.specs gdn_hybrid_stack_spec`."""
 
-from .gpt import gpt_block_spec
-from .hybrid import gdn_hybrid_stack_spec, gdn_hybrid_stack_spec_local, hybrid_stack_spec
-from .layer import gated_delta_net_spec
+from megatron.core import __version__ as _megatron_version
+
+from megatron_gdn.tested_megatron import warn_of_untested
+
+warn_of_untested(_megatron_version)  # before what an untested version may fail at
+
+from .gpt import gpt_block_spec  # noqa: E402
+from .hybrid import (  # noqa: E402
+    gdn_hybrid_stack_spec,
+    gdn_hybrid_stack_spec_local,
+    hybrid_stack_spec,
+)
+from .layer import gated_delta_net_spec  # noqa: E402
 
 __all__ = [
     "gated_delta_net_spec",

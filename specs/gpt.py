@@ -30,6 +30,10 @@ from .local import (
     local_mlp_builder,
 )
 
+# Megatron-Core 0.19 calls the variant by the first name; later ones by the second, and turn the
+# first into it.
+GDN_VARIANTS = ("gated_delta_net", "gdn")
+
 
 def gpt_block_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None, **options: Any
@@ -54,11 +58,12 @@ def gpt_block_spec(
         ImportError: Transformer Engine is asked for and absent.
     """
     config = getattr(config, "transformer", config)
-    if config.experimental_attention_variant != "gated_delta_net":
+    if config.experimental_attention_variant not in GDN_VARIANTS:
         raise ValueError(
             "gpt_block_spec builds Gated DeltaNet layers, but experimental_attention_variant is "
-            f"{config.experimental_attention_variant!r}; set it to 'gated_delta_net' and choose "
-            "linear_attention_freq (an interval, or a list of 0 and 1 per layer)."
+            f"{config.experimental_attention_variant!r}; set it to 'gated_delta_net' (in newer "
+            "Megatrons 'gdn') and choose linear_attention_freq (an interval, or a list of 0 and 1 "
+            "per layer)."
         )
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm

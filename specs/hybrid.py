@@ -7,7 +7,8 @@ or, for a launch that takes the name of a module-level spec:
     --spec megatron_gdn.specs gdn_hybrid_stack_spec --hybrid-layer-pattern "GEGEGE*E"
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -33,6 +34,8 @@ from .local import (
     local_mlp_builder,
     unavailable,
 )
+
+_SYMBOLS = {"mamba_layer": "M", "dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 def hybrid_stack_spec(
@@ -81,10 +84,10 @@ def _local_submodules(
     mixer: ModuleSpec, qk_layernorm: bool, num_moe_experts: int | None
 ) -> HybridStackSubmodules:
     attention = local_attention_spec(qk_layernorm=qk_layernorm)
-    return HybridStackSubmodules(
-        gdn_layer=_local_mixer_layer(mixer, GDN_NORM_KEYS),
-        attention_layer=_local_mixer_layer(attention, ATTENTION_NORM_KEYS),
-        mlp_layer=ModuleSpec(
+    layers = {
+        "gdn_layer": _local_mixer_layer(mixer, GDN_NORM_KEYS),
+        "attention_layer": _local_mixer_layer(attention, ATTENTION_NORM_KEYS),
+        "mlp_layer": ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=TorchRMSNorm,
@@ -93,11 +96,20 @@ def _local_submodules(
                 sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
             ),
         ),
-        mamba_layer=unavailable("M"),
-        dsa_layer=unavailable("D"),
-        mla_layer=unavailable("+"),
-        moe_layer=_local_moe_layer(num_moe_experts) if num_moe_experts else unavailable("E"),
-    )
+    }
+    if num_moe_experts:
+        layers["moe_layer"] = _local_moe_layer(num_moe_experts)
+    return HybridStackSubmodules(**layers, **_refusals(without=layers))
+
+
+def _refusals(without: Iterable[str]) -> dict[str, ModuleSpec]:
+    """A spec that refuses to build for every other layer that this Megatron's stack knows.
+
+    Which ones those are changes between versions; a place left out would be an identity.
+    """
+    places = {field.name for field in fields(HybridStackSubmodules)}
+    others = {place for place in places if place.endswith("_layer")} - set(without)
+    return {place: unavailable(_SYMBOLS.get(place, place)) for place in sorted(others)}
 
 
 def _local_moe_layer(num_moe_experts: int) -> ModuleSpec:

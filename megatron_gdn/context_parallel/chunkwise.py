@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -76,9 +76,9 @@ class Chunkwise:
     ) -> None:
         self.size, self.dims = group.size(), dims
         self._group, self._layout = group, layout
-        self._exchange = exchange
         # By the documents' identity: hashing and pricing many lengths takes longer than a launch.
-        self._split = lru_cache(maxsize=16)(self._make)
+        # Not a bound method: that would tie scheme and cache in a cycle, and keep what both hold.
+        self._split = lru_cache(maxsize=16)(partial(_make_split, dims, group, layout, exchange))
 
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
         return proj_sBP
@@ -102,23 +102,30 @@ class Chunkwise:
         """
         return self._split(documents, *proj_sBP.shape[:2], proj_sBP.device)
 
-    def _make(
-        self, documents: Documents | None, tokens: int, rows: int, device: torch.device
-    ) -> SplitMicroBatch:
-        lengths = Documents.lengths_of(documents, tokens * self.size)
-        exchange = self._exchange
-        if exchange is None:
-            packed = None if documents is None else lengths
-            prices = exchange_prices(self.dims, self.size, self._layout, rows, packed)
-            exchange = min(prices, key=prices.get)
-        where = (lengths, self.size, self._layout, self._group.rank())
-        return SplitMicroBatch(
-            _local_pieces(*where, device),
-            halo_table(*where, self.dims.conv_kernel_dim, device),
-            state_table(*where, rows, device),
-            EXCHANGES[exchange],
-            self._group,
-        )
+
+def _make_split(
+    dims: GDNDims,
+    group: dist.ProcessGroup,
+    layout: SequenceLayout,
+    exchange: str | None,
+    documents: Documents | None,
+    tokens: int,
+    rows: int,
+    device: torch.device,
+) -> SplitMicroBatch:
+    lengths = Documents.lengths_of(documents, tokens * group.size())
+    if exchange is None:
+        packed = None if documents is None else lengths
+        prices = exchange_prices(dims, group.size(), layout, rows, packed)
+        exchange = min(prices, key=prices.get)
+    where = (lengths, group.size(), layout, group.rank())
+    return SplitMicroBatch(
+        _local_pieces(*where, device),
+        halo_table(*where, dims.conv_kernel_dim, device),
+        state_table(*where, rows, device),
+        EXCHANGES[exchange],
+        group,
+    )
 
 
 @lru_cache(maxsize=16)

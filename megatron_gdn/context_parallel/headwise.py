@@ -10,7 +10,7 @@ width, d = D / cp; P width of a projection row of one tensor-parallel rank, p of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -99,12 +99,12 @@ def tensor_a2a_hp2cp(
 ) -> Tensor:
     """All-to-all from hidden parallel to context parallel: ``[S, B, d] -> [s, B, D]``.
 
-    The inverse of :func:`tensor_a2a_cp2hp` with the same arguments.
+    The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: widths of the sections of **D** (the result's), as given to
-            :func:`tensor_a2a_cp2hp`.
+        split_sections: widths of the sections of **d**, as they stand in ``tensor``: those given to
+            :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
         redo_attention_load_balancing: ``tensor`` is in sequence order and the result shall be a
             zigzag share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
 
@@ -112,7 +112,8 @@ def tensor_a2a_hp2cp(
         ``[s, B, D]``.
 
     Raises:
-        ValueError: as :func:`tensor_a2a_cp2hp`, or S not a multiple of cp.
+        ValueError: another dimension order, sections that do not add up to d, or S not a multiple
+            of cp (of ``2 * cp`` when the zigzag is to be redone).
 
     Source: the contract of ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
     """
@@ -126,7 +127,15 @@ def tensor_a2a_hp2cp(
             f"tensor_a2a_hp2cp: {S} tokens cannot be shared by {cp_size} ranks; the length must "
             f"be a multiple of {cp_size}."
         )
-    shares = _even_shares("tensor_a2a_hp2cp", d * cp_size, split_sections, cp_size)
+    sections = [d] if split_sections is None else list(split_sections)
+    if sum(sections) != d:
+        meant = " They are the widths before the exchange." if sum(sections) == d * cp_size else ""
+        raise ValueError(
+            f"tensor_a2a_hp2cp: sections {sections} must add up to {d}, the width of the tensor on "
+            f"this rank.{meant} Give the widths that a rank holds: those given to "
+            f"tensor_a2a_cp2hp, each divided by the context-parallel size {cp_size}."
+        )
+    shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
     layout = _layout_of(redo_attention_load_balancing)
     return to_sequence(tensor, Exchange.of(cp_group, shares, (S,), layout, tensor))
 
@@ -188,6 +197,14 @@ def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     return to_device(table, device)
 
 
+def _make_exchange(
+    group, layout, shares, tokens, batch, dtype, device, documents, limits
+) -> Exchange:
+    lengths = Documents.lengths_of(documents, tokens)
+    like = torch.empty(1, dtype=dtype, device=device).expand(tokens // group.size(), batch, 1)
+    return Exchange.of(group, shares, lengths, layout, like)
+
+
 class SingleRank:
     """The scheme for sequences that one rank holds whole: nothing to exchange."""
 
@@ -245,7 +262,8 @@ class Headwise:
         self._mixed = HeadShares.even(self.size, (dims.v_dim,))
         self._group, self._layout = group, layout
         # By the documents' identity: hashing and adding up many lengths takes longer than a launch.
-        self._exchange = lru_cache(maxsize=32)(self._make)
+        # Not a bound method: that would tie scheme and cache in a cycle, and keep what both hold.
+        self._exchange = lru_cache(maxsize=32)(partial(_make_exchange, group, layout))
 
     @torch.compiler.disable  # Dynamo takes the handles of point-to-point messages for tensors
     def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
@@ -262,11 +280,6 @@ class Headwise:
         """``rows`` are those of one of ``sharers`` ranks."""
         tokens, batch = rows.shape[0] * sharers, rows.shape[1]
         return self._exchange(shares, tokens, batch, rows.dtype, rows.device, documents, limits())
-
-    def _make(self, shares, tokens, batch, dtype, device, documents, limits) -> Exchange:
-        lengths = Documents.lengths_of(documents, tokens)
-        like = torch.empty(1, dtype=dtype, device=device).expand(tokens // self.size, batch, 1)
-        return Exchange.of(self._group, shares, lengths, self._layout, like)
 
     def local(self, param: Tensor, sections: Sequence[int] | None = None) -> Tensor:
         """This rank's share of a parameter along its first dimension.

@@ -12,6 +12,7 @@ from ..ops import Documents
 from ..ops.fused.cores.base import Core, can_pass_states
 from ..ops.obstacles import why_not_heads
 from ..packing import resolve_packed_seq_params
+from .agreement import number_of_new_layer, require_agreement
 from .choice import LinearCpMode, price
 from .chunkwise import Chunkwise
 from .headwise import Headwise, SingleRank
@@ -35,6 +36,7 @@ class ContextParallel:
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see :mod:`.choice`.
         core: the layer's delta rule.
         element_size: bytes of an activation.
+        layer: the layer's number, see :mod:`.agreement`; a new one by default.
 
     Raises:
         ValueError: headwise is asked for and the heads cannot be split over ``group``.
@@ -51,11 +53,13 @@ class ContextParallel:
         mode: LinearCpMode,
         core: Core,
         element_size: int,
+        layer: int | None = None,
     ) -> None:
         self._dims, self._group, self._layout = dims, group, layout
+        self._layer = number_of_new_layer() if layer is None else layer
         self._mode, self._core, self._element_size = mode, core, element_size
         self._schemes: dict[Any, dict[LinearCpMode, Scheme]] = {}
-        self._announced: set[Scheme] = set()
+        self._announced: set[tuple[str, int]] = set()
         self._over(group)
 
     def _over(self, group: Any) -> dict[LinearCpMode, Scheme]:
@@ -127,8 +131,11 @@ class ContextParallel:
             sp_size: ranks that share a context-parallel rank's tokens by sequence parallelism.
 
         Raises:
-            ValueError: boundaries that do not fit, a batch of packed rows, ``local_cp_size`` that
-                is not the size of ``cp_group``; or as the constructor, for a group seen first here.
+            TypeError, ValueError: boundaries that do not fit, see
+                :func:`~megatron_gdn.packing.resolve_packed_seq_params`.
+            ValueError: ranks that disagree (see :mod:`.agreement`), a batch of packed rows,
+                ``local_cp_size`` that is not the size of ``cp_group``; or as the constructor, for a
+                group seen first here.
             NotImplementedError: as the constructor.
         """
         group = self._group_of(packed)
@@ -140,6 +147,7 @@ class ContextParallel:
                 f"packed documents need a batch of 1, got hidden_states of shape "
                 f"{tuple(hidden_states.shape)}. Lay the rows end to end and extend cu_seqlens."
             )
+        require_agreement(self._layer, group, tokens, rows, documents, hidden_states.device)
         return self._choose(group, tokens, rows, documents), documents, tokens
 
     def _choose(self, group: Any, tokens: int, rows: int, documents: Documents | None) -> Scheme:
@@ -163,7 +171,12 @@ class ContextParallel:
         return scheme
 
     def _announce(self, scheme: Scheme, why: str) -> None:
-        """Log what ``auto`` took, the first time that it takes it."""
-        if self._mode is LinearCpMode.AUTO and scheme.size > 1 and scheme not in self._announced:
-            self._announced.add(scheme)
+        """Log what ``auto`` took, the first time that it takes it over so many ranks.
+
+        Names and sizes are remembered, not schemes, which would stay alive after their group.
+        """
+        if self._mode is not LinearCpMode.AUTO or scheme.size == 1:
+            return
+        if (scheme.name, scheme.size) not in self._announced:
+            self._announced.add((scheme.name, scheme.size))
             log_once(f"GatedDeltaNet: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")

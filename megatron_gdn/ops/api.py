@@ -34,6 +34,7 @@ def resolve_backend(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    key_dim: int | None = None,
     deterministic: bool = False,
 ) -> Backend:
     """Choose the implementation of the gated delta rule.
@@ -44,11 +45,13 @@ def resolve_backend(
             works, otherwise the reference. A name that is not ``"auto"`` is never replaced by
             another.
         device, dtype: where and in what the rule will run.
+        key_dim: K, where it is known.
         deterministic: ``"auto"`` then takes the reference; ``"fla"`` is refused.
 
     Raises:
         ValueError: an unknown name, or one that the other arguments rule out.
-        ImportError: the backend's package is missing or known to compute wrong results here.
+        ImportError: the backend's package is missing, not of a known version, or known to compute
+            wrong results here.
     """
     device = torch.device(device)
     if backend not in ("auto", *BACKENDS):
@@ -56,7 +59,7 @@ def resolve_backend(
             f"unknown backend {backend!r}; use 'auto' or one of "
             f"{', '.join(repr(name) for name in BACKENDS)}."
         )
-    obstacle = why_not_fla(device, dtype) if backend in ("auto", "fla") else None
+    obstacle = why_not_fla(device, dtype, key_dim) if backend in ("auto", "fla") else None
     if backend == "auto":
         if deterministic:
             return Backend("reference", BACKENDS["reference"], "deterministic mode")
@@ -125,6 +128,7 @@ def gated_delta_rule(
         backend,
         device=value.device,
         dtype=value.dtype,
+        key_dim=key.shape[-1],
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     arguments = {} if chosen.name == "recurrent" else {"chunk_size": chunk_size}

@@ -5,9 +5,12 @@ Legend: N documents, T tokens of the buffer.
 
 from __future__ import annotations
 
+import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -64,23 +67,17 @@ class Documents:
         (the same offsets on the host) or an already resolved ``Documents`` to avoid that.
 
         Raises:
-            ValueError: the offsets do not start at 0, decrease, or do not end at
-                ``total_tokens``.
+            TypeError: something else than a tensor, a sequence of integers or ``Documents``.
+            ValueError: a tensor that is not 1-D and of integers, or on the meta device; offsets
+                that do not start at 0, decrease, or do not end at ``total_tokens``.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
         else:
             source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-            if isinstance(source, Tensor):
-                if source.dim() != 1 or source.is_floating_point():
-                    raise ValueError(
-                        f"cu_seqlens must be a 1-D integer tensor of cumulative lengths, got "
-                        f"shape {tuple(source.shape)} and dtype {source.dtype}."
-                    )
-                source = source.tolist()
             if device is None:
                 device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
-            documents = cls(tuple(source), torch.device(device))
+            documents = cls(_offsets_of(source), torch.device(device))
         if documents.offsets[-1] != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.offsets[-1]}, but the buffer holds {total_tokens} "
@@ -88,6 +85,12 @@ class Documents:
                 f"of its own, or add it to the last one."
             )
         return documents
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """56 bits of a hash of the offsets, the same in every process."""
+        digest = blake2b(array("q", self.offsets).tobytes(), digest_size=7).digest()
+        return int.from_bytes(digest, "little")
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -126,3 +129,27 @@ class Documents:
         start_T = (length_N.cumsum(0) - length_N).repeat_interleave(length_N)
         position_T = torch.arange(self.total_tokens, device="cpu") - start_T
         return to_device(position_T.to(torch.int32), self.device)
+
+
+def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The values of ``cu_seqlens``, which waits for the device of a tensor that is on one."""
+    if isinstance(source, Tensor):
+        integers = not (source.is_floating_point() or source.is_complex())
+        if source.dim() != 1 or not integers or source.dtype == torch.bool:
+            raise ValueError(
+                f"cu_seqlens must be a 1-D integer tensor of cumulative lengths, got "
+                f"shape {tuple(source.shape)} and dtype {source.dtype}."
+            )
+        if source.is_meta:
+            raise ValueError(
+                "cu_seqlens is on the meta device and holds no offsets; give it on the CPU or on "
+                "the device where the layer runs."
+            )
+        return tuple(source.tolist())
+    try:
+        return tuple(operator.index(offset) for offset in source)
+    except TypeError:
+        raise TypeError(
+            f"cu_seqlens must be a 1-D integer tensor, a sequence of integers or Documents, got "
+            f"{type(source).__name__}: {source!r:.80}."
+        ) from None

@@ -1,6 +1,6 @@
-"""The one file that imports flash-linear-attention (fla); everything here needs a GPU.
+"""flash-linear-attention's (fla's) public function under this package's name; it needs a GPU.
 
-fla >= 0.5 hands the rule to FlashQLA by itself where that is installed and fits (SM90 and newer,
+fla hands the rule to FlashQLA by itself where that is installed and fits (SM90 and newer,
 K = V = 128, bf16 or fp16).
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -9,10 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from .fla_functions import why_not_callable
+
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
 FLA_IS_TIMED = (
     "fla picks its kernels by timing them, so another run or rank may add in another order"
 )
+_FLA_KNOWN = (0, 6)  # pyproject.toml asks for the same; others may compute something else
+_FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # the second holds the kernels
 _FLASH_QLA_OLDEST = (0, 1, 3)  # earlier ones race, and round dg through bf16
 _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
@@ -28,12 +33,9 @@ class Obstacle(NamedTuple):
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
-    """``"3.7.1rc1+cu130"`` -> ``(3, 7, 11)``: good enough to compare releases."""
-    numbers = []
-    for part in text.split("+")[0].split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit())
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
+    """``"3.7.1rc1+cu130"`` -> ``(3, 7, 1)``: good enough to compare releases."""
+    parts = text.split("+")[0].split(".")[:3]
+    return tuple(int(re.match(r"\d*", part).group() or 0) for part in parts)
 
 
 def installed_version(package: str) -> str | None:
@@ -102,6 +104,16 @@ def _fla_package(major: int) -> Obstacle | None:
     if find_spec("fla") is None:
         why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
         return Obstacle(why, ImportError)
+    known = ".".join(map(str, _FLA_KNOWN))
+    found = {name: installed_version(name) for name in _FLA_PACKAGES}
+    found = {name: version for name, version in found.items() if version is not None}
+    if not found:
+        why = f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
+        return Obstacle(why, ImportError)
+    for name, installed in found.items():
+        if version_tuple(installed)[:2] != _FLA_KNOWN:
+            why = f"{name} {installed} is not known here, {known} is ({FLA_INSTALL_HINT})"
+            return Obstacle(why, ImportError)
     triton = installed_version("triton")
     if triton is None:
         why = "flash-linear-attention needs triton, which is not installed"
@@ -117,4 +129,5 @@ def _fla_package(major: int) -> Obstacle | None:
             f"3.7.1 or newer"
         )
         return Obstacle(why, ImportError)
-    return None
+    why = why_not_callable()  # last: it imports fla
+    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from megatron.core.ssm import gated_delta_net as upstream
 
 from megatron_gdn import (
     Documents,
@@ -57,11 +58,35 @@ def hp2cp_is_the_inverse_of_cp2hp(sections) -> None:
     mine = torch.randn(4, 2, sum(SECTIONS), dtype=torch.float64, requires_grad=True)
     there = tensor_a2a_cp2hp(mine, 0, 2, dist.group.WORLD, sections)
     assert there.shape == (4 * size, 2, sum(SECTIONS) // size)
-    back = tensor_a2a_hp2cp(there, 0, 2, dist.group.WORLD, sections)
+    inside = None if sections is None else [section // size for section in sections]
+    back = tensor_a2a_hp2cp(there, 0, 2, dist.group.WORLD, inside)
     assert torch.equal(back, mine)
     weight = torch.randn_like(back)
     (back * weight).sum().backward()
     assert torch.equal(mine.grad, weight)
+
+
+def the_all_to_alls_are_upstreams(sections) -> None:
+    """The same call of both packages: the same output and gradient, bit for bit."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    inside = None if sections is None else [section // size for section in sections]
+    width = sum(SECTIONS)
+    for ours, theirs, shape, widths in (
+        (tensor_a2a_cp2hp, upstream.tensor_a2a_cp2hp, (4, 2, width), sections),
+        (tensor_a2a_hp2cp, upstream.tensor_a2a_hp2cp, (4 * size, 2, width // size), inside),
+    ):
+        for balanced in (True, False):
+            torch.manual_seed(dist.get_rank())
+            x = torch.randn(*shape, dtype=torch.float64)
+            found = []
+            for function in (ours, theirs):
+                leaf = x.clone().requires_grad_()
+                y = function(leaf, 0, -1, group, widths, balanced)
+                torch.manual_seed(7 + dist.get_rank())
+                (y * torch.randn_like(y)).sum().backward()
+                found.append((y.detach(), leaf.grad))
+            assert torch.equal(found[0][0], found[1][0]), (ours.__name__, balanced)
+            assert torch.equal(found[0][1], found[1][1]), (ours.__name__, balanced)
 
 
 def parameter_shares_rebuild_the_parameter_and_its_gradient() -> None:
@@ -93,6 +118,14 @@ def bad_exchanges_are_refused() -> None:
         ),
         (lambda: tensor_a2a_cp2hp(torch.zeros(3, 1, 8), 0, -1, group), "not a multiple of"),
         (lambda: tensor_a2a_hp2cp(torch.zeros(5, 1, 8), 0, -1, group), "cannot be shared"),
+        (
+            lambda: tensor_a2a_hp2cp(torch.zeros(4, 1, 6), 0, -1, group, (8, 4)),
+            "widths before the exchange. Give the widths that a rank holds",
+        ),
+        (
+            lambda: tensor_a2a_hp2cp(torch.zeros(4, 1, 6), 0, -1, group, (4, 1)),
+            "[4, 1] must add up to 6",
+        ),
         (lambda: get_parameter_local_cp(torch.zeros(7), 0, group), "each be a multiple"),
     ):
         try:

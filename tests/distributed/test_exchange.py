@@ -18,6 +18,11 @@ def test_hp2cp_is_the_inverse_of_cp2hp(pools, size, sections):
     pools(size).run(laws.hp2cp_is_the_inverse_of_cp2hp, sections)
 
 
+@pytest.mark.parametrize("sections", [None, laws.SECTIONS])
+def test_the_all_to_alls_are_upstreams(pools, sections):
+    pools(2).run(laws.the_all_to_alls_are_upstreams, sections)
+
+
 @sizes
 def test_parameter_shares_rebuild_the_parameter_and_its_gradient(pools, size):
     pools(size).run(laws.parameter_shares_rebuild_the_parameter_and_its_gradient)

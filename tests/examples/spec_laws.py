@@ -51,6 +51,15 @@ def gpt_mixers_and_loss(freq, **changes):
         return mixers, bool(loss.isfinite().all()), tuple(loss.shape)
 
 
+def gpt_mixers_of_variant(variant: str) -> list[type]:
+    """The mixers of a GPT block's specs, of a config that calls the variant so."""
+    with parallel():
+        config = gpt_config(4)
+        config.experimental_attention_variant = variant
+        layers = gpt_block_spec(config).layer_specs
+        return [layer.submodules.self_attention.module for layer in layers]
+
+
 def gpt_layers_per_stage(pipeline_ranks: int) -> list[int]:
     """How many layers each pipeline stage gets, asked by rank number."""
     with parallel():

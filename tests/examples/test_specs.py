@@ -1,11 +1,18 @@
 """Specs: Transformer Engine's checkpoint names with local modules, and nothing built in silence."""
 
+import importlib
+import warnings
+from dataclasses import dataclass, fields
+
+import megatron.core
 import pytest
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
-from megatron_gdn import GatedDeltaNet
-from megatron_gdn.specs import gpt_block_spec, hybrid_stack_spec
+from megatron_gdn import GatedDeltaNet, specs, tested_megatron
+from megatron_gdn.specs import gpt_block_spec, hybrid, hybrid_stack_spec
 from tests.examples import spec_laws
 from tests.parallel import make_config
 
@@ -87,6 +94,62 @@ def test_transformer_engine_is_never_replaced_in_silence():
     config = make_config(experimental_attention_variant="gated_delta_net", linear_attention_freq=4)
     with pytest.raises(ImportError, match="needs Transformer Engine"):
         gpt_block_spec(config)
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
+def test_gpt_blocks_know_both_names_of_the_variant(pools, variant):
+    """Megatron-Core after 0.19 turns the first into the second."""
+    assert pools(1).run(spec_laws.gpt_mixers_of_variant, variant) == [
+        [GatedDeltaNet, GatedDeltaNet, GatedDeltaNet, SelfAttention]
+    ]
+
+
+@dataclass
+class OtherStack:
+    """Places of layers as another Megatron may have them: some are gone, some are new."""
+
+    mamba_layer: type = IdentityOp
+    gdn_layer: type = IdentityOp
+    attention_layer: type = IdentityOp
+    mlp_layer: type = IdentityOp
+    moe_layer: type = IdentityOp
+    csa_layer: type = IdentityOp
+    mtp_block_spec: ModuleSpec | None = None
+
+
+def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeypatch):
+    monkeypatch.setattr(hybrid, "HybridStackSubmodules", OtherStack)
+    layers = hybrid_stack_spec("local").submodules
+    assert layers.gdn_layer.submodules.self_attention.module is GatedDeltaNet
+    for place, symbol in (("mamba_layer", "M"), ("moe_layer", "E"), ("csa_layer", "csa_layer")):
+        with pytest.raises(NotImplementedError, match=f"no layer for {symbol!r}"):
+            build_module(getattr(layers, place))
+    assert layers.mtp_block_spec is None
+
+
+def test_the_installed_stack_has_every_place_filled():
+    layers = hybrid_stack_spec("local", num_moe_experts=2).submodules
+    empty = [f.name for f in fields(layers) if getattr(layers, f.name) is IdentityOp]
+    assert not empty
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"),
+    [
+        ("0.19.0", False), ("0.19.2+aa12f35", False), ("0.18.2", True), ("0.20.0rc0", True),
+        ("0.20.1", True), ("1.0", True),
+    ],
+)  # fmt: skip
+def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(
+    monkeypatch, version, warned
+):
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    tested_megatron.warn_of_untested.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        importlib.reload(specs)
+    told = [str(w.message) for w in caught if "megatron_gdn was tested with" in str(w.message)]
+    assert len(told) == warned and all(version in text for text in told)
 
 
 def test_a_config_without_gated_delta_net_is_refused():

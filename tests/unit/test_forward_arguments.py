@@ -9,22 +9,51 @@ def causal(rows, columns):
     return (torch.arange(columns) > torch.as_tensor(rows)[:, None])[None, None]
 
 
+def check(mask, rows=1, tokens=8, positions=range(8)):
+    require_causal(mask, rows, tokens, lambda: positions)
+
+
 def test_causal_masks_pass_whole_and_as_a_context_parallel_share():
-    require_causal(None, lambda: range(8))
-    require_causal(causal(range(8), 8), lambda: range(8))
-    require_causal(causal(range(8), 8).expand(3, 1, 8, 8), lambda: range(8))
+    check(None)
+    check(causal(range(8), 8))
+    check(causal(range(8), 8), rows=3)
+    check(causal(range(8), 8).expand(3, 1, 8, 8), rows=3)
     mine = local_indices([8], 2, 1)
-    require_causal(causal(mine, 8), lambda: mine)
-    require_causal(torch.ones(2, 8), lambda: range(8))
+    check(causal(mine, 8), positions=mine)
+    check(torch.ones(2, 8), rows=2)
+    check(torch.ones(2, 4), rows=2, positions=mine)
 
 
 def test_a_mask_is_read_once():
+    def positions():
+        return pytest.fail("read again")
+
     mask = causal(range(8), 8)
-    require_causal(mask, lambda: range(8))
-    require_causal(mask, lambda: pytest.fail("read again"))
+    check(mask)
+    require_causal(mask, 1, 8, positions)
     mask[0, 0, 3, 1] = True
     with pytest.raises(NotImplementedError):
-        require_causal(mask, lambda: range(8))
+        check(mask)
+
+
+def test_a_mask_is_read_again_for_a_batch_of_another_shape():
+    mask = torch.ones(2, 8)
+    check(mask, rows=2)
+    with pytest.raises(NotImplementedError, match="does not fit 3 rows of 8 tokens"):
+        check(mask, rows=3)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8, 8)], ids=["2-D", "4-D"])
+def test_a_mask_made_in_inference_mode_is_read_every_time(shape):
+    """Its writes are not counted, so a mark on it would not tell that it was written to."""
+    with torch.inference_mode():
+        mask = torch.ones(shape) if len(shape) == 2 else causal(range(8), 8)
+    for _ in range(2):
+        check(mask)
+    with torch.inference_mode():
+        mask[..., 3] = 0 if len(shape) == 2 else True
+    with pytest.raises(NotImplementedError, match="is not a causal mask"):
+        check(mask)
 
 
 documents = causal(range(8), 8).clone()
@@ -39,10 +68,35 @@ documents[..., 4:, :4] = True
         ~causal(range(8), 8),
         torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
         torch.zeros(1, 1, 8, 8),
-        causal(range(4), 8),
     ],
-    ids=["documents", "bidirectional", "inverted", "padding", "additive", "wrong rows"],
+    ids=["documents", "bidirectional", "inverted", "padding", "additive"],
 )
 def test_other_masks_are_refused_with_the_way_to_pack(mask):
     with pytest.raises(NotImplementedError, match="not a causal mask.*packed_seq_params"):
-        require_causal(mask, lambda: range(8))
+        check(mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(1, 6),
+        torch.ones(3, 8),
+        torch.ones(8, 1),
+        causal(range(4), 8),
+        causal(range(8), 4),
+        causal(range(8), 12),
+        causal(range(8), 8).expand(3, 1, 8, 8),
+        causal(range(8), 8)[0],
+    ],
+    ids=lambda mask: "x".join(map(str, mask.shape)),
+)
+def test_masks_of_another_shape_are_refused_and_told_the_right_one(mask):
+    with pytest.raises(NotImplementedError, match=r"must be \[1 or 1, 1, 8, 8\].*or \[1, 8\] of"):
+        check(mask)
+
+
+def test_what_holds_no_mask_is_refused():
+    with pytest.raises(TypeError, match="attention_mask is a list"):
+        check([[1] * 8])
+    with pytest.raises(NotImplementedError, match="meta device"):
+        check(torch.ones(1, 8, device="meta"))

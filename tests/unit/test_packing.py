@@ -1,7 +1,9 @@
+import numpy
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_gdn import Documents
 from megatron_gdn.packing import resolve_packed_seq_params
 
 CPU = torch.device("cpu")
@@ -54,7 +56,56 @@ def test_boundaries_are_not_baked_into_a_graph(monkeypatch):
 
 def test_what_is_not_packed_has_no_documents():
     assert resolve_packed_seq_params(None, 12, CPU) is None
-    assert resolve_packed_seq_params(PackedSeqParams(qkv_format="sbhd"), 12, CPU) is None
+    for layout in (None, "sbhd", "bshd"):
+        params = PackedSeqParams(qkv_format=layout, local_cp_size=1)
+        assert resolve_packed_seq_params(params, 12, CPU) is None
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_q_padded"])
+def test_boundaries_without_a_format_are_honoured(name):
+    """None is the default of Megatron's PackedSeqParams."""
+    params = PackedSeqParams(**{name: torch.tensor([0, 5, 12])})
+    assert params.qkv_format is None
+    assert resolve_packed_seq_params(params, 12, CPU).offsets == (0, 5, 12)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "THD", "thd "])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv"])
+def test_boundaries_in_another_format_are_refused(layout, name):
+    params = PackedSeqParams(qkv_format=layout, **{name: torch.tensor([0, 5, 12])})
+    with pytest.raises(ValueError, match=f"qkv_format={layout!r}.*'thd'"):
+        resolve_packed_seq_params(params, 12, CPU)
+
+
+def test_an_unknown_format_and_an_index_without_boundaries_are_refused():
+    with pytest.raises(ValueError, match="qkv_format='THD'; legal are 'thd'"):
+        resolve_packed_seq_params(PackedSeqParams(qkv_format="THD"), 12, CPU)
+    with pytest.raises(ValueError, match="seq_idx but no cu_seqlens_q"):
+        resolve_packed_seq_params(PackedSeqParams(seq_idx=torch.zeros(1, 12)), 12, CPU)
+
+
+@pytest.mark.parametrize("make", [list, tuple, numpy.array, lambda x: numpy.array(x, numpy.int32)])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv"])
+def test_boundaries_that_are_no_tensors_are_refused(make, name):
+    params = thd([0, 5, 12])
+    setattr(params, name, make([0, 5, 12]))
+    with pytest.raises(TypeError, match=f"{name} is a .* must be a 1-D int32 tensor"):
+        resolve_packed_seq_params(params, 12, CPU)
+
+
+def test_boundaries_without_values_are_refused():
+    params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 5, 12], device="meta"))
+    with pytest.raises(ValueError, match="on the meta device and holds no offsets"):
+        resolve_packed_seq_params(params, 12, CPU)
+
+
+@pytest.mark.parametrize("offsets", [(0, 5.0, 12), ("0", "12"), 12, numpy.array([0.0, 12.0])])
+def test_offsets_on_the_host_are_integers(offsets):
+    assert Documents.from_cu_seqlens(numpy.array([0, 5, 12]), 12).offsets == (0, 5, 12)
+    with pytest.raises(TypeError, match="a sequence of integers"):
+        Documents.from_cu_seqlens(offsets, 12)
+    with pytest.raises(ValueError, match=r"1-D integer tensor.*torch\.bool"):
+        Documents.from_cu_seqlens(torch.tensor([False, True]), 1)
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,22 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="the rows of all ranks"):
         unpack_rows(packed[:6], MASK, multiple_of=4)
     assert {"pack_rows", "unpack_rows"} <= set(megatron_gdn.__all__)
+
+
+@pytest.mark.parametrize(
+    ("mask", "what"),
+    [([[1, 1, 0]], "a list"), (torch.ones(1, 3, dtype=torch.int, device="meta"), "meta device")],
+)
+def test_what_holds_no_ids_is_refused(mask, what):
+    with pytest.raises(ValueError, match=f"tensor of integers.*{what}"):
+        pack_rows(torch.zeros(3, 1, 2), mask)
+
+
+def test_a_mask_made_in_inference_mode_packs_for_training():
+    with torch.inference_mode():
+        mask = torch.tensor([[1, 1, 0], [1, 2, 2]])
+    x = torch.randn(3, 2, 2, requires_grad=True)
+    packed, params = pack_rows(x, mask)
+    unpack_rows(packed * 2, mask).sum().backward()
+    assert params.cu_seqlens_q.tolist() == [0, 2, 3, 5]
+    assert torch.equal(x.grad[..., 0], 2.0 * (mask.T > 0))

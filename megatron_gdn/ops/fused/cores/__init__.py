@@ -106,31 +106,18 @@ def _choose(
             f"unknown backend {backend!r}; use 'auto' or one of "
             f"{', '.join(repr(name) for name in CORES)}."
         )
-    obstacles = {
-        "flash_qla": why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim),
-        "fla": why_not_fla(device, dtype, sizes.key_dim),
-        "reference": None,
-    }
-    heads = why_not_heads("flash_qla", sizes.value_heads)
-    if heads is not None and obstacles["flash_qla"] is None:
-        obstacles["flash_qla"] = Obstacle(heads)
     if backend == "auto":
-        whys = {name: None if o is None else o.why for name, o in obstacles.items()}
         if deterministic:
-            return _deterministic_choice(whys["flash_qla"], device, dtype, sizes)
-        name = next(name for name in CORES if whys[name] is None)
-        passed = "; ".join(f"not {n}: {why}" for n, why in whys.items() if why is not None)
-        if passed:
-            say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({passed}).", device.type)
-        return Choice(_make(name), passed or f"{dtype} heads of 128 on this GPU")
+            return _deterministic_choice(device, dtype, sizes)
+        return _first_that_fits(device, dtype, sizes)
     if backend == "fla" and deterministic:
         raise ValueError(
             f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use 'auto', 'flash_qla' or "
             f"'reference'."
         )
-    if obstacles[backend] is not None:
-        why, error = obstacles[backend]
-        raise error(f"backend={backend!r}: {why}.")
+    obstacle = _obstacle(backend, device, dtype, sizes)
+    if obstacle is not None:
+        raise obstacle.error(f"backend={backend!r}: {obstacle.why}.")
     reason = "requested"
     if backend == "flash_qla" and deterministic:
         untested = why_not_repeatable(backend, device, dtype, sizes)
@@ -140,10 +127,34 @@ def _choose(
     return Choice(_make(backend, deterministic), reason)
 
 
-def _deterministic_choice(
-    obstacle: str | None, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
-) -> Choice:
-    why = obstacle or why_not_repeatable("flash_qla", device, dtype, sizes)
+def _obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+) -> Obstacle | None:
+    """What stands in the way of a core here, every requirement checked; None if nothing does."""
+    if name == "flash_qla":
+        obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
+        heads = why_not_heads("flash_qla", sizes.value_heads)
+        return Obstacle(heads) if obstacle is None and heads is not None else obstacle
+    return why_not_fla(device, dtype, sizes.key_dim) if name == "fla" else None
+
+
+def _first_that_fits(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Choice:
+    passed = []
+    for name in CORES:
+        obstacle = _obstacle(name, device, dtype, sizes)
+        if obstacle is None:
+            break
+        passed.append(f"not {name}: {obstacle.why}")
+    why = "; ".join(passed)
+    if passed:
+        say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({why}).", device.type)
+    return Choice(_make(name), why or f"{dtype} heads of 128 on this GPU")
+
+
+def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Choice:
+    obstacle = _obstacle("flash_qla", device, dtype, sizes)
+    untested = why_not_repeatable("flash_qla", device, dtype, sizes)
+    why = untested if obstacle is None else obstacle.why
     if why is None:
         evidence = find_repeatable("flash_qla", device, dtype, sizes).evidence
         return Choice(_make("flash_qla", True), f"deterministic mode; {evidence}")

@@ -1,55 +1,23 @@
 """fla's Triton kernels as a core, through the functions beneath its autograd class.
 
 Calling those directly skips fla's own saved tensors and its copies of strided inputs, and leaves
-the backward in our hands. They belong to fla 0.6; other versions are checked before first use.
+the backward in our hands. They belong to fla 0.6; :mod:`megatron_gdn.ops.obstacles` checks that
+before this rule is chosen.
 """
 
 from __future__ import annotations
 
-import inspect
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...documents import Documents
+from ...fla_functions import stages
 from .base import RuleGrads, RuleInputs, Transition
 from .fold import compose
 from .parts import CHUNK, Parts, parts_by_length
-
-_SEQUENCES = {"cu_seqlens", "chunk_indices"}
-_WANTED = {
-    "chunk_gated_delta_rule_fwd": {"q", "k", "v", "g", "beta", "scale", "initial_state",
-                                   "output_final_state", *_SEQUENCES},
-    "chunk_gated_delta_rule_bwd": {"q", "k", "v", "g", "beta", "A", "scale", "initial_state", "do",
-                                   "dht", *_SEQUENCES},
-    "chunk_local_cumsum": {"g", "chunk_size", "scale", *_SEQUENCES},
-    "chunk_gated_delta_rule_fwd_intra": {"k", "v", "g", "beta", *_SEQUENCES},
-    "chunk_gated_delta_rule_fwd_h": {"k", "w", "u", "g", "initial_state", *_SEQUENCES},
-    "chunk_fwd_o": {"q", "k", "v", "h", "g", "scale", *_SEQUENCES},
-    "recompute_w_u_fwd": {"k", "v", "beta", "A", "g", *_SEQUENCES},
-    "chunk_bwd_dv_local": {"q", "k", "g", "do", "scale", *_SEQUENCES},
-    "chunk_gated_delta_rule_bwd_dhu": {"q", "k", "w", "do", "dv", "g", "h0", "dht", "scale",
-                                       *_SEQUENCES},
-}  # fmt: skip
-
-
-@cache
-def _stages() -> ModuleType:
-    """fla's module of the rule, whose functions are checked for the arguments used here."""
-    from fla.ops.gated_delta_rule import chunk
-
-    for name, wanted in _WANTED.items():
-        function = getattr(chunk, name, None)
-        missing = wanted - set(inspect.signature(function).parameters) if function else {"all"}
-        if missing:
-            raise ImportError(
-                f"fla's {name} has no argument {sorted(missing)}; the fused mixer knows "
-                f"flash-linear-attention 0.6. Install that, or choose another backend."
-            )
-    return chunk
 
 
 def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
@@ -100,12 +68,12 @@ class FlaCore:
         from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 
         boundaries, parts = _boundaries(documents), parts_of(inputs, documents)
-        stages = _stages()
+        fla = stages()
         with torch.no_grad():
-            g_sum = stages.chunk_local_cumsum(
-                inputs.g, chunk_size=CHUNK, scale=stages.RCP_LN2, **boundaries
+            g_sum = fla.chunk_local_cumsum(
+                inputs.g, chunk_size=CHUNK, scale=fla.RCP_LN2, **boundaries
             )
-            w, u, A = stages.chunk_gated_delta_rule_fwd_intra(
+            w, u, A = fla.chunk_gated_delta_rule_fwd_intra(
                 k=inputs.k, v=inputs.v, g=g_sum, beta=inputs.beta, **boundaries
             )
             # The summaries that fla's own context parallelism sends, of parts: [local | through].
@@ -131,16 +99,16 @@ class FlaCore:
         boundaries, scale = _boundaries(documents), inputs.k.shape[-1] ** -0.5
         with torch.no_grad():
             if work is None:
-                g_sum, o, A, *_ = _stages().chunk_gated_delta_rule_fwd(
+                g_sum, o, A, *_ = stages().chunk_gated_delta_rule_fwd(
                     **inputs._asdict(), scale=scale, initial_state=initial,
                     output_final_state=False, **boundaries,
                 )  # fmt: skip
             else:
                 g_sum, A, w, u = work
-                states, written, _ = _stages().chunk_gated_delta_rule_fwd_h(
+                states, written, _ = stages().chunk_gated_delta_rule_fwd_h(
                     k=inputs.k, w=w, u=u, g=g_sum, initial_state=initial, **boundaries
                 )
-                o = _stages().chunk_fwd_o(
+                o = stages().chunk_fwd_o(
                     q=inputs.q, k=inputs.k, v=written, h=states, g=g_sum, scale=scale, **boundaries
                 )
         # Kept for the backward: the chunk indices would otherwise be built again, on the host.
@@ -154,18 +122,16 @@ class FlaCore:
         plan: object,
         documents: Documents | None,
     ) -> tuple[Tensor, object]:
-        (g_sum, A), stages, scale = saved, _stages(), inputs.k.shape[-1] ** -0.5
+        (g_sum, A), fla, scale = saved, stages(), inputs.k.shape[-1] ** -0.5
         (B, _, H, V), K = inputs.v.shape, inputs.k.shape[-1]
         N = B if documents is None else len(documents.cu_seqlens) - 1
-        w, _ = stages.recompute_w_u_fwd(
-            k=inputs.k, v=inputs.v, beta=inputs.beta, A=A, g=g_sum, **plan
-        )
-        d_written = stages.chunk_bwd_dv_local(
+        w, _ = fla.recompute_w_u_fwd(k=inputs.k, v=inputs.v, beta=inputs.beta, A=A, g=g_sum, **plan)
+        d_written = fla.chunk_bwd_dv_local(
             q=inputs.q, k=inputs.k, g=g_sum, do=d_o, scale=scale, **plan
         )
         # Its values are not read; given, it asks for the gradient of initial states.
         initial = g_sum.new_empty(N, H, K, V)
-        _, d_local, _ = stages.chunk_gated_delta_rule_bwd_dhu(
+        _, d_local, _ = fla.chunk_gated_delta_rule_bwd_dhu(
             q=inputs.q, k=inputs.k, w=w, g=g_sum, h0=initial, dht=None, do=d_o, dv=d_written,
             scale=scale, **plan,
         )  # fmt: skip
@@ -183,7 +149,7 @@ class FlaCore:
         work: object = None,
     ) -> RuleGrads:
         g_sum, A = saved
-        dq, dk, dv, dbeta, dg, *_ = _stages().chunk_gated_delta_rule_bwd(
+        dq, dk, dv, dbeta, dg, *_ = stages().chunk_gated_delta_rule_bwd(
             **inputs._replace(g=g_sum)._asdict(), A=A, scale=inputs.k.shape[-1] ** -0.5,
             initial_state=initial, do=d_o, dht=d_final, **plan,
         )  # fmt: skip

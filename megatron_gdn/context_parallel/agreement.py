@@ -1,0 +1,154 @@
+"""Do all ranks of a context-parallel group hand in the same micro-batch?
+
+From its tokens, rows and document boundaries every rank derives which scheme runs, what it sends
+and what it waits for. Ranks that were given different ones would hang, or exchange rows that belong
+elsewhere. So they compare them, in an all-gather of four integers.
+
+*Who takes part* must not depend on what a rank was given, or a rank could wait alone. One layer
+takes part, in each of its forwards: the first that runs over the group after the latest layer was
+built. Every forward has other collectives over the group, so ranks run the same ones anyway.
+*Who reads the answer* is up to each rank. On a GPU the host would wait for it, so it is read if the
+rank's contents are new among the latest that the group agreed on: once for new boundaries, once for
+a shape of unpacked batches, not in recomputation. On the CPU it is read every time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops import Documents
+from ..ops.host_tables import to_device
+
+SWITCH = "MEGATRON_GDN_CHECK_RANKS"
+_REMEMBERED = 256  # contents per group: more than the micro-batches that a pipeline has in flight
+
+_numbers = count(1)
+_latest_built = 0
+
+
+def number_of_new_layer() -> int:
+    """A number for a layer that is being built; each group's comparing layer is chosen anew."""
+    global _latest_built
+    _latest_built = next(_numbers)
+    return _latest_built
+
+
+@dataclass
+class _Known:
+    """What is known of one group."""
+
+    chosen_after: int = -1  # the latest layer that was built before the choice
+    layer: int = 0  # the layer that compares
+    agreed: OrderedDict[tuple[int, ...], None] = field(default_factory=OrderedDict)
+
+    def compares(self, layer: int) -> bool:
+        if self.chosen_after != _latest_built:
+            self.chosen_after, self.layer = _latest_built, layer
+        return self.layer == layer
+
+    def is_new(self, contents: tuple[int, ...]) -> bool:
+        if contents in self.agreed:
+            self.agreed.move_to_end(contents)
+        return contents not in self.agreed
+
+    def add(self, contents: tuple[int, ...]) -> None:
+        self.agreed[contents] = None
+        if len(self.agreed) > _REMEMBERED:
+            self.agreed.popitem(last=False)
+
+
+_groups: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+
+
+def require_agreement(
+    layer: int,
+    group: Any,
+    tokens: int,
+    rows: int,
+    documents: Documents | None,
+    device: torch.device,
+) -> None:
+    """Refuse a micro-batch that the ranks of ``group`` were given differently.
+
+    Nothing is compared on one rank, on the meta device (where nothing is sent), while a CUDA graph
+    is captured (the host could not read the answer), or with ``MEGATRON_GDN_CHECK_RANKS=0`` in
+    every rank's environment.
+
+    Args:
+        layer: its :func:`number_of_new_layer`.
+        group: the context-parallel group, None for one rank.
+        tokens: of the sequence or packed buffer, over all ranks, as this rank counts them.
+        rows: of the batch.
+        documents: the packed documents; None when not packed.
+        device: where the group's backend communicates.
+
+    Raises:
+        ValueError: says what each rank was given. On the CPU every rank raises it, on GPUs every
+            rank whose contents are new.
+    """
+    if group is None or group.size() == 1 or device.type == "meta":
+        return
+    if os.environ.get(SWITCH, "1") == "0":
+        return
+    known = _groups.setdefault(group, _Known())
+    if not known.compares(layer):
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    packed = (-1, 0) if documents is None else (len(documents.lengths), documents.fingerprint)
+    mine = (tokens, rows, *packed)
+    given = _gather(mine, group, device)
+    if not known.is_new(mine) and device.type == "cuda":
+        return
+    given = [tuple(theirs) for theirs in given.tolist()]
+    if any(theirs != mine for theirs in given):
+        raise ValueError(_complaint(given, documents))
+    known.add(mine)
+
+
+@torch.compiler.disable
+def _gather(mine: tuple[int, ...], group: Any, device: torch.device) -> Tensor:
+    """int64 ``[ranks, 4]``; the host waits for nothing."""
+    own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
+    given = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(given, own, group=group)
+    return torch.stack(given)
+
+
+def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str:
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, theirs in enumerate(given):
+        ranks.setdefault(theirs, []).append(rank)
+    said = "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_words(what)}"
+        for what, who in ranks.items()
+    )
+    own = "" if documents is None else f" This rank was given cu_seqlens={_short(documents)}."
+    return (
+        f"the ranks of a context-parallel group disagree about the micro-batch. {said}.{own} Every "
+        f"rank must hold the same number of tokens of the same rows, and be given the same global "
+        f"boundaries: those of the whole packed buffer, before any split (make them once and "
+        f"broadcast them)."
+    )
+
+
+def _words(what: tuple[int, ...]) -> str:
+    tokens, rows, count, fingerprint = what
+    packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
+    return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}"
+
+
+def _short(documents: Documents) -> str:
+    offsets = documents.offsets
+    if len(offsets) <= 20:
+        return str(list(offsets))
+    return f"[{', '.join(map(str, offsets[:10]))}, ... {', '.join(map(str, offsets[-3:]))}]"

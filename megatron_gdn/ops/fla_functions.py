@@ -1,0 +1,74 @@
+"""The functions of flash-linear-attention (fla) that are called here, checked before it is chosen.
+
+Most of them lie beneath fla's public ones and may change with any release. Importing fla takes
+seconds and needs triton, so nothing here runs before a GPU backend is considered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+_RULE = "fla.ops.gated_delta_rule"
+_CHUNK = f"{_RULE}.chunk"
+_SEQUENCES = {"cu_seqlens", "chunk_indices"}
+
+# Module, function: the arguments that are passed by name.
+_CALLED = {
+    (_RULE, "chunk_gated_delta_rule"): {
+        "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens",
+        "cu_seqlens_cpu",
+    },
+    (_CHUNK, "chunk_gated_delta_rule_fwd"): {
+        "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", *_SEQUENCES,
+    },
+    (_CHUNK, "chunk_gated_delta_rule_bwd"): {
+        "q", "k", "v", "g", "beta", "A", "scale", "initial_state", "do", "dht", *_SEQUENCES,
+    },
+    (_CHUNK, "chunk_local_cumsum"): {"g", "chunk_size", "scale", *_SEQUENCES},
+    (_CHUNK, "chunk_gated_delta_rule_fwd_intra"): {"k", "v", "g", "beta", *_SEQUENCES},
+    (_CHUNK, "chunk_gated_delta_rule_fwd_h"): {"k", "w", "u", "g", "initial_state", *_SEQUENCES},
+    (_CHUNK, "chunk_fwd_o"): {"q", "k", "v", "h", "g", "scale", *_SEQUENCES},
+    (_CHUNK, "recompute_w_u_fwd"): {"k", "v", "beta", "A", "g", *_SEQUENCES},
+    (_CHUNK, "chunk_bwd_dv_local"): {"q", "k", "g", "do", "scale", *_SEQUENCES},
+    (_CHUNK, "chunk_gated_delta_rule_bwd_dhu"): {
+        "q", "k", "w", "do", "dv", "g", "h0", "dht", "scale", *_SEQUENCES,
+    },
+    ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h"): {
+        "k", "w", "u", "hm", "g", "cu_seqlens", "chunk_size", "multi_seqs",
+    },
+    ("fla.ops.utils.index", "prepare_chunk_indices"): {"cu_seqlens_cpu"},
+}  # fmt: skip
+
+
+@cache
+def why_not_callable() -> str | None:
+    """Which function of the installed fla cannot be called as it is here; None if all can."""
+    for (home, name), wanted in _CALLED.items():
+        try:
+            module = import_module(home)
+        except Exception as error:  # what fla needs may be missing or broken in any way
+            return f"{home} cannot be imported ({type(error).__name__}: {error})"
+        function = getattr(module, name, None)
+        if function is None:
+            return f"{home} has no {name}"
+        missing = sorted(wanted - set(inspect.signature(function).parameters))
+        if missing:
+            return f"{name} of {home} has no argument {', '.join(missing)}"
+    if not hasattr(import_module(_CHUNK), "RCP_LN2"):
+        return f"{_CHUNK} has no RCP_LN2"
+    return None
+
+
+def stages() -> ModuleType:
+    """fla's module with the stages of the rule, which were checked when the rule was chosen.
+
+    Raises:
+        ImportError: they cannot be called as they are here.
+    """
+    why = why_not_callable()
+    if why is not None:
+        raise ImportError(f"flash-linear-attention is not the one that is known here: {why}.")
+    return import_module(_CHUNK)

@@ -1,0 +1,27 @@
+"""The versions of Megatron-Core that this package was tested with, and a warning about others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+
+OLDEST, UNTESTED_FROM = (0, 19), (0, 20)  # pyproject.toml lets 0.20 be installed, README says so
+
+
+@cache
+def warn_of_untested(version: str) -> None:
+    """Warn if ``version`` of Megatron-Core lies outside the tested range, once.
+
+    Releases before the range lack what the layer is built from; later ones rename and rebuild it.
+    """
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if OLDEST <= numbers < UNTESTED_FROM:
+        return
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, UNTESTED_FROM))
+    warnings.warn(
+        f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}, and this is "
+        f"{version}: what changed there was not tried. Install a tested version, or run this "
+        f"package's tests with yours.",
+        stacklevel=3,
+    )

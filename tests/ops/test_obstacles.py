@@ -1,0 +1,95 @@
+"""Every requirement of fla is checked when a rule is chosen, for the layer and for the function.
+
+Without a GPU: what torch would say of one is replaced, fla itself is the installed one.
+"""
+
+import pytest
+import torch
+
+from megatron_gdn.ops import fla_functions, obstacles, resolve_backend
+from megatron_gdn.ops.fused import HeadSizes, resolve_core
+from megatron_gdn.ops.fused.once import say_once
+
+fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
+SIZES = HeadSizes(2, 4, 64, 64)
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """An A100, and nothing remembered of earlier looks at the packages."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    caches = (obstacles._fla_package, fla_functions.why_not_callable, say_once)
+    for cached in caches:
+        cached.cache_clear()
+    yield monkeypatch
+    for cached in caches:
+        cached.cache_clear()
+
+
+def choose_core(name, dtype=torch.bfloat16):
+    return resolve_core(name, device="cuda", dtype=dtype, sizes=SIZES, operands="bf16")
+
+
+def choose_backend(name, dtype=torch.bfloat16):
+    return resolve_backend(name, device="cuda", dtype=dtype, key_dim=SIZES.key_dim)
+
+
+def refused(why):
+    """``auto`` passes fla over and says why; asked for by name it raises."""
+    core = choose_core("auto")
+    assert core.core.name == "reference" and why in core.reason
+    backend = choose_backend("auto")
+    assert backend.name == "reference" and why in backend.reason
+    for choose in (choose_core, choose_backend):
+        with pytest.raises(ImportError) as error:
+            choose("fla")
+        assert why in str(error.value)
+
+
+def test_the_installed_fla_is_taken(ampere):
+    assert choose_core("auto").core.name == choose_backend("auto").name == "fla"
+
+
+@pytest.mark.parametrize("package", ["flash-linear-attention", "fla-core"])
+@pytest.mark.parametrize("version", ["0.5.0", "0.7.0", "1.6.0"])
+def test_another_version_is_refused(ampere, package, version):
+    known = obstacles.installed_version
+    ampere.setattr(
+        obstacles, "installed_version", lambda name: version if name == package else known(name)
+    )
+    refused(f"{package} {version} is not known here, 0.6 is")
+
+
+def test_an_fla_without_a_version_is_refused(ampere):
+    known = obstacles.installed_version
+    ampere.setattr(
+        obstacles, "installed_version", lambda name: known(name) if name == "triton" else None
+    )
+    refused("fla carries no version")
+
+
+def test_an_argument_that_is_gone_is_seen_before_the_first_forward(ampere):
+    ampere.setattr(fla_chunk, "chunk_fwd_o", lambda q, k, v, h, g, scale, cu_seqlens: None)
+    refused("chunk_fwd_o of fla.ops.gated_delta_rule.chunk has no argument chunk_indices")
+
+
+def test_a_function_that_is_gone_is_seen_before_the_first_forward(ampere):
+    ampere.delattr(fla_chunk, "recompute_w_u_fwd")
+    refused("has no recompute_w_u_fwd")
+
+
+def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(ampere):
+    ampere.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    ampere.setattr(obstacles, "find_spec", lambda name: None if name == "tilelang" else object())
+    known = obstacles.installed_version
+    ampere.setattr(
+        obstacles, "installed_version", lambda name: "3.6.0" if name == "triton" else known(name)
+    )
+    ampere.setattr(obstacles, "_flash_qla_package", lambda: obstacles.Obstacle("not here"))
+    refused("install tilelang")
+
+
+def test_versions_are_compared_by_their_leading_numbers():
+    assert obstacles.version_tuple("3.7.1rc1+cu130") == (3, 7, 1)
+    assert obstacles.version_tuple("0.6.0.dev3") == (0, 6, 0)
+    assert obstacles.version_tuple("0.6rc2") == (0, 6)
