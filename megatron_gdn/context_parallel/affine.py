@@ -27,7 +27,7 @@ kinds of columns of a map.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,13 +43,23 @@ class Nodes(NamedTuple):
     """Where the nodes of every chain live: node j is the ``slots[j]``-th of rank ``hosts[j]``.
 
     Every rank hosts the same number of nodes. Chains are followed in the order given here.
+
+    No state passes a node in ``cuts`` (positions in the chain): what leaves it is ``local`` alone.
+    Its ``through`` is zero and is never multiplied, since zero times NaN is NaN and would carry it
+    from one document to another.
     """
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
+    cuts: frozenset[int] = frozenset()
 
     def backwards(self) -> Nodes:
-        return Nodes(self.hosts[::-1], self.slots[::-1])
+        last = len(self.hosts) - 1
+        return Nodes(self.hosts[::-1], self.slots[::-1], frozenset(last - j for j in self.cuts))
+
+    def cut_between(self, start: int, stop: int) -> bool:
+        """Whether one of the nodes ``start .. stop - 1`` lets no state pass."""
+        return not self.cuts.isdisjoint(range(start, stop))
 
     def of(self, rank: int) -> list[tuple[int, int]]:
         """This rank's nodes as (position in the chain, slot), in the chain's order."""
@@ -111,10 +121,34 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
 def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
     """Along all nodes, by host, up to the last of ``rank``, whose states are written by slot."""
     wanted = dict(nodes.of(rank))
-    last = max(wanted)
-    places = [host * h + slot for host, slot in zip(*nodes, strict=True)][:last]
-    steps = [(wanted.get(j, NONE), at) for j, at in enumerate(places)]
-    return Steps.build([[*steps, (wanted[last], NONE)]], device)
+    places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
+    return Steps.build(_stretches(places, wanted, nodes.cuts), device)
+
+
+def _stretches(
+    places: Sequence[int], targets: dict[int, int], cuts: Iterable[int]
+) -> list[list[tuple[int, int]]]:
+    """The steps of one chain, as chains of their own that begin at the nodes in ``cuts``.
+
+    A chain's first map is never multiplied, so a cut costs no product. Every stretch ends with the
+    last state that is asked for in it, that before the next cut's node included; stretches that
+    nobody asks for are left out.
+
+    Args:
+        places: of every node, where its map is.
+        targets: by node, where the state that enters it goes.
+    """
+    starts = sorted({0, *cuts})
+    found = []
+    for start, stop in zip(starts, [*starts[1:], len(places) - 1], strict=True):
+        # The state that enters a cut node was made by the stretch before it.
+        first = start if start == 0 else start + 1
+        asked = [j for j in targets if first <= j <= stop]
+        if asked:
+            of_cut = [] if first == start else [(NONE, places[start])]
+            steps = [(targets.get(j, NONE), places[j]) for j in range(first, max(asked))]
+            found.append([*of_cut, *steps, (targets[max(asked)], NONE)])
+    return found
 
 
 def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
@@ -143,8 +177,8 @@ def _by_place(x: Tensor, m: int, h: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _steps_of_all(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
     """Along all nodes; every state is written at the place of its node's map."""
-    places = [host * m * h + slot for host, slot in zip(*nodes, strict=True)]
-    return Steps.build([[*((at, at) for at in places[:-1]), (places[-1], NONE)]], device)
+    places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
+    return Steps.build(_stretches(places, dict(enumerate(places)), nodes.cuts), device)
 
 
 class _Round(NamedTuple):
@@ -160,7 +194,12 @@ class _Round(NamedTuple):
 def _rounds(nodes: Nodes, rank: int, size: int) -> tuple[_Round, ...]:
     count, distance, rounds = len(nodes.hosts), 1, []
     while distance < count:
-        hops = [(j, j + distance) for j in range(count - distance)]
+        # What the nodes before a cut do to a state is of no use to those after it.
+        hops = [
+            (j, j + distance)
+            for j in range(count - distance)
+            if not nodes.cut_between(j + 1, j + distance)
+        ]
         # Both ends list the messages between them by the position of the receiving node.
         send = sorted(
             (nodes.hosts[b], b, nodes.slots[a]) for a, b in hops if nodes.hosts[a] == rank
@@ -219,6 +258,7 @@ def prefix_scan(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessG
     upto = list(maps)
     before: list[Tensor | None] = [None] * len(upto)
     rounds = _rounds(nodes, rank, group.size())
+    open_slots = {slot for j, slot in nodes.of(rank) if j not in nodes.cuts}
     for number, turn in enumerate(rounds):
         last = number == len(rounds) - 1
         # The last round asks for states only: nobody will pass these maps on.
@@ -234,7 +274,7 @@ def prefix_scan(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessG
                     before[slot] = _apply(known, earlier)
                 else:
                     before[slot] = _compose(known, earlier, value_dim)
-                if not last:
+                if not last and slot in open_slots:
                     upto[slot] = _compose(maps[slot], before[slot], value_dim)
     zero = maps.new_zeros(*maps.shape[1:3], value_dim)
     return torch.stack([zero if x is None else x[..., :value_dim] for x in before])

@@ -22,7 +22,7 @@ from ..ops import Documents
 from ..ops.fused.cores.base import RuleGrads, RuleInputs, StatePassing, Transition
 from ..ops.host_tables import to_device
 from .affine import Nodes, pack
-from .pieces import pieces_of
+from .pieces import Pieces, pieces_of
 from .zigzag import SequenceLayout
 
 Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup], Tensor]
@@ -38,7 +38,7 @@ class StateTable:
 
     Attributes:
         sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
-        nodes: of every chain.
+        nodes: of every chain, which is cut where a run lets nothing through.
         node_count: h.
         first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
             rank's nodes; None where those are all N pieces in this order.
@@ -61,12 +61,25 @@ class StateTable:
     passes: Tensor | None
 
 
-def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
-    """Where the runs of a layout live, in the order of the stream."""
+def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = frozenset()) -> Nodes:
+    """Where the runs of a layout live, in the order of the stream; no state passes ``cuts``."""
     ranks = tuple(range(cp_size))
     if layout is SequenceLayout.CONTIGUOUS:
-        return Nodes(ranks, (0,) * cp_size)
-    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
+        return Nodes(ranks, (0,) * cp_size, cuts)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size, cuts)
+
+
+def _cuts(pieces: Pieces, layout: SequenceLayout) -> frozenset[int]:
+    """The runs that no state passes: those that are not one piece amid a document.
+
+    Every rank finds the same, and of all nodes: the chain is followed through those of others.
+    """
+    if layout is SequenceLayout.ZIGZAG:  # a chain is one document, and its nodes are the pieces
+        return frozenset()
+    alone = pieces.run.bincount() == 1
+    amid = (pieces.seen > 0) & (pieces.left > 0)
+    passed = pieces.run[amid & alone[pieces.run]].tolist()
+    return frozenset(range(len(alone))).difference(passed)
 
 
 @lru_cache(maxsize=16)
@@ -82,7 +95,7 @@ def state_table(
     pieces = pieces_of(lengths, cp_size, layout)
     if not pieces.any_continues:
         return None
-    nodes = chain_nodes(cp_size, layout)
+    nodes = chain_nodes(cp_size, layout, _cuts(pieces, layout))
     n, h = len(nodes.hosts), nodes.hosts.count(rank)
     mine = pieces.held_by(rank)
     N = len(mine)

@@ -31,6 +31,11 @@ from .norm import l2norm
 class ChunkedRule(NamedTuple):
     """The rule over sequences of known lengths, as two plain calls without autograd.
 
+    A token that is not finite (NaN or inf in k, v, g, beta) makes the outputs of its head NaN from
+    itself on, those before it keep their bits; a log-decay may be -inf. Finite numbers whose
+    products overflow inside a chunk may reach the outputs of the chunk's earlier tokens, and the
+    backward of such a sequence reaches all of it.
+
     Attributes:
         lengths: tokens of every sequence, as they follow each other.
         chunk_size: tokens per chunk.
@@ -59,7 +64,7 @@ class ChunkedRule(NamedTuple):
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = Chunks(table, group, q, k, v, g, beta, self.scale)
+                x = Chunks(table, group, q, k, v, g, beta, self.scale, set_aside=True)
                 S, carried = x.walk(carried, *ends)
                 table.put(rows, group, x.output(S))
         return table.to_tokens(rows, v), final

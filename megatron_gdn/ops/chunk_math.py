@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from .chunk_table import ChunkGroup, ChunkTable
+from .gates import least_log_decay
 from .triangular import unit_lower_inverse
 
 
@@ -56,7 +57,16 @@ class Chunks:
     """The chunks of one group; what does not need the state is made when first asked for."""
 
     def __init__(
-        self, table: ChunkTable, group: ChunkGroup, q, k, v, g, beta, scale: float
+        self,
+        table: ChunkTable,
+        group: ChunkGroup,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale: float,
+        set_aside: bool = False,
     ) -> None:
         wide = torch.promote_types(v.dtype, torch.float32)
         G, C = k.shape[2], table.chunk_size
@@ -74,9 +84,31 @@ class Chunks:
         # G is summed and subtracted in fp64: after a strong decay G is in the thousands, and the
         # difference of two fp32 numbers of that size has lost the digits that exp() magnifies.
         g = self._of_value_heads(g, torch.float64)
+        g.clamp_(min=least_log_decay(wide))  # -inf - -inf would be NaN
+        self._reached = self._set_aside(g) if set_aside else None
         self._G = g @ _upto(C, 0, g.dtype, g.device)
         self.decay_in = self._G.exp().to(wide)  # [b, C], from the chunk's start to token i
         self.decay_out = (self._G[:, -1:] - self._G).exp_().to(wide)  # from token i to its end
+        if set_aside:  # NaN in what is written makes the state after the chunk NaN
+            self.decay_out.masked_fill_(self._reached[:, -1:], float("nan"))
+
+    def _set_aside(self, g: Tensor) -> Tensor:
+        """Zero the tokens whose k, v, g or beta is not finite; those that they reach, ``[b, C]``.
+
+        In the products with triangular matrices an earlier token takes 0 times what a later one
+        has, which NaN and inf survive. So these tokens go in as zeros, and NaN is put back where
+        the recurrence has it: in the output from the first of them on, and in the state after the
+        chunk. (A q reaches no output but its own.)
+        """
+        largest = [torch.linalg.vector_norm(x, float("inf"), dim=-1) for x in (self.k, self.v)]
+        bad_k = largest[0].mul_(0) != 0  # NaN and inf times 0 are NaN
+        bad = largest[1].add_(self.beta).sub_(g).mul_(0) != 0
+        self._per_key_head(bad).logical_or_(bad_k[:, None])
+        self.k.masked_fill_(bad_k[..., None], 0)
+        self.v.masked_fill_(bad[..., None], 0)
+        self.beta.masked_fill_(bad, 0)
+        g.masked_fill_(bad, 0)
+        return bad.cumsum(-1) > 0
 
     def _of_value_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """``[B, T, H, ...]`` -> ``[b, C, ...]``."""
@@ -193,7 +225,10 @@ class Chunks:
 
     def output(self, S: Tensor) -> Tensor:
         written = self.correction(S).mul_(self.beta[..., None])
-        return torch.bmm(self._in[:, 0], S).baddbmm_(self.P, written)
+        o = torch.bmm(self._in[:, 0], S).baddbmm_(self.P, written)
+        return (
+            o if self._reached is None else o.masked_fill_(self._reached[..., None], float("nan"))
+        )
 
     def output_gradient(self, do: Tensor) -> Tensor:
         """``[b, 2, C, V]``: do, and room for dv beside it."""

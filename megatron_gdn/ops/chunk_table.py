@@ -5,9 +5,10 @@ Legend: N sequences, n chunks, C tokens of a chunk, T tokens of all sequences.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -117,26 +118,34 @@ def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Ten
     return chunks, numbers
 
 
+def _slots(lengths: tuple[int, ...], first_chunk: list[int], C: int) -> Tensor:
+    """int64 ``[T]``, the slot of each token: a sequence's first slots are its first chunk's."""
+    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    start = length.cumsum(0) - length
+    moved = torch.tensor(first_chunk[:-1], dtype=torch.int64, device="cpu") * C - start
+    return torch.arange(int(length.sum()), device="cpu") + moved.repeat_interleave(length)
+
+
 @lru_cache(maxsize=32)
 def _build(
     lengths: tuple[int, ...], C: int, at_once: int, device: torch.device, fill_up: bool
 ) -> ChunkTable:
     first_chunk = [0, *accumulate(-(-length // C) for length in lengths)]
-    first_token = [0, *accumulate(lengths)]
-    n, total = first_chunk[-1], first_token[-1]
+    n, total = first_chunk[-1], sum(lengths)
     padded = -(-n // at_once) * at_once if fill_up else n
 
+    slot = _slots(lengths, first_chunk, C)
     token = torch.zeros(padded * C, dtype=torch.int64, device="cpu")
     empty = torch.ones(padded * C, dtype=torch.bool, device="cpu")
-    begins, ends = {}, {}
-    for sequence, length in enumerate(lengths):
-        if length == 0:
-            continue
-        filled = slice(first_chunk[sequence] * C, first_chunk[sequence] * C + length)
-        token[filled] = torch.arange(length, device="cpu") + first_token[sequence]
-        empty[filled] = False
-        begins[first_chunk[sequence]] = sequence
-        ends[first_chunk[sequence + 1] - 1] = sequence
+    token[slot] = torch.arange(total, device="cpu")
+    empty[slot] = False
+    # By group, so that building groups takes time for the sequences that are in them.
+    begins: dict[int, dict[int, int]] = defaultdict(dict)
+    ends: dict[int, dict[int, int]] = defaultdict(dict)
+    for sequence, (first, stop) in enumerate(pairwise(first_chunk)):
+        if first < stop:
+            begins[first // at_once][first % at_once] = sequence
+            ends[(stop - 1) // at_once][(stop - 1) % at_once] = sequence
 
     groups = []
     for start in range(0, n, at_once):
@@ -144,8 +153,7 @@ def _build(
         slots = slice(start * C, stop * C)
         full = not empty[slots].any()
         first, last = token[slots][0].item(), token[slots][-1].item()
-        first_chunks = {c - start: s for c, s in begins.items() if start <= c < stop}
-        last_chunks = {c - start: s for c, s in ends.items() if start <= c < stop}
+        first_chunks, last_chunks = begins[start // at_once], ends[start // at_once]
         groups.append(
             ChunkGroup(
                 slots=slots,
@@ -158,6 +166,5 @@ def _build(
                 chunks=min(stop, n) - start,
             )
         )
-    slot = torch.arange(padded * C, device="cpu")[~empty]
-    identity = len(slot) == total == padded * C
+    identity = total == padded * C
     return ChunkTable(C, len(lengths), tuple(groups), None if identity else to_device(slot, device))

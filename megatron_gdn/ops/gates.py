@@ -5,9 +5,32 @@ Legend: ``alpha_H`` stands for ``[..., H]``, H value heads.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def least_log_decay(dtype: torch.dtype) -> float:
+    """The bound below which every log-decay means the same: its exp rounds to 0 in ``dtype``.
+
+    -104 in fp32 (exp(-103.98) is half of the smallest subnormal number, 2^-149) and -746 in fp64.
+    A log-decay held there changes no decay, and its sums over a chunk stay finite and exact to the
+    digits that exp() wants, where those of -1e30 or -inf give inf - inf = NaN.
+    """
+    numbers = torch.finfo(dtype)
+    smallest = numbers.tiny * numbers.eps
+    return float(math.floor(math.log(smallest) - math.log(2)))
+
+
+def largest_A_log(dtype: torch.dtype) -> float:
+    """66 in fp32, 532 in fp64: a rate exp(A_log) that leaves room for products with gradients.
+
+    Of more, the products overflow, and inf times a softplus of 0 is NaN. There any softplus above
+    2e-27 gives a decay of 0 (in fp32), whatever the rate.
+    """
+    return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 
 
 def decay_and_write_gates(
@@ -21,6 +44,10 @@ def decay_and_write_gates(
     in fp32 whatever the inputs are: a rounded ``A_log`` is a wrong decay rate, which the
     recurrence then compounds over the whole sequence.
 
+    A g below :func:`least_log_decay` becomes that, and an ``A_log`` above :func:`largest_A_log`
+    becomes that: the decay exp(g) is exactly 0 either way, and 0 is its gradient, as in the
+    recurrence.
+
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
         A_log_H, dt_bias_H: ``[H]``.
@@ -29,5 +56,6 @@ def decay_and_write_gates(
         ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
-    g_H = -A_log_H.to(wide).exp() * F.softplus(alpha_H.to(wide) + dt_bias_H.to(wide))
-    return g_H, beta_H.to(wide).sigmoid()
+    rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()
+    g_H = -rate_H * F.softplus(alpha_H.to(wide) + dt_bias_H.to(wide))
+    return g_H.clamp(min=least_log_decay(wide)), beta_H.to(wide).sigmoid()

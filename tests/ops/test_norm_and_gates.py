@@ -39,4 +39,5 @@ def test_gates_are_fp32_for_bf16_projections_and_never_grow_the_state():
     assert g.dtype == write.dtype == torch.float32
     assert (g <= 0).all() and ((write > 0) & (write < 1)).all()
     exact = -A_log.double().exp() * F.softplus(alpha.double() + dt_bias.double())
+    exact = exact.clamp(min=-104)  # where the decay is 0
     torch.testing.assert_close(g.double(), exact, rtol=1e-6, atol=1e-7)

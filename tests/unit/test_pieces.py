@@ -144,6 +144,10 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(cut, rows):
     b = [_take(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
     d = [_take(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
     forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
+    cuts = tables[0].nodes.cuts
+    for j in range(1, n - 1):  # the maps of the ends are not followed
+        assert (a[nodes.hosts[j]][nodes.slots[j]] == 0).all() == (j in cuts)
+    assert all(t.nodes == nodes._replace(cuts=cuts) for t in tables)
     for rank, table in enumerate(tables):
         count = rows * len(held[rank])
         assert len(table.sequences.lengths) == count

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from ..gates import largest_A_log, least_log_decay
+
+# Bounds of fp32, see the functions.
+LARGEST_A_LOG = tl.constexpr(largest_A_log(torch.float32))
+LEAST_LOG_DECAY = tl.constexpr(least_log_decay(torch.float32))
 # The interpreter cannot run PTX, so it takes the plain formula. Read once, like triton.jit does.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
@@ -29,6 +35,13 @@ def sigmoid(x):
     else:
         y = 1.0 / (1.0 + tl.exp(-x))
     return y
+
+
+@triton.jit
+def minus_rate(A_log):
+    """-exp(A_log), finite for every A_log but NaN."""
+    # Selected, not tl.minimum, which would replace NaN.
+    return -tl.exp(tl.where(A_log > LARGEST_A_LOG, LARGEST_A_LOG, A_log))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementwise import sigmoid, softplus
+from .elementwise import LARGEST_A_LOG, LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
 from .walk import (
     UNROLL,
     at_an_edge,
@@ -222,7 +222,7 @@ def _gates_backward(
     real_H = h_H < H
     A_log_H = tl.load(A_log_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
     dt_bias_H = tl.load(dt_bias_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
-    rate_H = -tl.exp(A_log_H)
+    rate_H = minus_rate(A_log_H)
     if SCALED:
         factor_H = tl.load(factor_ptr + h_H, mask=real_H, other=0.0)
     base = tl.cast(start, tl.int64)
@@ -244,16 +244,22 @@ def _gates_backward(
         if SCALED:
             dg_TH = dg_TH * factor_H[None, :]
             dbeta_TH = dbeta_TH * factor_H[None, :]
+        # A decay of exactly 0 has no gradient; zeros before the products, since g may be -inf.
+        softplus_TH = softplus(x_TH)
+        held_TH = rate_H[None, :] * softplus_TH < LEAST_LOG_DECAY
+        softplus_TH = tl.where(held_TH, 0.0, softplus_TH)
+        dg_TH = tl.where(held_TH, 0.0, dg_TH)
         beta_TH = sigmoid(b_TH)
         dalpha_TH = dg_TH * rate_H[None, :] * sigmoid(x_TH)
-        dA_TH += dg_TH * rate_H[None, :] * softplus(x_TH)
+        dA_TH += dg_TH * rate_H[None, :] * softplus_TH
         ddt_TH += dalpha_TH
         out_TH = d_proj_ptr + t_T[:, None] * d_stride_s + h_H[None, :]
         kind = d_proj_ptr.dtype.element_ty
         db_TH = dbeta_TH * beta_TH * (1.0 - beta_TH)
         tl.store(out_TH, db_TH.to(kind), mask=real_TH)
         tl.store(out_TH + H, dalpha_TH.to(kind), mask=real_TH)
-    tl.store(partial_ptr + h_H, tl.sum(dA_TH, axis=0), mask=real_H)
+    dA_H = tl.where(A_log_H > LARGEST_A_LOG, 0.0, tl.sum(dA_TH, axis=0))
+    tl.store(partial_ptr + h_H, dA_H, mask=real_H)
     tl.store(partial_ptr + H + h_H, tl.sum(ddt_TH, axis=0), mask=real_H)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementwise import sigmoid, softplus
+from .elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
 from .walk import (
     UNROLL,
     at_an_edge,
@@ -122,7 +122,7 @@ def _gates(
     real_H = h_H < H
     A_log_H = tl.load(A_log_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
     dt_bias_H = tl.load(dt_bias_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
-    rate_H = -tl.exp(A_log_H)
+    rate_H = minus_rate(A_log_H)
     base = tl.cast(start, tl.int64)
     raw_ptr += base * stride_s
     g_ptr += base * H
@@ -135,6 +135,7 @@ def _gates(
         alpha_TH = tl.load(raw_TH + H, mask=real_TH, other=0.0).to(tl.float32)
         out_TH = t_T[:, None] * H + h_H[None, :]
         g_TH = rate_H[None, :] * softplus(alpha_TH + dt_bias_H[None, :])
+        g_TH = tl.where(g_TH < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_TH)  # NaN stays NaN
         tl.store(g_ptr + out_TH, g_TH, mask=real_TH)
         tl.store(beta_ptr + out_TH, sigmoid(b_TH), mask=real_TH)
 

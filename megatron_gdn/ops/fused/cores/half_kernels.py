@@ -27,10 +27,11 @@ def _largest_kernel(
     G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, G): bits of the largest |x| in fp32 of one key head in ``tokens`` rows.
+    """grid (N, G): bits of the largest finite |x| in fp32 of one key head in ``tokens`` rows.
 
     As integers, inf is above every number and NaN above inf.
     """
+    INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
     first = tl.program_id(0) * tokens
     c_C = tl.arange(0, BLOCK_C)
@@ -42,6 +43,7 @@ def _largest_kernel(
         at_R = (at_R // RUN * G + g) * (RUN * C) + at_R % RUN * C
         x_RC = tl.load(x_ptr + at_R[:, None] + c_C[None, :], mask=real_RC, other=0.0)
         bits_RC = x_RC.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits_RC = tl.where(bits_RC < INFINITY, bits_RC, 0)
         largest_RC = tl.maximum(largest_RC, bits_RC)
     largest = tl.max(tl.max(largest_RC, axis=1), axis=0)
     tl.store(largest_ptr + tl.program_id(0) * G + g, largest)

@@ -56,9 +56,10 @@ def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 
     To within a factor of two: the largest |x| of a key head then lies in ``[2^(largest - 1),
-    2^largest)``. The powers lie in 2^-126 .. 2^126, so they and their inverses are normal numbers
-    whatever x holds: zeros (the largest power), inf or NaN (the smallest). An |x| near fp32's end
-    comes to 2^2 at most. Exact, since it reads the exponent's bits.
+    2^largest)``. inf and NaN count as zero: they stay what they are under any power, and the
+    gradients of other documents keep theirs. The powers lie in 2^-126 .. 2^126, so they and their
+    inverses are normal numbers whatever x holds, zeros included (the largest power). An |x| near
+    fp32's end comes to 2^2 at most. Exact, since it reads the exponent's bits.
 
     Args:
         x: any dtype, with H value heads in the dimension that ``dims``, all others, leave out.
@@ -66,7 +67,8 @@ def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)
     else:
-        most_H = torch.linalg.vector_norm(x, float("inf"), dim=dims)
+        finite = torch.where(x.isfinite(), x, 0)
+        most_H = torch.linalg.vector_norm(finite, float("inf"), dim=dims)
         most_G = most_H.float().view(key_heads, -1).amax(1)
     exponent = most_G.view(torch.int32) >> MANTISSA & 0xFF
     return (2 * BIAS - 1 + largest - exponent).clamp(1, 2 * BIAS - 1)

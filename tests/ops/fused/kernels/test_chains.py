@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_gdn.context_parallel.affine import Nodes
+from megatron_gdn.context_parallel.affine import _steps_of_all as share_steps
 from megatron_gdn.ops.fused.cores import chains_kernels, chains_torch
 from megatron_gdn.ops.fused.cores.chains import IDENTITY, NONE, Steps
 from megatron_gdn.ops.fused.cores.parts import Parts
@@ -82,6 +84,30 @@ def test_what_no_chain_reads_may_be_anything(device):
     got, exact = both(parts.entering, local, through, 3, start)
     assert exact.isfinite().all()
     assert_fp32(got, exact, parts.entering)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
+    """A node that lets nothing through, of four whose maps lie in another order."""
+    H, K, V = SIZES[1]
+    places = [2, 0, 1, 3]
+    nodes = Nodes(hosts=(0, 0, 0, 0), slots=tuple(places), cuts=frozenset({cut}))
+    maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(device)
+    local, through = maps.split([V, K], dim=-1)
+    through[places[cut]] = 0
+    uncut = chain_of(nodes._replace(cuts=frozenset()), local, through)
+    clean = chain_of(nodes, local, through)
+    torch.testing.assert_close(clean, uncut, rtol=0, atol=0)
+    maps[places[:cut]] = float("nan")
+    after = places[cut + 1 :]
+    assert torch.equal(chain_of(nodes, local, through)[after], clean[after])
+
+
+def chain_of(nodes, local, through):
+    """What enters every node, at the place of its map."""
+    steps = share_steps(nodes, 1, 4, local.device)
+    out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
+    return chains_kernels.follow(local, through, steps, out, None)
 
 
 def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):
