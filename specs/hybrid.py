@@ -46,9 +46,8 @@ def hybrid_stack_spec(
 
     Args:
         backend: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged; ``"local"``
-            is plain torch (GDN, MLP, and attention without context parallelism); ``"auto"`` is
-            ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
-            interchangeable.
+            is plain torch (GDN, MLP, attention, experts); ``"auto"`` is ``"te"`` where Transformer
+            Engine is installed. Checkpoints of the two are interchangeable.
         qk_layernorm: norms on query and key in the local '*' layers (``config.qk_layernorm``; with
             Transformer Engine Megatron's own spec decides).
         num_moe_experts: builds local 'E' layers for that many experts (``config.num_moe_experts``).
@@ -63,7 +62,9 @@ def hybrid_stack_spec(
     if backend == "te":
         submodules = _te_submodules(mixer)
     else:
-        submodules = _local_submodules(mixer, qk_layernorm, num_moe_experts)
+        cp_layout = options.get("cp_layout", "zigzag")
+        attention = local_attention_spec(qk_layernorm, cp_layout)
+        submodules = _local_submodules(mixer, attention, num_moe_experts)
     return ModuleSpec(module=HybridStack, submodules=submodules)
 
 
@@ -78,9 +79,8 @@ def _te_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
 
 
 def _local_submodules(
-    mixer: ModuleSpec, qk_layernorm: bool, num_moe_experts: int | None
+    mixer: ModuleSpec, attention: ModuleSpec, num_moe_experts: int | None
 ) -> HybridStackSubmodules:
-    attention = local_attention_spec(qk_layernorm=qk_layernorm)
     return HybridStackSubmodules(
         gdn_layer=_local_mixer_layer(mixer, GDN_NORM_KEYS),
         attention_layer=_local_mixer_layer(attention, ATTENTION_NORM_KEYS),

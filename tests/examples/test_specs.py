@@ -42,9 +42,9 @@ def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symb
 @pytest.mark.parametrize(
     "freq, mixers",
     [
-        (4, ["GatedDeltaNet"] * 3 + ["SelfAttention"]),
-        (2, ["GatedDeltaNet", "SelfAttention"] * 2),
-        ([1, 1, 0, 1], ["GatedDeltaNet"] * 2 + ["SelfAttention", "GatedDeltaNet"]),
+        (4, ["GatedDeltaNet"] * 3 + ["TorchSelfAttention"]),
+        (2, ["GatedDeltaNet", "TorchSelfAttention"] * 2),
+        ([1, 1, 0, 1], ["GatedDeltaNet"] * 2 + ["TorchSelfAttention", "GatedDeltaNet"]),
         ([1, 1, 1, 1], ["GatedDeltaNet"] * 4),
     ],
 )
