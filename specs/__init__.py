@@ -1,4 +1,4 @@
-"""Layer specs for Megatron launches, such as `--spec megatron_gdn.specs gdn_hybrid_stack_spec`."""
+"""Layer specs for Megatron launches, such as `--spec megatron_gdn.specs hybrid_stack_spec`."""
 
 from .gpt import gpt_block_spec
 from .hybrid import gdn_hybrid_stack_spec, gdn_hybrid_stack_spec_local, hybrid_stack_spec
