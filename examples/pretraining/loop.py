@@ -12,6 +12,7 @@ from pretraining.arguments import parse_args
 from pretraining.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from pretraining.corpus import read_paths, standard_library
 from pretraining.feed import Feed
+from pretraining.held_out import held_out_loss, hold_out
 from pretraining.report import Report
 from pretraining.sampling import sample
 
@@ -86,8 +87,9 @@ def train(args, corpus, device: torch.device) -> None:
     from pretraining.model import build_training
 
     training = build_training(args)
+    training_corpus, held_out = hold_out(corpus)
     feed = Feed(
-        corpus,
+        training_corpus,
         seed=args.seed,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -118,6 +120,7 @@ def train(args, corpus, device: torch.device) -> None:
             save_checkpoint(args.save, iteration, training, feed)
     if first < args.train_iters:
         report.say(f"saved {save_checkpoint(args.save, args.train_iters, training, feed)}")
+    report.say(held_out_loss(args, training, held_out, device, forward_step))
     if args.sample_tokens and args.pipeline_model_parallel_size == 1:
         text = sample(
             training.model,

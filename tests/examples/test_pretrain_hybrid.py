@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from pretraining.arguments import parse_args
+from pretraining.corpus import Corpus
+from pretraining.held_out import hold_out
 
 ROOT = Path(__file__).parents[2]
 TINY = [
-    "--hybrid-layer-pattern=G-G-",
+    "--hybrid-layer-pattern=G-*-",
     "--hidden-size=32",
     "--linear-key-head-dim=8",
     "--linear-value-head-dim=12",
@@ -77,6 +80,25 @@ def test_a_run_leaves_plot_events_and_checkpoints_behind(packed_run):
     assert "cp 2" in printed and "30 documents" in printed and "--- sample ---\ndef " in printed
 
 
+def test_a_run_ends_with_the_loss_on_documents_that_it_never_saw(packed_run):
+    output_dir, printed = packed_run
+    said = re.search(r"held-out loss ([0-9.]+) nats per byte, over ([0-9,]+) bytes of 1", printed)
+    # Files of one kind: what is learned of some holds for another, and not to the digit.
+    learned = metrics(output_dir)[-1]["loss"]
+    assert 0 < abs(float(said[1]) - learned) < 1.0 and int(said[2].replace(",", "")) > 0
+
+
+def test_held_out_documents_depend_on_their_content_alone():
+    texts = [b"", *(f"document {n}".encode() for n in range(59)), b"document 7"]
+    kept, held = hold_out(Corpus(tuple(texts), ("skipped",)))
+    assert len(held.documents) >= 3 and b"" in kept.documents and kept.skipped == ("skipped",)
+    assert sorted(kept.documents + held.documents) == sorted(texts)
+    assert not set(kept.documents) & set(held.documents)
+    again = hold_out(Corpus(tuple(reversed(texts))))
+    assert again[1].documents == held.documents[::-1]
+    assert hold_out(Corpus((b"a", b"b")))[1].documents == ()
+
+
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one_bit_for_bit(
     packed_run, text, tmp_path
 ):
@@ -118,8 +140,6 @@ def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_flags_that_cannot_work_are_refused_with_the_way_out(flags, advice, monkeypatch, capsys):
-    import re
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stopped:
         parse_args([*flags, "--train-iters=160"] if "--train-iters=0" not in flags else flags)
