@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 from unittest.mock import patch
 
@@ -42,7 +43,12 @@ def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
     with contextlib.redirect_stdout(io.StringIO()), parallel(cp=2):
         with patch.object(sys, "argv", [script, *flags, *SMALL.split(), *WITHOUT_GPU.split()]):
             args = arguments.parse_args()
-        arguments.validate_args(args)
+        # What the launch sets, and what the GPUs it is for would answer.
+        with (
+            patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+            patch.object(arguments, "get_device_arch_version", lambda: 9),
+        ):
+            arguments.validate_args(args)
         config = config_of(args)
         assert config.transformer.context_parallel_size == 2
         model = config.get_builder_cls()(config).build_model(
