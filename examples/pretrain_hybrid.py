@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node=2 examples/pretrain_hybrid.py
 
-trains four Gated DeltaNet and four MLP layers with context parallelism over two ranks on the source
-of Python's standard library, byte by byte, every file a sequence of its own in a packed buffer. The
-same command runs on GPUs (nccl, bf16) and on a machine without one (gloo, fp32).
+trains three Gated DeltaNet layers, an attention layer and an MLP after each, with context
+parallelism over two ranks, on the source of Python's standard library, byte by byte, every file a
+sequence of its own in a packed buffer. It ends with the loss on files that were held out. The same
+command runs on GPUs (nccl, bf16) and on a machine without one (gloo, fp32).
 
 Everything around the layer is Megatron-Core's: process groups, HybridModel, distributed data
 parallel, optimizer and schedule, pipeline schedule, distributed checkpoints. What happens to

@@ -99,6 +99,8 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
 class _TorchOnCPU:
     """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU.
 
+    Nor is memory pinned, which needs a GPU's driver.
+
     Narrower than a TorchFunctionMode, which would look at every torch call of the process.
     """
 
@@ -113,6 +115,7 @@ class _TorchOnCPU:
         def created(*args: Any, **kwargs: Any) -> torch.Tensor:
             if "cuda" in str(kwargs.get("device")):
                 kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
             return create(*args, **kwargs)
 
         return created
@@ -124,6 +127,7 @@ class _TorchOnCPU:
 _FILES_WITH_CUDA_LITERALS = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.layer_wise_optimizer",
@@ -140,8 +144,9 @@ def create_cuda_literals_on_cpu() -> None:
     """``device="cuda"`` written into Megatron's files means the CPU, in those files only.
 
     Needed by the token counter of the schedules (schedules.py:749), the scale and overflow flags
-    of the optimizers (optimizer.py:690, clip_grads.py:96) and checkpoint exchange. Can go when
-    they use ``torch.cuda.current_device()`` or the gradients' device.
+    of the optimizers (optimizer.py:690, clip_grads.py:96), checkpoint exchange and a rank's rotary
+    positions (rope_utils.py:62, in pinned memory). Can go when they use
+    ``torch.cuda.current_device()`` or the gradients' device.
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:

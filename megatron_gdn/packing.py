@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -160,3 +160,24 @@ def _resolve(q_padded, q, kv_padded, kv, total_tokens: int, device: torch.device
                 f"long as it."
             )
     return documents
+
+
+def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
+    """The context-parallel group of a micro-batch: its own if it brings one, else ``group``.
+
+    Returns:
+        a process group, or None: this rank alone.
+
+    Raises:
+        ValueError: ``local_cp_size`` is not the size of ``cp_group``.
+    """
+    if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
+        return group
+    group, size = packed.cp_group, packed.local_cp_size
+    if size is not None and size != (1 if group is None else group.size()):
+        given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+        raise ValueError(
+            f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
+            f"of 1 needs no group)."
+        )
+    return group

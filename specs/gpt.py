@@ -42,8 +42,7 @@ def gpt_block_spec(
 
     ``config.linear_attention_freq = N`` makes every N-th layer full attention, a list of 0 and 1
     marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by ``config.moe_layer_freq``.
-    ``config.transformer_impl`` chooses the modules: ``"transformer_engine"`` or ``"local"``
-    (attention without context parallelism).
+    ``config.transformer_impl`` chooses the modules: ``"transformer_engine"`` or ``"local"``.
 
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
@@ -90,7 +89,7 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
     mixer = gated_delta_net_spec("local", **options)
-    attention = local_attention_spec(qk_layernorm=config.qk_layernorm)
+    attention = local_attention_spec(config.qk_layernorm, options.get("cp_layout", "zigzag"))
     dense = [0] * config.num_layers
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
     layer_specs = []

@@ -1,10 +1,10 @@
 """Hybrid stacks ('G' Gated DeltaNet, '-' MLP, '*' attention, ...) with our Gated DeltaNet layer.
 
-    HybridModel(config, hybrid_stack_spec(backend="local"), hybrid_layer_pattern="G-G-", ...)
+In Python, and by the same name in a launch:
 
-or, for a launch that takes the name of a module-level spec:
+    HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
 
-    --spec megatron_gdn.specs gdn_hybrid_stack_spec --hybrid-layer-pattern "GEGEGE*E"
+    --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,7 @@ from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
     TransformerLayer,
@@ -38,36 +39,58 @@ from .local import (
 _SYMBOLS = {"mamba_layer": "M", "dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
-def hybrid_stack_spec(
+class HybridStackSpec(ModuleSpec):
+    """Spec of a Megatron ``HybridStack`` whose 'G' layers are `megatron_gdn.GatedDeltaNet`.
+
+    It is a spec, as ``--spec`` wants it, and it is called for another one:
+
+        hybrid_stack_spec                                   # "auto", the layer's own defaults
+        hybrid_stack_spec("local", cp_layout="contiguous")
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The spec over these modules and with these options.
+
+            spec(backend="auto", *, qk_layernorm=False, num_moe_experts=None, **options)
+
+        Args:
+            backend: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged;
+                ``"local"`` is plain torch (GDN, MLP, attention, experts); ``"auto"`` is ``"te"``
+                where Transformer Engine is installed. Checkpoints of the two are interchangeable.
+            qk_layernorm: norms on query and key in the local '*' layers (``config.qk_layernorm``;
+                with Transformer Engine Megatron's own spec decides).
+            num_moe_experts: builds local 'E' layers for that many experts
+                (``config.num_moe_experts``).
+            **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of
+                the GatedDeltaNet constructor. ``cp_layout`` goes to local '*' layers too.
+
+        Returns:
+            a HybridStackSpec; a ``HybridStack`` if a config is given in the backend's place, which
+            is how Megatron calls a spec to build it.
+
+        Raises:
+            ValueError, ImportError: see `resolve_backend`.
+        """
+        if "config" in options or (args and isinstance(args[0], TransformerConfig)):
+            return super().__call__(*args, **options)
+        return _hybrid_stack_spec(*args, **options)
+
+
+def _hybrid_stack_spec(
     backend: str = "auto",
     *,
     qk_layernorm: bool = False,
     num_moe_experts: int | None = None,
     **options: Any,
-) -> ModuleSpec:
-    """Spec of a Megatron ``HybridStack`` whose 'G' layers are `megatron_gdn.GatedDeltaNet`.
-
-    Args:
-        backend: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged; ``"local"``
-            is plain torch (GDN, MLP, and attention without context parallelism); ``"auto"`` is
-            ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
-            interchangeable.
-        qk_layernorm: norms on query and key in the local '*' layers (``config.qk_layernorm``; with
-            Transformer Engine Megatron's own spec decides).
-        num_moe_experts: builds local 'E' layers for that many experts (``config.num_moe_experts``).
-        **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of the
-            GatedDeltaNet constructor.
-
-    Raises:
-        ValueError, ImportError: see `resolve_backend`.
-    """
+) -> HybridStackSpec:
     backend = resolve_backend(backend)
     mixer = gated_delta_net_spec(backend, **options)
     if backend == "te":
         submodules = _te_submodules(mixer)
     else:
-        submodules = _local_submodules(mixer, qk_layernorm, num_moe_experts)
-    return ModuleSpec(module=HybridStack, submodules=submodules)
+        attention = local_attention_spec(qk_layernorm, options.get("cp_layout", "zigzag"))
+        submodules = _local_submodules(mixer, attention, num_moe_experts)
+    return HybridStackSpec(module=HybridStack, submodules=submodules)
 
 
 def _te_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
@@ -81,9 +104,8 @@ def _te_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
 
 
 def _local_submodules(
-    mixer: ModuleSpec, qk_layernorm: bool, num_moe_experts: int | None
+    mixer: ModuleSpec, attention: ModuleSpec, num_moe_experts: int | None
 ) -> HybridStackSubmodules:
-    attention = local_attention_spec(qk_layernorm=qk_layernorm)
     layers = {
         "gdn_layer": _local_mixer_layer(mixer, GDN_NORM_KEYS),
         "attention_layer": _local_mixer_layer(attention, ATTENTION_NORM_KEYS),
@@ -136,5 +158,6 @@ def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSp
 
 
 # Megatron's `--spec` looks these up by name and takes them as they are, without a call.
-gdn_hybrid_stack_spec = hybrid_stack_spec("auto")
-gdn_hybrid_stack_spec_local = hybrid_stack_spec("local")
+hybrid_stack_spec = _hybrid_stack_spec("auto")
+gdn_hybrid_stack_spec = hybrid_stack_spec
+gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")

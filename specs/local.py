@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_gdn.local_attention import TorchAttention
 from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.local_self_attention import TorchSelfAttention
 
 GDN_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 ATTENTION_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -29,15 +30,15 @@ def local_mlp_builder():
     )
 
 
-def local_attention_spec(qk_layernorm: bool = False) -> ModuleSpec:
-    """Causal self-attention in plain torch; Megatron refuses it when context_parallel_size > 1."""
+def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = "zigzag") -> ModuleSpec:
+    """Causal self-attention in plain torch: batches, packed documents, context parallelism."""
     qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
     return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=TorchSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "cp_layout": cp_layout},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
+            core_attention=partial(TorchAttention, cp_layout=cp_layout),
             linear_proj=RowParallelLinear,
             **qk_norm,
         ),
@@ -51,8 +52,7 @@ class UnavailableLayer:
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-            "'-' (MLP), '*' (attention, context_parallel_size=1) and, with num_moe_experts given, "
-            "'E' (experts). Use "
+            "'-' (MLP), '*' (attention) and, with num_moe_experts given, 'E' (experts). Use "
             'hybrid_stack_spec(backend="te"), which needs Transformer Engine, or change '
             "--hybrid-layer-pattern."
         )

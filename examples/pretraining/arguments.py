@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--hybrid-layer-pattern",
-        default="G-G-G-G-",
+        default="G-G-G-*-",
         metavar="SYMBOLS",
         help="one symbol per layer: G Gated DeltaNet, - MLP, * attention; | cuts pipeline stages",
     )

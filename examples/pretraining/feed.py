@@ -91,6 +91,11 @@ class Feed:
         """How many times the corpus has been read to its end."""
         return max(self._epoch, 0)
 
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        """Of all data-parallel ranks together, in the first epoch."""
+        return len(self._plan_of_epoch(0))
+
     def identity(self) -> dict[str, Any]:
         """What the meaning of ``consumed`` depends on."""
         return {

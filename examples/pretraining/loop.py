@@ -14,6 +14,7 @@ from pretraining.checkpoint import load_checkpoint, save_checkpoint
 from pretraining.corpus import read_paths, standard_library
 from pretraining.failures import fail, full_disk, refuse
 from pretraining.feed import Feed
+from pretraining.held_out import held_out_loss, hold_out
 from pretraining.report import Report, closing_words, how_to_go_on
 from pretraining.sampling import sample
 from pretraining.stopping import Stop
@@ -105,8 +106,9 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
     from pretraining.model import build_training
 
     training = build_training(args)
+    training_corpus, held_out = hold_out(corpus)
     feed = Feed(
-        corpus,
+        training_corpus,
         seed=args.seed,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -134,6 +136,7 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
     if stop.reason:
         report.say(f"stopped by {stop.reason}; {how_to_go_on(args)}")
         return
+    report.say(held_out_loss(args, training, held_out, device, forward_step))
     if args.sample_tokens and args.pipeline_model_parallel_size == 1:
         text = sample(
             training.model,

@@ -11,7 +11,7 @@ from ..observe import log_once
 from ..ops import Documents
 from ..ops.fused.cores.base import Core, can_pass_states
 from ..ops.obstacles import why_not_heads
-from ..packing import resolve_packed_seq_params
+from ..packing import context_parallel_group_of, resolve_packed_seq_params
 from .agreement import number_of_new_layer, require_agreement
 from .choice import LinearCpMode, price
 from .chunkwise import Chunkwise
@@ -108,18 +108,6 @@ class ContextParallel:
             )
         return scheme
 
-    def _group_of(self, packed: PackedSeqParams | None) -> Any:
-        if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
-            return self._group
-        group, size = packed.cp_group, packed.local_cp_size
-        if size is not None and size != (1 if group is None else group.size()):
-            given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
-            raise ValueError(
-                f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
-                f"of 1 needs no group)."
-            )
-        return group
-
     def resolve(
         self, packed: PackedSeqParams | None, hidden_states: Tensor, sp_size: int
     ) -> tuple[Scheme, Documents | None, int]:
@@ -138,7 +126,7 @@ class ContextParallel:
                 group seen first here.
             NotImplementedError: as the constructor.
         """
-        group = self._group_of(packed)
+        group = context_parallel_group_of(packed, self._group)
         rows = hidden_states.shape[1]
         tokens = hidden_states.shape[0] * sp_size * (1 if group is None else group.size())
         documents = resolve_packed_seq_params(packed, tokens, hidden_states.device)

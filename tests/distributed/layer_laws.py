@@ -29,8 +29,9 @@ def by_way_of(exchange: str | None):
 
 def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:
     cu = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
     if real_lengths is None:
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, **longest)
     real = torch.tensor([0, *real_lengths], dtype=torch.int32, device=device).cumsum(0).int()
     return PackedSeqParams(
         qkv_format="thd",
@@ -38,6 +39,7 @@ def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:
         cu_seqlens_kv=real,
         cu_seqlens_q_padded=cu,
         cu_seqlens_kv_padded=cu,
+        **longest,
     )
 
 

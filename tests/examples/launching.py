@@ -22,7 +22,7 @@ from tests.ranks import _context
 ROOT = EXAMPLES.parent
 TIMEOUT_S = 240
 TINY = [
-    "--hybrid-layer-pattern=G-G-",
+    "--hybrid-layer-pattern=G-*-",
     "--hidden-size=32",
     "--linear-key-head-dim=8",
     "--linear-value-head-dim=12",

@@ -25,6 +25,20 @@ def hybrid_keys_and_options(pattern: str, **options):
         return keys, names, str(model.decoder.layers[0].self_attention.cp_layout)
 
 
+def built_by_calling() -> str:
+    """What a spec gives that is called as Megatron calls one: with a config."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    with parallel():
+        stack = hybrid_stack_spec(
+            make_config(num_layers=1),
+            pre_process=True,
+            layer_type_list=["G"],
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        return type(stack).__name__
+
+
 def hybrid_refusal(pattern: str) -> str:
     """The message with which the local spec declines a pattern."""
     try:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pretraining.arguments import parse_args
+from pretraining.corpus import Corpus
+from pretraining.held_out import hold_out
 from tests.examples.launching import ROOT, TINY, metrics, run
 
 
@@ -63,6 +65,25 @@ def test_without_a_terminal_lines_take_the_place_of_the_progress_bar(packed_run)
     said = [line for line in packed_run[1].splitlines() if line.startswith("step ")]
     assert said[0].startswith("step 1 of 12: loss 5.") and said[-1].startswith("step 12 of 12: ")
     assert "\r" not in packed_run[1]
+
+
+def test_a_run_ends_with_the_loss_on_documents_that_it_never_saw(packed_run):
+    output_dir, printed = packed_run
+    said = re.search(r"held-out loss ([0-9.]+) nats per byte, over ([0-9,]+) bytes of 1", printed)
+    # Files of one kind: what is learned of some holds for another, and not to the digit.
+    learned = metrics(output_dir)[-1]["loss"]
+    assert 0 < abs(float(said[1]) - learned) < 1.0 and int(said[2].replace(",", "")) > 0
+
+
+def test_held_out_documents_depend_on_their_content_alone():
+    texts = [b"", *(f"document {n}".encode() for n in range(59)), b"document 7"]
+    kept, held = hold_out(Corpus(tuple(texts), ("skipped",)))
+    assert len(held.documents) >= 3 and b"" in kept.documents and kept.skipped == ("skipped",)
+    assert sorted(kept.documents + held.documents) == sorted(texts)
+    assert not set(kept.documents) & set(held.documents)
+    again = hold_out(Corpus(tuple(reversed(texts))))
+    assert again[1].documents == held.documents[::-1]
+    assert hold_out(Corpus((b"a", b"b")))[1].documents == ()
 
 
 def test_a_run_continued_in_a_new_folder_has_the_losses_of_the_uninterrupted_one_bit_for_bit(

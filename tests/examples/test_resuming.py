@@ -83,7 +83,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(refused):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        (["--hybrid-layer-pattern=G-"], ["G-G- there and G- here"]),
+        (["--hybrid-layer-pattern=G-"], ["G-*- there and G- here"]),
         (
             ["--hidden-size=64", "--linear-key-head-dim=16", "--seq-length=64"],
             ["--hidden-size is 32 there and 64 here", "--linear-key-head-dim is 8 there and 16"],
@@ -110,7 +110,7 @@ def test_half_a_model_is_refused_even_when_the_checkpoint_holds_no_settings(trai
 def test_pipeline_cuts_are_no_other_model(trained, monkeypatch):
     monkeypatch.chdir(trained)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    flags = ["--resume", "--hybrid-layer-pattern=G-|G-", "--pipeline-model-parallel-size=2"]
+    flags = ["--resume", "--hybrid-layer-pattern=G-|*-", "--pipeline-model-parallel-size=2"]
     assert parse_args(flags).hybrid_layer_pattern == "G-|G-"
 
 

@@ -49,9 +49,9 @@ def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symb
 @pytest.mark.parametrize(
     "freq, mixers",
     [
-        (4, ["GatedDeltaNet"] * 3 + ["SelfAttention"]),
-        (2, ["GatedDeltaNet", "SelfAttention"] * 2),
-        ([1, 1, 0, 1], ["GatedDeltaNet"] * 2 + ["SelfAttention", "GatedDeltaNet"]),
+        (4, ["GatedDeltaNet"] * 3 + ["TorchSelfAttention"]),
+        (2, ["GatedDeltaNet", "TorchSelfAttention"] * 2),
+        ([1, 1, 0, 1], ["GatedDeltaNet"] * 2 + ["TorchSelfAttention", "GatedDeltaNet"]),
         ([1, 1, 1, 1], ["GatedDeltaNet"] * 4),
     ],
 )
@@ -75,11 +75,22 @@ def test_each_pipeline_stage_gets_its_own_layers(pools):
     assert pools(1).run(spec_laws.gpt_layers_per_stage, 3) == [[2, 2, 2]]
 
 
-@pytest.mark.parametrize("name", ["gdn_hybrid_stack_spec", "gdn_hybrid_stack_spec_local"])
+@pytest.mark.parametrize(
+    "name", ["hybrid_stack_spec", "gdn_hybrid_stack_spec", "gdn_hybrid_stack_spec_local"]
+)
 def test_megatron_finds_the_hybrid_specs_by_name(name):
     spec = import_module(("megatron_gdn.specs", name))
     assert isinstance(spec, ModuleSpec)
     assert spec.submodules.gdn_layer.submodules.self_attention.module is GatedDeltaNet
+
+
+def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron(pools):
+    other = hybrid_stack_spec("local", cp_layout="contiguous")
+    assert other is not hybrid_stack_spec and isinstance(other, ModuleSpec)
+    for layer in (other.submodules.gdn_layer, other.submodules.attention_layer):
+        assert layer.submodules.self_attention.params["cp_layout"] == "contiguous"
+    assert isinstance(other(), ModuleSpec)
+    assert pools(1).run(spec_laws.built_by_calling)[0] == "HybridStack"
 
 
 def test_an_unknown_backend_lists_the_known_ones():

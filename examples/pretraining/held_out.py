@@ -1,0 +1,87 @@
+"""Documents that training never sees, and the loss on them.
+
+Which ones depends on their content alone, so equal files stay on one side and another order of
+the corpus changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pretraining.corpus import Corpus
+from pretraining.feed import Feed
+
+# One document in this many, at least one, and none of a corpus that has fewer.
+ONE_IN = 20
+# Enough for two digits of the loss, in the time of a few training steps.
+MOST_MICRO_BATCHES = 8
+
+
+def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """Split a corpus into what is trained on and what is held out, both in its order."""
+    contents = sorted(set(corpus.documents), key=lambda text: hashlib.sha256(text).digest())
+    # Empty documents are trained on: a loss over nothing but their ends says nothing.
+    chosen = set([text for text in contents if text][: len(contents) // ONE_IN])
+    kept = tuple(text for text in corpus.documents if text not in chosen)
+    held = tuple(text for text in corpus.documents if text in chosen)
+    return Corpus(kept, corpus.skipped), Corpus(held)
+
+
+@torch.no_grad()
+def held_out_loss(
+    args, training, held_out: Corpus, device: torch.device, forward_step: Callable
+) -> str:
+    """A line that says the mean loss per byte of pieces of the held-out documents.
+
+    Every rank takes part. ``forward_step`` is the training's own.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    if not held_out.documents:
+        return f"no held-out loss: a corpus of fewer than {ONE_IN} documents is trained on whole"
+    feed = Feed(
+        held_out,
+        seed=args.seed,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        packing=args.packing,
+        multiple=args.pad_multiple,
+        cp_size=args.context_parallel_size,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_size=args.data_parallel_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        device=device,
+    )
+    per_rank = feed.micro_batches_per_epoch // args.data_parallel_size
+    rows = 1 if args.packing else args.micro_batch_size
+    training.model.eval()
+    parts: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=feed,
+        model=training.model,
+        num_microbatches=min(max(per_rank, 1), MOST_MICRO_BATCHES),
+        seq_length=args.micro_batch_size * args.seq_length // rows,
+        micro_batch_size=rows,
+        forward_only=True,
+    )
+    training.model.train()
+    # Loss and labels; empty on all but the last pipeline stage.
+    total = torch.zeros(2, device=device) + sum(parts)
+    torch.distributed.all_reduce(
+        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    torch.distributed.broadcast(
+        total,
+        parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    loss, labels = total.tolist()
+    return (
+        f"held-out loss {loss / labels:.3f} nats per byte, over {labels:,.0f} bytes of "
+        f"{len(held_out.documents)} documents that training never saw"
+    )

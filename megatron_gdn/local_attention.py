@@ -1,0 +1,156 @@
+"""Causal attention in plain torch, over packed documents and with context parallelism.
+
+For machines without Transformer Engine, and on a GPU as the slow twin of its attention.
+
+Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order,
+B batch (1 when packed), H query heads and G key heads of this tensor-parallel rank, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from .context_parallel.zigzag import SequenceLayout
+from .forward_arguments import require_causal
+from .local_share import MicroBatchShare, Span
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class TorchAttention(DotProductAttention):
+    """Softmax attention for the ``core_attention`` place of Megatron's ``SelfAttention``.
+
+        o_t = sum_j p_tj v_j,   p_t = softmax_j(scale q_t . k_j),   j <= t in t's document
+
+    A batch on one context-parallel rank goes to Megatron's DotProductAttention, with all that it
+    knows. Packed documents and context parallelism take this path: every rank gathers the keys and
+    values of all ranks, whose gradients are summed and scattered in the backward, and attends with
+    its own queries, document by document. So a document's values never meet another's, and the
+    number of heads does not limit the number of ranks. Memory for scores: what torch's
+    ``scaled_dot_product_attention`` takes for one document.
+
+    Constructor arguments are those of DotProductAttention, and:
+
+    Args:
+        cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
+
+    Raises:
+        NotImplementedError: context parallelism with a window, a softmax other than ``"vanilla"``,
+            or attention that is not causal self-attention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        **kwargs: Any,
+    ) -> None:
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        alone = copy.copy(config)  # DotProductAttention refuses any other context_parallel_size
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
+        self.config, self.cp_group = config, pg_collection.cp
+        self.cp_layout = SequenceLayout.parse(cp_layout)
+        if config.context_parallel_size > 1:
+            self._require_plain(f"context_parallel_size={config.context_parallel_size}")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend with this rank's queries to the keys of all ranks.
+
+        Args:
+            query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
+            key, value: likewise with G heads.
+            attention_mask: None or causal; whatever DotProductAttention takes in a batch on one
+                context-parallel rank.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
+                offsets), and the context-parallel group of this micro-batch if it has its own.
+
+        Returns:
+            ``[s, B, H * D]``, or ``[s, H * D]`` when packed, in the dtype of ``query``.
+
+        Raises:
+            ValueError: boundaries or lengths that do not fit.
+            NotImplementedError: packed documents with what the constructor refuses with context
+                parallelism; an attention bias; a mask that is not causal.
+        """
+        micro_batch = MicroBatchShare.of(
+            packed_seq_params, self.cp_group, self.cp_layout, query.shape[0], query.device
+        )
+        if micro_batch.documents is None and micro_batch.size == 1:
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias
+            )
+        packed = micro_batch.documents is not None
+        self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
+        if attention_bias is not None:
+            raise NotImplementedError("TorchAttention adds no attention_bias; pass None.")
+        require_causal(attention_mask, lambda: micro_batch.positions)
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key, value = micro_batch.gather(key), micro_batch.gather(value)
+        out_sBHD = torch.cat([self._attend(span, query, key, value) for span in micro_batch.spans])
+        return out_sBHD.flatten(1) if packed else out_sBHD.flatten(2)
+
+    def _attend(self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor):
+        """One document's queries on this rank, over its keys up to the last of them."""
+        query = query_sBHD[span.first : span.last]
+        key, value = (x[span.start : span.end] for x in (key_SBGD, value_SBGD))
+        shared_by = query.shape[2] // key.shape[2]
+        if shared_by > 1:
+            key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
+        mask = None
+        if span.position is not None:
+            position = span.position.to(query.device, non_blocking=True)
+            mask = position[:, None] >= torch.arange(span.end - span.start, device=query.device)
+        rate = self.attention_dropout.p if self.training else 0.0
+        # Where tensor-parallel ranks hold different heads, they draw from their own generator.
+        own = rate and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if own else nullcontext():
+            out_BHsD = F.scaled_dot_product_attention(
+                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                attn_mask=mask,
+                dropout_p=rate,
+                is_causal=mask is None,
+                scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
+            )
+        return out_BHsD.permute(2, 0, 1, 3)
+
+    def _require_plain(self, what: str, mask_type: AttnMaskType | None = None) -> None:
+        mask_type = self.attn_mask_type if mask_type is None else mask_type
+        refused = {
+            f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
+            f"softmax_type={self.config.softmax_type!r}": self.config.softmax_type != "vanilla",
+            f"attn_mask_type={mask_type}": mask_type not in _CAUSAL,
+            f"attention_type={self.attention_type!r}": self.attention_type != "self",
+        }
+        for setting, is_set in refused.items():
+            if is_set:
+                raise NotImplementedError(
+                    f"TorchAttention cannot combine {what} with {setting}: there it is causal "
+                    "self-attention with a plain softmax and no window. Change the setting, or use "
+                    "Transformer Engine's attention."
+                )
