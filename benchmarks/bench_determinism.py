@@ -30,8 +30,8 @@ from measure import environment, memory_mib, table, time_ms, write_lines  # noqa
 
 from megatron_gdn.context_parallel import SingleRank  # noqa: E402
 from megatron_gdn.ops import Documents  # noqa: E402
-from megatron_gdn.ops.fused import HeadSizes  # noqa: E402
-from megatron_gdn.testing import (  # noqa: E402
+from megatron_gdn.ops.head_sizes import HeadSizes  # noqa: E402
+from megatron_gdn.testing import (
     check_batch_invariance,
     check_repeats,
     compare_processes,

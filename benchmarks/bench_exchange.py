@@ -25,7 +25,8 @@ from measure import environment, table, time_ms, write_lines
 from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout
-from megatron_gdn.context_parallel import Headwise, exchange, inverse, rank_order_of_sequence
+from megatron_gdn.context_parallel import Headwise, inverse, rank_order_of_sequence
+from megatron_gdn.context_parallel.headwise import exchange
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

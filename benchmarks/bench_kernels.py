@@ -15,8 +15,10 @@ import torch
 from measure import copy_bandwidth, environment, table, time_ms, write_lines
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import HeadSizes, norm, prepare
-from megatron_gdn.ops.fused.tiles import Block, Walk
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.gated_norm import norm
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.kernels.tiles import Block, Walk
 
 
 class Problem:

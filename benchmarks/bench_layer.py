@@ -19,9 +19,9 @@ from layers import CASES, Case, our_layer, start_megatron, thd
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import HeadSizes
-from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 OPTIONS = {

@@ -16,9 +16,9 @@ import torch
 from measure import copy_bandwidth, table, time_ms
 
 from megatron_gdn import GDNDims, SequenceLayout
-from megatron_gdn.context_parallel.route import route
-from megatron_gdn.ops.fused import pack
-from megatron_gdn.ops.fused.shares import HeadShares
+from megatron_gdn.context_parallel.headwise import pack
+from megatron_gdn.context_parallel.headwise.route import route
+from megatron_gdn.context_parallel.headwise.shares import HeadShares
 
 
 def arguments() -> argparse.Namespace:

@@ -14,10 +14,10 @@ import torch
 from layers import DEVICE
 from measure import environment, table, time_ms, write_lines
 
+from megatron_gdn.ops.delta_rule.fla import FlaCore
+from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaCore
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.fla import FlaCore
-from megatron_gdn.ops.fused.cores.flash_qla import FlashQlaCore
 
 CORES = {
     "flash_qla": FlashQlaCore,

@@ -32,9 +32,9 @@ from bench_states import rule_inputs, with_states, without_states
 from layers import DEVICE
 from without_gpu import stand_in_for_hopper
 
+from megatron_gdn.ops.delta_rule.resolve import OPERANDS, Core, RuleInputs, resolve_core
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
-from megatron_gdn.ops.fused.cores import OPERANDS, Core, RuleInputs
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 SHORT, LONG = 200, 9000  # the second is cut
 # FlashQLA's forward has a kernel for batches of as many sequences times heads as 0.7 of the GPU's

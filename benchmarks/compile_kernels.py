@@ -29,8 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import norm, prepare
-from megatron_gdn.ops.fused.sizes import HeadSizes
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.gated_norm import norm
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 
 class _Hopper:

@@ -19,6 +19,8 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,9 +162,7 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     torch.manual_seed(5)
     x, weight = (torch.randn(tokens, rows, layer.hidden_size) for _ in range(2))
-    mine = local_indices(
-        lengths or (tokens,), case.cp, cp_rank, SequenceLayout.parse(case.layout)
-    )
+    mine = local_indices(lengths or (tokens,), case.cp, cp_rank, SequenceLayout.parse(case.layout))
     x = x[mine].to(device, dtype).requires_grad_()
     out, bias = layer(x, None, packed_seq_params=packed)
     out = out if bias is None else out + bias
@@ -178,9 +178,10 @@ def _rank(rank: int, world: int, port: int, cases: list[Case], device_type: str,
     if device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
-
-    run_megatron_on_cpu()
+    # Its place has changed; either checkout may be the older one.
+    homes = ("megatron_gdn.compat.megatron_on_cpu", "megatron_gdn.megatron_on_cpu")
+    home = next(name for name in homes if find_spec(name.rpartition(".")[0]) and find_spec(name))
+    import_module(home).run_megatron_on_cpu()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     backend = "nccl" if device_type == "cuda" else "gloo"

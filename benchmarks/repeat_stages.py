@@ -21,9 +21,10 @@ from bench_states import rule_inputs
 from measure import time_ms
 from torch import Tensor
 
-from megatron_gdn.ops.fused import HeadSizes, prepare
-from megatron_gdn.ops.fused.cores import flash_qla_plan
-from megatron_gdn.ops.fused.cores.flash_qla import FlashQlaCore
+from megatron_gdn.ops.delta_rule import flash_qla_plan
+from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaCore
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.testing.pressure import Competitor
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta")

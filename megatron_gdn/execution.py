@@ -17,7 +17,8 @@ from .context_parallel import ContextParallel, LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .mixer import heads_of
 from .observe import log_once
-from .ops.fused import Core, resolve_core
+from .ops.delta_rule.base import Core
+from .ops.delta_rule.resolve import resolve_core
 
 
 class Execution(NamedTuple):

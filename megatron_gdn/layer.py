@@ -30,7 +30,7 @@ from .init import device_for, init_share_
 from .mixer import Mixer, apply_gated_norm, is_plain_rms_norm
 from .observe import span
 from .ops import BACKENDS, decay_and_write_gates, l2norm
-from .ops.fused import Core
+from .ops.delta_rule.base import Core
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded, sum_gradient_over_tp
 
@@ -85,7 +85,7 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
             device and dtype; see :func:`megatron_gdn.ops.fused.resolve_core`.
         rule_operands: ``"fp16"`` or ``"bf16"``, what the GPU backends round to between the products
             inside a chunk of a bf16 layer; fp16 is the more exact, bf16 has the wider range, see
-            :mod:`megatron_gdn.ops.fused.cores.half`. Deterministic mode takes bf16.
+            :mod:`megatron_gdn.ops.delta_rule.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.

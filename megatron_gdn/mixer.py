@@ -18,8 +18,10 @@ from .context_parallel import Scheme
 from .local_norm import TorchRMSNorm
 from .observe import log_once
 from .ops import Documents
-from .ops.fused import Core, GatedNorm, HeadSizes, gated_delta_mixer
-from .ops.fused.recompute import RefilledOutput, saved_tensors_are_hooked
+from .ops.delta_rule.base import Core
+from .ops.head_sizes import HeadSizes
+from .ops.mixer import GatedNorm, gated_delta_mixer
+from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet

@@ -9,13 +9,13 @@ from torch import Tensor
 from ..dims import GDNDims
 from ..observe import log_once
 from ..ops import Documents
-from ..ops.fused.cores.base import Core, can_pass_states
-from ..ops.obstacles import why_not_heads
+from ..ops.delta_rule.base import Core, can_pass_states
+from ..ops.delta_rule.obstacles import why_not_heads
 from ..packing import resolve_packed_seq_params
-from .choice import LinearCpMode, price
-from .chunkwise import Chunkwise
-from .headwise import Headwise, SingleRank
-from .zigzag import SequenceLayout
+from .chunkwise.scheme import Chunkwise
+from .headwise.scheme import Headwise, SingleRank
+from .layouts import SequenceLayout
+from .price import LinearCpMode, price
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,7 +32,7 @@ class ContextParallel:
         dims: sizes on one tensor-parallel rank.
         group: the group of micro-batches that do not bring their own.
         layout: how the ranks' tokens were cut from the sequence.
-        mode: the scheme, or ``"auto"``: the cheaper of those that can run, see :mod:`.choice`.
+        mode: the scheme, or ``"auto"``: the cheaper of those that can run, see :mod:`.price`.
         core: the layer's delta rule.
         element_size: bytes of an activation.
 

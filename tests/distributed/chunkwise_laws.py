@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import SequenceLayout, execution, observe
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.affine import pack
-from megatron_gdn.context_parallel.chunkwise import EXCHANGES
-from megatron_gdn.context_parallel.state_passing import chain_nodes
-from megatron_gdn.ops.fused.cores import Choice
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
+from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
+from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import TorchCore
+from megatron_gdn.ops.delta_rule.resolve import Choice
 from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
 from tests.ops.fused.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel

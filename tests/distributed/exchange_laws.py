@@ -15,8 +15,9 @@ from megatron_gdn import (
     tensor_a2a_cp2hp,
     tensor_a2a_hp2cp,
 )
-from megatron_gdn.context_parallel import Headwise, exchange, local_indices
-from megatron_gdn.context_parallel.exchange import Exchange
+from megatron_gdn.context_parallel import Headwise, local_indices
+from megatron_gdn.context_parallel.headwise import exchange
+from megatron_gdn.context_parallel.headwise.exchange import Exchange
 from megatron_gdn.init import take_share
 from tests.distributed.layer_laws import parallel_equals_one_rank
 

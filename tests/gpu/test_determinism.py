@@ -7,17 +7,10 @@ import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from megatron_gdn.ops import (  # noqa: E402
-    Documents,
-    recurrent_gated_delta_rule,
-    torch_chunk_gated_delta_rule,
-)
-from megatron_gdn.ops.fused import (  # noqa: E402
-    GatedNorm,
-    HeadSizes,
-    gated_delta_mixer,
-    resolve_core,
-)
+from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.testing import check_batch_invariance, check_repeats  # noqa: E402
 from tests.ops.test_gated_delta_rule import (  # noqa: E402
     FP32,

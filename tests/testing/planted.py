@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from megatron_gdn.ops import Documents
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.testing import check_repeats, forward_backward, poison_free_memory
 
 # Heads in multiples of 32: on the CPU torch computes exp, rsqrt and the like in vectors, and the

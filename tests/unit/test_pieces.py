@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.halo import halo_table
-from megatron_gdn.context_parallel.pieces import pieces_of
-from megatron_gdn.context_parallel.rows import put, take
-from megatron_gdn.context_parallel.state_passing import _put, _take, chain_nodes, state_table
+from megatron_gdn.context_parallel.chunkwise.history import halo_table
+from megatron_gdn.context_parallel.chunkwise.pieces import pieces_of
+from megatron_gdn.context_parallel.chunkwise.rows import put, take
+from megatron_gdn.context_parallel.chunkwise.states import _put, _take, chain_nodes, state_table
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_gdn import GDNDims, SequenceLayout
-from megatron_gdn.context_parallel.choice import (
+from megatron_gdn.context_parallel.price import (
     FIXED,
     LATENCY,
     STEP,

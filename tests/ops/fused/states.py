@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.plain import TorchCore
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
 

@@ -8,11 +8,14 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import HeadSizes, cores, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores import repeatable
-from megatron_gdn.ops.fused.cores.repeatable import Repeatable
-from megatron_gdn.ops.fused.once import say_once
-from megatron_gdn.ops.obstacles import why_not_flash_qla
+from megatron_gdn.ops.delta_rule import repeatable
+from megatron_gdn.ops.delta_rule import resolve as cores
+from megatron_gdn.ops.delta_rule.obstacles import why_not_flash_qla
+from megatron_gdn.ops.delta_rule.repeatable import Repeatable
+from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import gated_delta_mixer
+from megatron_gdn.ops.once import say_once
 
 SIZES = HeadSizes(16, 32, 128, 128)
 

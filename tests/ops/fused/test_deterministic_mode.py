@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatron_gdn.ops import Documents, gated_delta_rule, resolve_backend
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.delta_rule.plain import TorchCore
+from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 
 SIZES = HeadSizes(2, 4, 8, 12)
 

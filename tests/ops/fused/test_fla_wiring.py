@@ -10,8 +10,8 @@ import inspect
 import pytest
 import torch
 
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores import fla as fla_core
+from megatron_gdn.ops.delta_rule import fla as fla_core
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 
 from .states import PlainRule, by_key_head, documents_of, run_in_segments, run_whole
 from .test_flash_qla_wiring import HEADS, K, V, check, check_fp16_operands, random_inputs

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.fused.cores import RuleInputs, flash_qla, flash_qla_plan, flash_qla_states
-from megatron_gdn.ops.fused.cores.fold import entering_states, leaving_gradients
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.parts import CHUNK
+from megatron_gdn.ops.delta_rule import flash_qla, flash_qla_plan, flash_qla_states
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+from megatron_gdn.ops.state_maps.fold import entering_states, leaving_gradients
+from megatron_gdn.ops.state_maps.parts import CHUNK
 
 from .states import NAMES, PlainRule, by_key_head, documents_of, run_in_segments, run_whole
 

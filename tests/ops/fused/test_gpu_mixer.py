@@ -10,11 +10,13 @@ import sys
 import pytest
 import torch
 
+from megatron_gdn.ops.delta_rule import flash_qla_plan
+from megatron_gdn.ops.delta_rule.flash_qla_fences import missing_fences
+from megatron_gdn.ops.delta_rule.resolve import CORES, resolve_core
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores import CORES, flash_qla_plan
-from megatron_gdn.ops.fused.cores.flash_qla_fences import missing_fences
-from megatron_gdn.ops.fused.recompute import RefilledOutput
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.recompute import RefilledOutput
 
 pytestmark = [
     pytest.mark.gpu,

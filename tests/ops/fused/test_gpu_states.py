@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.half import HalfOperands
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 from .states import (
     NAMES,
@@ -46,7 +46,7 @@ SEGMENTS = {
 def core_named(name: str, **options):
     if name == "flash_qla" and options:
         pytest.importorskip("flash_qla")
-        from megatron_gdn.ops.fused.cores.flash_qla import FlashQlaCore
+        from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaCore
 
         return FlashQlaCore(**options)
     sizes = HeadSizes(*HEADS, 128, 128)

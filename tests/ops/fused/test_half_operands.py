@@ -13,18 +13,14 @@ import weakref
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import (
-    GatedNorm,
-    HeadSizes,
-    cores,
-    gated_delta_mixer,
-    norm_torch,
-    resolve_core,
-)
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.half_torch import power_exponent
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.delta_rule import resolve as cores
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.half_torch import power_exponent
+from megatron_gdn.ops.delta_rule.plain import TorchCore
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_core
+from megatron_gdn.ops.gated_norm import norm_torch
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm
 
 from .states import NAMES, InHalf, PlainRule, documents_of, run_in_segments, run_on_ranks, run_whole

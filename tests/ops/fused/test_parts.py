@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.fla import parts_of
-from megatron_gdn.ops.fused.cores.fold import (
+from megatron_gdn.ops.delta_rule.fla import parts_of
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+from megatron_gdn.ops.state_maps.fold import (
     compose,
     entering_states,
     initial_gradients,
     leaving_gradients,
 )
-from megatron_gdn.ops.fused.cores.parts import CHUNK, FULL_GPU, Parts, parts_by_length
+from megatron_gdn.ops.state_maps.parts import CHUNK, FULL_GPU, Parts, parts_by_length
 
 from .states import PlainRule
 

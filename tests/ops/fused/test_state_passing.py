@@ -11,11 +11,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_gdn.ops.delta_rule.base import RuleInputs, can_pass_states
+from megatron_gdn.ops.delta_rule.plain import TorchCore
+from megatron_gdn.ops.delta_rule.recurrent import recurrent_gated_delta_rule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused.cores.base import RuleInputs, can_pass_states
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from megatron_gdn.ops.norm import l2norm
-from megatron_gdn.ops.reference import recurrent_gated_delta_rule
 
 from .states import NAMES
 

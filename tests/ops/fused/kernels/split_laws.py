@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices
 from megatron_gdn.mixer import heads_of
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import TorchCore
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import GatedNorm, gated_delta_mixer
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 
 from ..states import InHalf
 from .conftest import INTERPRETED, _numpy_scalars_as_indices

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import norm, norm_torch
-from megatron_gdn.ops.fused.sizes import HeadSizes
-from megatron_gdn.ops.fused.tiles import Block
+from megatron_gdn.ops.gated_norm import norm, norm_torch
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.kernels.tiles import Block
 
 from .kernel_cases import Case, assert_close
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import prepare, prepare_torch
-from megatron_gdn.ops.fused.sizes import HeadSizes
-from megatron_gdn.ops.fused.tiles import Walk
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.front import gdn_torch as prepare_torch
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.kernels.tiles import Walk
 
 from .kernel_cases import Case, assert_close
 

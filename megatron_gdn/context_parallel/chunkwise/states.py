@@ -1,0 +1,250 @@
+"""The delta rule across pieces of a sequence that lie on different ranks, as a core.
+
+Every rank computes what its pieces do to a state, ``S_out = through @ S_in + local``; one exchange
+of these maps gives it the states that enter its pieces, and the core runs from there. The backward
+is the same from the other end: d_local, an exchange with the transposed maps, the core from there.
+
+Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (pieces that
+states enter and leave by), M chains times value heads; H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops import Documents
+from ...ops.delta_rule.base import RuleGrads, RuleInputs, StatePassing, Transition
+from ...ops.host_tables import to_device
+from ..layouts import SequenceLayout
+from .map_exchange import Nodes, pack
+from .pieces import pieces_of
+
+Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class StateTable:
+    """Between which pieces states travel, for one rank and all rows of a batch.
+
+    In zigzag every document is a chain of 2 * cp nodes, one piece each. In the layouts that cut
+    the whole buffer there is one chain, of runs: what enters a run enters its first piece, what
+    leaves it leaves its last, and a run of several pieces lets nothing through.
+
+    Attributes:
+        sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
+        nodes: of every chain.
+        node_count: h.
+        first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
+            rank's nodes; None where those are all N pieces in this order.
+        leavers: the last pieces by themselves, where they are a small part of many: the indices of
+            their tokens, and their boundaries. None where maps are computed of all pieces at once,
+            which leaves the core work to use again.
+        enters, leaves, passes: ``[h * chains, 1, 1, 1]``, 1 where the first piece goes on with a
+            document, where the last one's goes on elsewhere, where a state gets from end to end;
+            else 0. None where that needs no saying: everywhere but at the ends of the chains.
+    """
+
+    sequences: Documents
+    nodes: Nodes
+    node_count: int
+    first: Tensor | None
+    last: Tensor | None
+    leavers: tuple[Tensor, Documents] | None
+    enters: Tensor | None
+    leaves: Tensor | None
+    passes: Tensor | None
+
+
+def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
+    """Where the runs of a layout live, in the order of the stream."""
+    ranks = tuple(range(cp_size))
+    if layout is SequenceLayout.CONTIGUOUS:
+        return Nodes(ranks, (0,) * cp_size)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
+
+
+@lru_cache(maxsize=16)
+def state_table(
+    lengths: tuple[int, ...],
+    cp_size: int,
+    layout: SequenceLayout,
+    rank: int,
+    rows: int,
+    device: torch.device,
+) -> StateTable | None:
+    """Built once per micro-batch, from host lengths; None when no document is cut."""
+    pieces = pieces_of(lengths, cp_size, layout)
+    if not pieces.any_continues:
+        return None
+    nodes = chain_nodes(cp_size, layout)
+    n, h = len(nodes.hosts), nodes.hosts.count(rank)
+    mine = pieces.held_by(rank)
+    N = len(mine)
+    node, chain = pieces.run[mine] % n, pieces.run[mine] // n
+    chains = int(pieces.run.max()) // n + 1
+    key = torch.tensor(nodes.slots, device="cpu")[node] * chains + chain
+    number = torch.arange(N, device="cpu")
+    first = key.new_full((h * chains,), N).scatter_reduce_(0, key, number, "amin")
+    last = key.new_zeros(h * chains).scatter_reduce_(0, key, number, "amax")
+
+    enters, leaves = pieces.seen[mine][first] > 0, pieces.left[mine][last] > 0
+    passes = enters & leaves & (first == last)
+    starts, ends = node[first] == 0, node[first] == n - 1
+
+    def per_row(x: Tensor) -> Tensor:
+        """``[h * chains]`` of one row to ``[h, rows, chains]``, flat."""
+        return x.view(h, 1, chains).expand(h, rows, chains).flatten()
+
+    def pieces_of_all_rows(x: Tensor) -> Tensor | None:
+        shift = torch.arange(rows, device="cpu").view(1, rows, 1) * N
+        x = (x.view(h, 1, chains) + shift).flatten()
+        every = torch.arange(rows * N, device="cpu")
+        return None if torch.equal(x, every) else to_device(x, device)
+
+    def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
+        if (x | exempt).all():
+            return None
+        return to_device(per_row(x).view(-1, 1, 1, 1).contiguous(), device)
+
+    leavers, leaving = None, pieces.length[mine][last]
+    if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
+        begin = pieces.local_start[mine][last]
+        tokens = [
+            torch.arange(b, b + n, device="cpu")
+            for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
+        ]
+        leavers = (
+            to_device(torch.cat(tokens), device),
+            Documents((0, *leaving.cumsum(0).tolist()), device),
+        )
+    ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
+    return StateTable(
+        sequences=Documents((0, *ends_of_pieces), device),
+        nodes=nodes,
+        node_count=h,
+        first=pieces_of_all_rows(first),
+        last=pieces_of_all_rows(last),
+        leavers=leavers,
+        enters=mask(enters, starts),
+        leaves=mask(leaves, ends),
+        passes=mask(passes, starts | ends),
+    )
+
+
+def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
+    x = x_N if index is None else x_N.index_select(0, index)
+    # Not a product: what does not pass must not pass as NaN either.
+    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
+
+
+def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
+    """The inverse of :func:`_take`: the other of ``count`` entries are zero."""
+    return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+
+
+class StatePassingCore:
+    """A core over pieces, made of a core over sequences.
+
+    Called as :class:`~megatron_gdn.ops.fused.Core` is; ``documents`` is not read, the table has
+    the pieces.
+
+    Args:
+        core: able to pass states.
+        table: between which pieces they travel.
+        exchange: :func:`.map_exchange.gather_and_fold`, :func:`.affine.share_and_fold` or
+            :func:`.map_exchange.prefix_scan`.
+        group: the ranks that hold the pieces.
+    """
+
+    def __init__(
+        self, core: StatePassing, table: StateTable, exchange: Exchange, group: dist.ProcessGroup
+    ) -> None:
+        self.name, self.batch_invariant = core.name, core.batch_invariant
+        self.operand_dtype = core.operand_dtype
+        self._core, self._table, self._exchange, self._group = core, table, exchange, group
+
+    def _chain(self, local: Tensor, through: Tensor, nodes: Nodes) -> Tensor:
+        """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``local``."""
+        maps = pack(local, through)
+        maps = maps.view(self._table.node_count, -1, *maps.shape[2:])
+        return self._exchange(maps, local.shape[-1], nodes, self._group).view(local.shape)
+
+    def _maps(self, inputs: RuleInputs) -> Transition:
+        """What this rank's nodes do to a state, ``[h * chains, H, K, .]``."""
+        table = self._table
+        if table.leavers is None:
+            local, through, work = self._core.transition(inputs, table.sequences)
+            last = table.last
+        else:
+            tokens, pieces = table.leavers
+            theirs = RuleInputs(*(x.index_select(1, tokens) for x in inputs))
+            local, through, _ = self._core.transition(theirs, pieces)
+            last, work = None, None
+        return Transition(
+            _take(local, last, table.leaves), _take(through, last, table.passes), work
+        )
+
+    @property
+    def _count(self) -> int:
+        return len(self._table.sequences.lengths)
+
+    def forward(
+        self, inputs: RuleInputs, documents: Documents | None, keep: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
+        table, rows = self._table, inputs.v.shape[:2]
+        inputs = _end_to_end(inputs)
+        local, through, work = self._maps(inputs)
+        entering = self._chain(local, through, table.nodes)
+        o, saved, plan = self._core.forward(
+            inputs, table.sequences, keep,
+            initial=_put(entering, table.first, self._count), work=work,
+        )  # fmt: skip
+        return _in_rows(o, rows), (entering, through, *saved), plan
+
+    def backward(
+        self,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: tuple[Tensor | None, ...],
+        plan: object,
+        documents: Documents | None,
+    ) -> RuleGrads:
+        table, rows = self._table, inputs.v.shape[:2]
+        entering, through, *saved = saved
+        common = (_row(d_o), _end_to_end(inputs), tuple(saved), plan, table.sequences)
+        d_local, work = self._core.d_initial(*common)
+        leaving = self._chain(
+            _take(d_local, table.first, table.enters),
+            through.transpose(-1, -2),
+            table.nodes.backwards(),
+        )
+        grads = self._core.backward(
+            *common,
+            initial=_put(entering, table.first, self._count),
+            d_final=_put(leaving, table.last, self._count),
+            work=work,
+        )
+        *per_token, factor = grads
+        return RuleGrads(*(_in_rows(x, rows) for x in per_token), factor)
+
+
+def _row(x: Tensor | None) -> Tensor | None:
+    if x is None or x.shape[0] == 1:
+        return x
+    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _end_to_end(inputs: RuleInputs) -> RuleInputs:
+    """``[B, s, ...]`` to ``[1, B * s, ...]``, without a copy; None stays None."""
+    return inputs if inputs.k.shape[0] == 1 else RuleInputs(*(_row(x) for x in inputs))
+
+
+def _in_rows(x: Tensor, rows: torch.Size) -> Tensor:
+    """The reverse, to ``rows`` = ``[B, s]``."""
+    return x if x.shape[:2] == rows else x.reshape(*rows, *x.shape[2:])
