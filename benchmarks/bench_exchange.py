@@ -127,11 +127,11 @@ class _PlainOpen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, setting: Setting) -> Tensor:
         ctx.setting = setting
-        return setting.plain_open(rows, setting.dims.layout.sections)
+        return setting.plain_open(rows, setting.dims.layout.widths)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.setting.plain_close(grad, ctx.setting.dims.layout.sections), None
+        return ctx.setting.plain_close(grad, ctx.setting.dims.layout.widths), None
 
 
 class _PlainClose(torch.autograd.Function):

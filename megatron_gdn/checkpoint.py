@@ -120,10 +120,10 @@ def gdn_sharded_state_dict(
 
     layout = layer.dims.layout
     split = {
-        "in_proj.weight": (layout.sections, layout.names),
-        "in_proj.bias": (layout.sections, layout.names),
-        "conv1d.weight": (layout.conv_sections, layout.conv_names),
-        "conv1d.bias": (layout.conv_sections, layout.conv_names),
+        "in_proj.weight": (layout.widths, layout.names),
+        "in_proj.bias": (layout.widths, layout.names),
+        "conv1d.weight": (layout.conv_widths, layout.conv_names),
+        "conv1d.bias": (layout.conv_widths, layout.conv_names),
     }
     for name, (sections, names) in split.items():
         key = f"{prefix}{name}"

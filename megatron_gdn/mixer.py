@@ -14,24 +14,15 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
-from .context_parallel import Scheme
 from .local_norm import TorchRMSNorm
+from .micro_batch import MicroBatch
 from .observe import log_once
-from .ops import Documents
-from .ops.delta_rule.base import Core
 from .ops.head_sizes import HeadSizes
 from .ops.mixer import GatedNorm, gated_delta_mixer
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
-
-
-def heads_of(dims) -> HeadSizes:
-    """The kernels' view of :class:`~megatron_gdn.dims.GDNDims`."""
-    return HeadSizes(
-        dims.num_key_heads, dims.num_value_heads, dims.key_head_dim, dims.value_head_dim
-    )
 
 
 def require_wide_gates(layer: GatedDeltaNet) -> None:
@@ -106,16 +97,15 @@ class Mixer:
     def __call__(
         self,
         layer: GatedDeltaNet,
-        core: Core,
+        batch: MicroBatch,
         proj_SBP: Tensor,
-        scheme: Scheme,
-        documents: Documents | None,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Projection rows, as ``scheme`` opened them, to rows for out_proj.
+        """Projection rows, where the mixer runs, to rows for out_proj.
 
         Args:
             layer: whose parameters are used.
-            core: implementation of the delta rule.
+            batch: how it runs.
+            proj_SBP: rows that ``batch.passage`` has opened.
 
         Returns:
             ``[s, B, H * V]`` over this rank's tokens, and a function to be called with out_proj's
@@ -125,6 +115,7 @@ class Mixer:
             ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
         """
         require_wide_gates(layer)
+        scheme, close = batch.scheme, batch.passage.close
         recompute_norm = self.recompute_norm and layer.training
         if recompute_norm and saved_tensors_are_hooked():
             log_once(
@@ -136,30 +127,28 @@ class Mixer:
         norm_here = self.fuse_norm and not (recompute_norm and scheme.moves_rows)
         refilled = RefilledOutput() if recompute_norm and norm_here else None
         announce_use(layer.conv1d)
-        split = scheme.split(proj_SBP, documents) if proj_SBP.numel() else None
-        sections, bias = layer.dims.layout.conv_sections, layer.conv1d.bias
+        convolved, bias = scheme.layout.conv_names, layer.conv1d.bias
         mixed = gated_delta_mixer(
             proj_SBP,
-            scheme.local(layer.conv1d.weight, sections),
-            None if bias is None else scheme.local(bias, sections),
+            scheme.local(layer.conv1d.weight, convolved),
+            None if bias is None else scheme.local(bias, convolved),
             scheme.local(layer.A_log),
             scheme.local(layer.dt_bias),
-            heads_of(scheme.dims),
-            core=core,
+            HeadSizes.of(scheme.layout),
+            rule=batch.rule,
             norm=read_norm(layer.out_norm) if norm_here else None,
-            documents=documents if split is None else None,
-            split=split,
+            neighbours=batch.passage.neighbours,
             normalise_qk=layer.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
             refilled=refilled,
         )
         if norm_here:
             release = _nothing if refilled is None else refilled.drop_until_backward_of
-            return scheme.close(mixed, documents), release
+            return close(mixed), release
 
         def norm_and_close(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
             y_BSHV = apply_gated_norm(layer.out_norm, o_BSHV, z_BSHV)
-            return scheme.close(y_BSHV.flatten(2).transpose(0, 1).contiguous(), documents)
+            return close(y_BSHV.flatten(2).transpose(0, 1).contiguous())
 
         if not recompute_norm:
             return norm_and_close(*mixed), _nothing

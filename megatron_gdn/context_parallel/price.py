@@ -1,17 +1,17 @@
 """Which context-parallel scheme a micro-batch is cheaper under, from its lengths alone.
 
 Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them);
-time spent otherwise counts as the bytes that the wire would carry meanwhile.
+compute time is converted to bytes at wire bandwidth.
 
     headwise    (cp - 1) * s * B * (p + h V) * element size      rows in, mixed rows out
     chunkwise   map * s * B * SUMMARY + FIXED                    computing the maps, small launches
                 + the cheapest of                                sending them, with b = map * chains
         gather  (cp - 1) * b + LATENCY + n * STEP                * nodes of a chain on one rank
         share   (cp - 1) / cp * (1 + V / (K + V)) * b + 2 * LATENCY + n * STEP
-        scan    ceil(log2(n)) * (b + LATENCY + 2 * STEP)
 
-where map = H K (K + V) * 4 bytes; chains are the sequences that states travel along (documents in
-zigzag, else rows), each of n nodes, 2 on every rank or 1 when contiguous.
+where map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 of a rule that does not mix the rows of a
+state; chains are the sequences that states travel along (documents in zigzag, else rows), each of n
+nodes, 2 on every rank or 1 when contiguous.
 
 Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
 head exchange and p the projection width there, K key dim, V value dim.
@@ -19,11 +19,10 @@ head exchange and p the projection width there, K key dim, V value dim.
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from ..dims import GDNDims
+from ..ops.state_maps.state_map import StateShape
 from .layouts import SequenceLayout
 
 # On H200 with flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks, a forward by
@@ -71,24 +70,22 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
-def _map_bytes(dims: GDNDims) -> int:
-    K, V = dims.key_head_dim, dims.value_head_dim
-    return dims.num_value_heads * K * (K + V) * 4
-
-
 def exchange_prices(
-    dims: GDNDims, cp_size: int, layout: SequenceLayout, rows: int, lengths: tuple[int, ...] | None
+    state: StateShape,
+    cp_size: int,
+    layout: SequenceLayout,
+    rows: int,
+    lengths: tuple[int, ...] | None,
 ) -> dict[str, float]:
     """What each exchange of :mod:`.map_exchange` costs; arguments as in :func:`price`."""
     per_document = layout is SequenceLayout.ZIGZAG and lengths is not None
     chains = sum(n > 0 for n in lengths) if per_document else rows
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
-    nodes, b = per_rank * cp_size, per_rank * chains * _map_bytes(dims)
-    states = dims.value_head_dim / (dims.key_head_dim + dims.value_head_dim)
+    nodes, b = per_rank * cp_size, per_rank * chains * state.map_bytes
+    states = state.columns / state.map_columns
     prices = {
         "gather": (cp_size - 1) * b + LATENCY + nodes * STEP,
         "share": (cp_size - 1) / cp_size * (1 + states) * b + 2 * LATENCY + nodes * STEP,
-        "scan": math.ceil(math.log2(nodes)) * (b + LATENCY + 2 * STEP),
     }
     if cp_size > GATHER_UP_TO:
         del prices["gather"]
@@ -96,8 +93,8 @@ def exchange_prices(
 
 
 def price(
-    dims: GDNDims,
-    inside: GDNDims,
+    state: StateShape,
+    exchanged: int,
     cp_size: int,
     layout: SequenceLayout,
     tokens: int,
@@ -108,14 +105,14 @@ def price(
     """Price one layer's forward over a micro-batch.
 
     Args:
-        dims: sizes on one tensor-parallel rank.
-        inside: sizes on one rank of the head exchange.
+        state: the states of one tensor-parallel rank's heads.
+        exchanged: columns of a projection row and of a mixed row inside the head exchange.
         tokens: of the whole sequence or packed buffer.
         rows: of the batch.
         lengths: of the packed documents; None when not packed.
         element_size: bytes of an activation.
     """
     local = tokens // cp_size * rows
-    headwise = (cp_size - 1) * local * (inside.layout.width + inside.v_dim) * element_size
-    sending = min(exchange_prices(dims, cp_size, layout, rows, lengths).values())
-    return Price(headwise, sending + _map_bytes(dims) * local * SUMMARY + FIXED)
+    headwise = (cp_size - 1) * local * exchanged * element_size
+    sending = min(exchange_prices(state, cp_size, layout, rows, lengths).values())
+    return Price(headwise, sending + state.map_bytes * local * SUMMARY + FIXED)

@@ -6,12 +6,14 @@ from .delta_rule.chunk import torch_chunk_gated_delta_rule
 from .delta_rule.recurrent import recurrent_gated_delta_rule
 from .documents import Documents
 from .gates import decay_and_write_gates
+from .layout import Layout
 from .norm import l2norm, rms_norm, rms_norm_gated
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "Documents",
+    "Layout",
     "causal_conv1d",
     "decay_and_write_gates",
     "gated_delta_rule",

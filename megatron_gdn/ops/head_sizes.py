@@ -1,18 +1,20 @@
-"""Where the heads of one rank lie in a projection row, as plain numbers for the kernels."""
+"""The heads of a Gated DeltaNet that one rank holds, as plain numbers for the kernels."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
+from .layout import Layout, Section
+from .state_maps.state_map import StateShape
+
 
 class HeadSizes(NamedTuple):
-    """Heads and head dims that one rank holds; the row layout follows from them.
+    """Heads and head dims that one rank holds; :attr:`layout` is the row that follows from them.
 
-    A row is query | key | value | z | beta | alpha, the heads of each section contiguous and
-    ascending. Only the first three go through the convolution, so their column in the row is also
-    their convolution channel.
+    The convolved sections come first, so their column in a row is also their convolution channel.
     """
 
     key_heads: int
@@ -20,31 +22,41 @@ class HeadSizes(NamedTuple):
     key_dim: int
     value_dim: int
 
+    @classmethod
+    def of(cls, layout: Layout) -> HeadSizes:
+        """The sizes of a layout made by :attr:`layout`."""
+        key, value = layout.heads("key"), layout.heads("value")
+        _, k, v, *_ = layout.widths
+        return cls(key, value, k // key, v // value)
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def layout(self) -> Layout:
+        """query | key | value | z | beta | alpha."""
+        return _layout(*self)
+
     @property
     def conv_width(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return _layout(*self).conv_width
 
     @property
     def z_column(self) -> int:
-        return self.conv_width
+        return _layout(*self).columns("z").start
 
     @property
     def beta_column(self) -> int:
-        return self.conv_width + self.value_heads * self.value_dim
+        return _layout(*self).columns("beta").start
 
     @property
     def alpha_column(self) -> int:
-        return self.beta_column + self.value_heads
+        return _layout(*self).columns("alpha").start
 
     @property
     def width(self) -> int:
-        return self.alpha_column + self.value_heads
-
-    @property
-    def sections(self) -> tuple[int, int, int, int, int, int]:
-        """Widths of the six sections, for ``Tensor.split``."""
-        qk, v = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        return qk, qk, v, v, self.value_heads, self.value_heads
+        return _layout(*self).width
 
     def check_projection(self, proj: Tensor) -> None:
         """Refuse a projection whose rows are not these heads.
@@ -69,3 +81,18 @@ class HeadSizes(NamedTuple):
                 f"the columns of the projection must be adjacent in memory, got strides "
                 f"{proj.stride()}; call .contiguous() on it first."
             )
+
+
+@lru_cache(maxsize=64)
+def _layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
+    return Layout(
+        sections=(
+            Section("query", "key", key_dim, conv=True),
+            Section("key", "key", key_dim, conv=True),
+            Section("value", "value", value_dim, conv=True),
+            Section("z", "value", value_dim),
+            Section("beta", "value", 1),
+            Section("alpha", "value", 1),
+        ),
+        counts=(("value", value_heads), ("key", key_heads)),
+    )

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .head_sizes import HeadSizes
-
 
 class _Nothing(torch.autograd.Function):
     """A tensor without elements, and a zero gradient for all that it would be made of."""
@@ -27,16 +25,17 @@ class _Nothing(torch.autograd.Function):
 
 
 def mix_no_tokens(
-    proj: Tensor, *parameters: Tensor | None, sizes: HeadSizes, with_norm: bool
+    proj: Tensor, *parameters: Tensor | None, z: slice, heads: int, with_norm: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What :func:`.mixer.gated_delta_mixer` returns for a ``proj`` with S or B zero.
+    """What :func:`.mixer.mix` returns for a ``proj`` with S or B zero.
+
+    ``z`` are the gate's columns, of ``heads`` heads.
 
     The parameters take part, so that they have gradients on this rank as on any other.
     """
     S, B, _ = proj.shape
-    H, V = sizes.value_heads, sizes.value_dim
+    width = z.stop - z.start
     if with_norm:
-        return _Nothing.apply((S, B, H * V), proj, *parameters)
-    z = proj[..., sizes.z_column : sizes.beta_column]
-    o = _Nothing.apply((B, S, H, V), proj, *parameters)
-    return o, z.unflatten(-1, (H, V)).transpose(0, 1)
+        return _Nothing.apply((S, B, width), proj, *parameters)
+    o = _Nothing.apply((B, S, heads, width // heads), proj, *parameters)
+    return o, proj[..., z].unflatten(-1, (heads, -1)).transpose(0, 1)

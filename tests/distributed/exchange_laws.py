@@ -128,7 +128,7 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
     key_heads = sorted({head // dims.value_heads_per_key_head for head in value_heads})
     used = [key_heads, key_heads, value_heads, value_heads, value_heads, value_heads]
     columns, start = [], 0
-    for section, name, heads in zip(dims.layout.sections, dims.layout.names, used, strict=True):
+    for section, name, heads in zip(dims.layout.widths, dims.layout.names, used, strict=True):
         per_head = section // (dims.num_key_heads if name in ("query", "key") else
                                dims.num_value_heads)  # fmt: skip
         columns += [start + h * per_head + i for h in heads for i in range(per_head)]
@@ -229,7 +229,7 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
 def shared_key_heads_have_their_rows_on_every_rank_that_uses_them() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dims, scheme = _scheme("zigzag", num_key_heads=2, num_value_heads=8)
-    sections = dims.layout.conv_sections
+    sections = dims.layout.conv_widths
     weight = torch.arange(float(sum(sections) * 3)).view(-1, 1, 3).requires_grad_()
     columns = [c for c in _columns(dims, rank, size) if c < sum(sections)]
     local = scheme.local(weight, sections)

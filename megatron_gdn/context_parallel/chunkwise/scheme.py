@@ -1,67 +1,48 @@
 """Chunkwise context parallelism: activations stay where they are, states travel.
 
-Every rank runs the layer over its own chunks of the sequence. What crosses ranks is what a
-recurrence hands from one chunk to the next: W - 1 projection rows for the convolution
-(:mod:`.history`) and, in fp32, what each chunk does to the state (:mod:`.states`). Heads are
-not split, so their number limits nothing, and the traffic does not grow with the sequence.
+Every rank runs the layer over its own pieces of the sequence. What crosses ranks is what a
+recurrence hands from one piece to the next: W - 1 projection rows for the convolution
+(:mod:`.history`) and, in fp32, what each piece does to the state (:mod:`.states`). Heads are not
+split, so their number limits nothing, and the traffic does not grow with the sequence.
 
-Legend: s this rank's tokens, S tokens of all ranks, B batch, P projection width, V value dim.
+Legend: s this rank's tokens, B batch, W conv taps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...dims import GDNDims
 from ...ops import Documents
-from ...ops.delta_rule.base import Core
-from ...ops.front.base import Preparation
+from ...ops.layout import Layout
+from ...ops.neighbours import Neighbours
+from ...ops.state_maps.state_map import StateShape
 from ..layouts import SequenceLayout, local_indices
 from ..price import exchange_prices
-from .history import HaloPreparation, HaloTable, halo_table
-from .map_exchange import gather_and_fold, prefix_scan, share_and_fold
+from ..scheme import Passage, stay
+from .history import HistoryOfPieces, history_route
+from .map_exchange import gather_and_fold, share_and_fold
 from .pieces import pieces_of
-from .states import Exchange, StatePassingCore, StateTable, state_table
+from .states import StatesOfPieces, state_table
 
-EXCHANGES = {"gather": gather_and_fold, "share": share_and_fold, "scan": prefix_scan}
-
-
-@dataclass(frozen=True, eq=False)
-class SplitMicroBatch:
-    """One micro-batch on one rank, as :class:`~megatron_gdn.ops.fused.SplitSequences`."""
-
-    pieces: Documents
-    halo: HaloTable | None
-    states: StateTable | None
-    exchange: Exchange
-    group: dist.ProcessGroup
-
-    def preparation(self, preparation: Preparation) -> Preparation:
-        if self.halo is None:
-            return preparation
-        return HaloPreparation(preparation, self.halo, self.group)
-
-    def core(self, core: Core) -> Core:
-        if self.states is None:
-            return core
-        return StatePassingCore(core, self.states, self.exchange, self.group)
+EXCHANGES = {"gather": gather_and_fold, "share": share_and_fold}
 
 
 class Chunkwise:
     """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
 
     Args:
-        dims: sizes on one tensor-parallel rank.
+        layout: projection columns of one tensor-parallel rank.
+        state: the states of its heads.
+        taps: of the convolution, W.
         group: the context-parallel group.
-        layout: how the ranks' tokens were cut from the sequence.
-        exchange: how state maps travel, ``"gather"``, ``"share"`` or ``"scan"`` (see
-            :mod:`.map_exchange`); None takes the cheapest for each micro-batch, see
+        sequence_layout: how the ranks' tokens were cut from the sequence.
+        exchange: how state maps travel, ``"gather"`` or ``"share"`` (see :mod:`.map_exchange`);
+            None takes the cheaper for each micro-batch, see
             :mod:`megatron_gdn.context_parallel.price`.
     """
 
@@ -70,56 +51,47 @@ class Chunkwise:
 
     def __init__(
         self,
-        dims: GDNDims,
+        layout: Layout,
+        state: StateShape,
+        taps: int,
         group: dist.ProcessGroup,
-        layout: SequenceLayout,
+        sequence_layout: SequenceLayout,
         exchange: str | None = None,
     ) -> None:
-        self.size, self.dims = group.size(), dims
-        self._group, self._layout = group, layout
-        self._exchange = exchange
-        # By the documents' identity: hashing and pricing many lengths takes longer than a launch.
-        self._split = lru_cache(maxsize=16)(self._make)
+        self.size, self.layout = group.size(), layout
+        self._state, self._taps = state, taps
+        self._group, self._sequence_layout = group, sequence_layout
+        self._exchange, self.announced = exchange, False
 
-    def open(self, proj_sBP: Tensor, documents: Documents | None) -> Tensor:
-        return proj_sBP
-
-    def close(self, mixed_sBV: Tensor, documents: Documents | None) -> Tensor:
-        return mixed_sBV
-
-    def local(self, param: Tensor, sections: Sequence[int] | None = None) -> Tensor:
+    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         return param
 
-    def local_positions(self, tokens: int, documents: Documents | None) -> Tensor:
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         """Which of the ``tokens`` sequence positions this rank holds, in its order."""
         lengths = Documents.lengths_of(documents, tokens)
-        return local_indices(lengths, self.size, self._group.rank(), self._layout)
+        return local_indices(lengths, self.size, self._group.rank(), self._sequence_layout)
 
-    def split(self, proj_sBP: Tensor, documents: Documents | None) -> SplitMicroBatch:
-        """How these rows are pieces of sequences; cached by the documents' identity.
+    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+        """The pieces that this rank holds, and what enters them.
 
         Raises:
             ValueError: a length that the layout cannot cut.
         """
-        return self._split(documents, *proj_sBP.shape[:2], proj_sBP.device)
-
-    def _make(
-        self, documents: Documents | None, tokens: int, rows: int, device: torch.device
-    ) -> SplitMicroBatch:
-        lengths = Documents.lengths_of(documents, tokens * self.size)
-        exchange = self._exchange
+        lengths = Documents.lengths_of(documents, tokens)
+        exchange, device = self._exchange, like.device
         if exchange is None:
             packed = None if documents is None else lengths
-            prices = exchange_prices(self.dims, self.size, self._layout, rows, packed)
+            prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, packed)
             exchange = min(prices, key=prices.get)
-        where = (lengths, self.size, self._layout, self._group.rank())
-        return SplitMicroBatch(
+        where = (lengths, self.size, self._sequence_layout, self._group.rank())
+        history = history_route(*where, self._taps, device)
+        states = state_table(*where, rows, device)
+        neighbours = Neighbours(
             _local_pieces(*where, device),
-            halo_table(*where, self.dims.conv_kernel_dim, device),
-            state_table(*where, rows, device),
-            EXCHANGES[exchange],
-            self._group,
+            None if history is None else HistoryOfPieces(history, self._group),
+            None if states is None else StatesOfPieces(states, EXCHANGES[exchange], self._group),
         )
+        return Passage(stay, stay, neighbours)
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,8 @@
-"""The delta rule across pieces of a sequence that lie on different ranks, as a core.
+"""States across pieces of a sequence that lie on different ranks.
 
 Every rank computes what its pieces do to a state, ``S_out = through @ S_in + local``; one exchange
-of these maps gives it the states that enter its pieces, and the core runs from there. The backward
-is the same from the other end: d_local, an exchange with the transposed maps, the core from there.
+of these maps gives it the states that enter its pieces, and the rule runs from there. The backward
+is the same from the other end: d_local, an exchange with the transposed maps, the rule from there.
 
 Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (pieces that
 states enter and leave by), M chains times value heads; H value heads, K key dim, V value dim.
@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import Documents
-from ...ops.delta_rule.base import RuleGrads, RuleInputs, StatePassing, Transition
 from ...ops.host_tables import to_device
+from ...ops.rule import Rule, RuleBackward, RuleForward
+from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
 from .map_exchange import Nodes, pack
 from .pieces import pieces_of
@@ -42,12 +44,12 @@ class StateTable:
         node_count: h.
         first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
             rank's nodes; None where those are all N pieces in this order.
-        leavers: the last pieces by themselves, where they are a small part of many: the indices of
-            their tokens, and their boundaries. None where maps are computed of all pieces at once,
-            which leaves the core work to use again.
+        leavers: tokens and boundaries of each node's last piece; set only if these are at most half
+            of the tokens. Otherwise the maps of all pieces are computed at once, and the run of the
+            rule uses what that has computed.
         enters, leaves, passes: ``[h * chains, 1, 1, 1]``, 1 where the first piece goes on with a
             document, where the last one's goes on elsewhere, where a state gets from end to end;
-            else 0. None where that needs no saying: everywhere but at the ends of the chains.
+            else 0. None if the mask is 1 everywhere except at chain ends, where it is unused.
     """
 
     sequences: Documents
@@ -148,103 +150,57 @@ def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
-class StatePassingCore:
-    """A core over pieces, made of a core over sequences.
+class StatesOfPieces:
+    """The states that enter this rank's pieces, folded from the maps of all pieces before them.
 
-    Called as :class:`~megatron_gdn.ops.fused.Core` is; ``documents`` is not read, the table has
-    the pieces.
+    A :class:`~megatron_gdn.ops.neighbours.StateLink`.
 
     Args:
-        core: able to pass states.
-        table: between which pieces they travel.
-        exchange: :func:`.map_exchange.gather_and_fold`, :func:`.affine.share_and_fold` or
+        table: between which pieces states travel.
+        exchange: :func:`.map_exchange.gather_and_fold`, :func:`.map_exchange.share_and_fold` or
             :func:`.map_exchange.prefix_scan`.
         group: the ranks that hold the pieces.
     """
 
-    def __init__(
-        self, core: StatePassing, table: StateTable, exchange: Exchange, group: dist.ProcessGroup
-    ) -> None:
-        self.name, self.batch_invariant = core.name, core.batch_invariant
-        self.operand_dtype = core.operand_dtype
-        self._core, self._table, self._exchange, self._group = core, table, exchange, group
+    def __init__(self, table: StateTable, exchange: Exchange, group: dist.ProcessGroup) -> None:
+        self.documents = table.sequences
+        self._table, self._exchange, self._group = table, exchange, group
 
-    def _chain(self, local: Tensor, through: Tensor, nodes: Nodes) -> Tensor:
-        """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``local``."""
-        maps = pack(local, through)
-        maps = maps.view(self._table.node_count, -1, *maps.shape[2:])
-        return self._exchange(maps, local.shape[-1], nodes, self._group).view(local.shape)
+    def _chain(self, maps: StateMap, nodes: Nodes) -> Tensor:
+        """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``maps.local``."""
+        packed = pack(*maps)
+        packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
+        entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group)
+        return entering.view(maps.local.shape)
 
-    def _maps(self, inputs: RuleInputs) -> Transition:
+    def _maps(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
         """What this rank's nodes do to a state, ``[h * chains, H, K, .]``."""
         table = self._table
         if table.leavers is None:
-            local, through, work = self._core.transition(inputs, table.sequences)
-            last = table.last
+            maps, last = forward.state_map(), table.last
         else:
             tokens, pieces = table.leavers
-            theirs = RuleInputs(*(x.index_select(1, tokens) for x in inputs))
-            local, through, _ = self._core.transition(theirs, pieces)
-            last, work = None, None
-        return Transition(
-            _take(local, last, table.leaves), _take(through, last, table.passes), work
-        )
+            theirs = type(inputs)(*(x.index_select(1, tokens) for x in inputs))
+            maps, last = rule.begin(theirs, pieces).state_map(), None
+        local, through = maps
+        return StateMap(_take(local, last, table.leaves), _take(through, last, table.passes))
 
     @property
     def _count(self) -> int:
         return len(self._table.sequences.lengths)
 
-    def forward(
-        self, inputs: RuleInputs, documents: Documents | None, keep: bool
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
-        table, rows = self._table, inputs.v.shape[:2]
-        inputs = _end_to_end(inputs)
-        local, through, work = self._maps(inputs)
-        entering = self._chain(local, through, table.nodes)
-        o, saved, plan = self._core.forward(
-            inputs, table.sequences, keep,
-            initial=_put(entering, table.first, self._count), work=work,
-        )  # fmt: skip
-        return _in_rows(o, rows), (entering, through, *saved), plan
+    def entering(
+        self, rule: Rule, forward: RuleForward, inputs: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        maps = self._maps(rule, forward, inputs)
+        entering = self._chain(maps, self._table.nodes)
+        return _put(entering, self._table.first, self._count), (entering, maps.through)
 
-    def backward(
-        self,
-        d_o: Tensor,
-        inputs: RuleInputs,
-        saved: tuple[Tensor | None, ...],
-        plan: object,
-        documents: Documents | None,
-    ) -> RuleGrads:
-        table, rows = self._table, inputs.v.shape[:2]
-        entering, through, *saved = saved
-        common = (_row(d_o), _end_to_end(inputs), tuple(saved), plan, table.sequences)
-        d_local, work = self._core.d_initial(*common)
-        leaving = self._chain(
-            _take(d_local, table.first, table.enters),
-            through.transpose(-1, -2),
-            table.nodes.backwards(),
-        )
-        grads = self._core.backward(
-            *common,
-            initial=_put(entering, table.first, self._count),
-            d_final=_put(leaving, table.last, self._count),
-            work=work,
-        )
-        *per_token, factor = grads
-        return RuleGrads(*(_in_rows(x, rows) for x in per_token), factor)
-
-
-def _row(x: Tensor | None) -> Tensor | None:
-    if x is None or x.shape[0] == 1:
-        return x
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def _end_to_end(inputs: RuleInputs) -> RuleInputs:
-    """``[B, s, ...]`` to ``[1, B * s, ...]``, without a copy; None stays None."""
-    return inputs if inputs.k.shape[0] == 1 else RuleInputs(*(_row(x) for x in inputs))
-
-
-def _in_rows(x: Tensor, rows: torch.Size) -> Tensor:
-    """The reverse, to ``rows`` = ``[B, s]``."""
-    return x if x.shape[:2] == rows else x.reshape(*rows, *x.shape[2:])
+    def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The same from the other end: d_local of the pieces, an exchange of transposed maps."""
+        table, (entering, through) = self._table, kept
+        d_local = _take(backward.d_initial(), table.first, table.enters)
+        maps = StateMap(entering, through).transposed(d_local)
+        leaving = self._chain(maps, table.nodes.backwards())
+        initial = _put(entering, table.first, self._count)
+        return initial, _put(leaving, table.last, self._count)

@@ -1,4 +1,4 @@
-"""fla's Triton kernels as a core, through the functions beneath its autograd class.
+"""fla's Triton kernels as a rule, through the functions beneath its autograd class.
 
 Calling those directly skips fla's own saved tensors and its copies of strided inputs, and leaves
 the backward in our hands. They belong to fla 0.6; other versions are checked before first use.
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..rule import RuleOutput, Saved
 from ..state_maps.fold import compose
 from ..state_maps.parts import CHUNK, Parts, parts_by_length
-from .base import RuleGrads, RuleInputs, Transition
+from ..state_maps.state_map import StateMap
+from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
 
 _SEQUENCES = {"cu_seqlens", "chunk_indices"}
 _WANTED = {
@@ -82,8 +84,8 @@ def parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
     return _parts(sequences, H, longest, inputs.v.device)
 
 
-class _Work(NamedTuple):
-    """What the transition has computed and the forward needs as well."""
+class _Triangular(NamedTuple):
+    """What the state maps and the run both need."""
 
     g_sum: Tensor  # [B, S, H] fp32, log2-decay summed within chunks
     A: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
@@ -91,100 +93,116 @@ class _Work(NamedTuple):
     u: Tensor  # [B, S, H, V]; a chunk writes u - w S
 
 
-class FlaCore:
+class FlaRule:
     name = "fla"
     batch_invariant = False
     operand_dtype = None
+    reads_again = frozenset({"q", "k", "v", "beta"})
 
-    def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition:
+    def why_not_heads(self, heads: int) -> None:
+        """Any number of them can run."""
+
+    def begin(self, inputs: RuleInputs, documents: Documents | None) -> FlaForward:
+        return FlaForward(inputs, documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> FlaBackward:
+        return FlaBackward(d_o, inputs, saved, documents)
+
+
+class FlaForward:
+    def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
+        self._rows = inputs.v.shape[:2]
+        self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
+        self._documents, self._boundaries = documents, _boundaries(documents)
+        self._triangular: _Triangular | None = None
+
+    @torch.no_grad()
+    def state_map(self) -> StateMap:
         from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 
-        boundaries, parts = _boundaries(documents), parts_of(inputs, documents)
-        stages = _stages()
-        with torch.no_grad():
-            g_sum = stages.chunk_local_cumsum(
-                inputs.g, chunk_size=CHUNK, scale=stages.RCP_LN2, **boundaries
-            )
-            w, u, A = stages.chunk_gated_delta_rule_fwd_intra(
-                k=inputs.k, v=inputs.v, g=g_sum, beta=inputs.beta, **boundaries
-            )
-            # The summaries that fla's own context parallelism sends, of parts: [local | through].
-            (K, V), P = (inputs.k.shape[-1], u.shape[-1]), len(parts.offsets) - 1
-            maps = u.new_empty(P, u.shape[2], K, V + K, dtype=torch.float32)
-            k, g_row, w_row, u_row = (x.flatten(0, 1)[None] for x in (inputs.k, g_sum, w, u))
-            chunk_cp_fwd_h(
-                k=k, w=w_row, u=u_row, hm=maps, g=g_row, cu_seqlens=parts.offsets,
-                chunk_size=CHUNK, multi_seqs=True,
+        inputs, stages = self._inputs, _stages()
+        parts = parts_of(inputs, self._documents)
+        g_sum = stages.chunk_local_cumsum(
+            inputs.g, chunk_size=CHUNK, scale=stages.RCP_LN2, **self._boundaries
+        )
+        w, u, A = stages.chunk_gated_delta_rule_fwd_intra(
+            k=inputs.k, v=inputs.v, g=g_sum, beta=inputs.beta, **self._boundaries
+        )
+        self._triangular = _Triangular(g_sum, A, w, u)
+        # The summaries that fla's own context parallelism sends, of parts: [local | through].
+        (K, V), P = (inputs.k.shape[-1], u.shape[-1]), len(parts.offsets) - 1
+        maps = u.new_empty(P, u.shape[2], K, V + K, dtype=torch.float32)
+        k, g_row, w_row, u_row = (x.flatten(0, 1)[None] for x in (inputs.k, g_sum, w, u))
+        chunk_cp_fwd_h(
+            k=k, w=w_row, u=u_row, hm=maps, g=g_row, cu_seqlens=parts.offsets,
+            chunk_size=CHUNK, multi_seqs=True,
+        )  # fmt: skip
+        local, through = (x.contiguous() for x in maps.split([V, K], dim=-1))
+        return StateMap(*compose(local, through, parts))
+
+    @torch.no_grad()
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        inputs, stages, boundaries = self._inputs, _stages(), self._boundaries
+        scale = inputs.k.shape[-1] ** -0.5
+        if self._triangular is None:
+            g_sum, o, A, last, *_ = stages.chunk_gated_delta_rule_fwd(
+                **inputs._asdict(), scale=scale, initial_state=initial,
+                output_final_state=final, **boundaries,
             )  # fmt: skip
-            local, through = (x.contiguous() for x in maps.split([V, K], dim=-1))
-            local, through = compose(local, through, parts)
-        return Transition(local, through, _Work(g_sum, A, w, u))
+        else:
+            g_sum, A, w, u = self._triangular
+            states, written, last = stages.chunk_gated_delta_rule_fwd_h(
+                k=inputs.k, w=w, u=u, g=g_sum, initial_state=initial, output_final_state=final,
+                **boundaries,
+            )  # fmt: skip
+            o = stages.chunk_fwd_o(
+                q=inputs.q, k=inputs.k, v=written, h=states, g=g_sum, scale=scale, **boundaries
+            )
+        # The boundaries hold chunk indices, which would otherwise be built again on the host.
+        return RuleOutput(in_rows(o, self._rows), last, Saved((g_sum, A), boundaries))
 
-    def forward(
-        self,
-        inputs: RuleInputs,
-        documents: Documents | None,
-        keep: bool,
-        initial: Tensor | None = None,
-        work: object = None,
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
-        boundaries, scale = _boundaries(documents), inputs.k.shape[-1] ** -0.5
-        with torch.no_grad():
-            if work is None:
-                g_sum, o, A, *_ = _stages().chunk_gated_delta_rule_fwd(
-                    **inputs._asdict(), scale=scale, initial_state=initial,
-                    output_final_state=False, **boundaries,
-                )  # fmt: skip
-            else:
-                g_sum, A, w, u = work
-                states, written, _ = _stages().chunk_gated_delta_rule_fwd_h(
-                    k=inputs.k, w=w, u=u, g=g_sum, initial_state=initial, **boundaries
-                )
-                o = _stages().chunk_fwd_o(
-                    q=inputs.q, k=inputs.k, v=written, h=states, g=g_sum, scale=scale, **boundaries
-                )
-        # Kept for the backward: the chunk indices would otherwise be built again, on the host.
-        return o, (g_sum, A), boundaries
 
-    def d_initial(
-        self,
-        d_o: Tensor,
-        inputs: RuleInputs,
-        saved: tuple[Tensor | None, ...],
-        plan: object,
-        documents: Documents | None,
-    ) -> tuple[Tensor, object]:
-        (g_sum, A), stages, scale = saved, _stages(), inputs.k.shape[-1] ** -0.5
+class FlaBackward:
+    def __init__(
+        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> None:
+        self._rows = inputs.v.shape[:2]
+        if documents is not None:
+            d_o, inputs = in_one_row(d_o), inputs_in_one_row(inputs)
+        self._d_o, self._inputs, self._documents = d_o, inputs, documents
+        (self._g_sum, self._A), self._boundaries = saved
+
+    def d_initial(self) -> Tensor:
+        inputs, stages, boundaries = self._inputs, _stages(), self._boundaries
+        scale = inputs.k.shape[-1] ** -0.5
         (B, _, H, V), K = inputs.v.shape, inputs.k.shape[-1]
-        N = B if documents is None else len(documents.cu_seqlens) - 1
+        N = B if self._documents is None else len(self._documents.cu_seqlens) - 1
         w, _ = stages.recompute_w_u_fwd(
-            k=inputs.k, v=inputs.v, beta=inputs.beta, A=A, g=g_sum, **plan
+            k=inputs.k, v=inputs.v, beta=inputs.beta, A=self._A, g=self._g_sum, **boundaries
         )
         d_written = stages.chunk_bwd_dv_local(
-            q=inputs.q, k=inputs.k, g=g_sum, do=d_o, scale=scale, **plan
+            q=inputs.q, k=inputs.k, g=self._g_sum, do=self._d_o, scale=scale, **boundaries
         )
         # Its values are not read; given, it asks for the gradient of initial states.
-        initial = g_sum.new_empty(N, H, K, V)
+        initial = self._g_sum.new_empty(N, H, K, V)
         _, d_local, _ = stages.chunk_gated_delta_rule_bwd_dhu(
-            q=inputs.q, k=inputs.k, w=w, g=g_sum, h0=initial, dht=None, do=d_o, dv=d_written,
-            scale=scale, **plan,
+            q=inputs.q, k=inputs.k, w=w, g=self._g_sum, h0=initial, dht=None, do=self._d_o,
+            dv=d_written, scale=scale, **boundaries,
         )  # fmt: skip
-        return d_local, None
+        return d_local
 
-    def backward(
-        self,
-        d_o: Tensor,
-        inputs: RuleInputs,
-        saved: tuple[Tensor | None, ...],
-        plan: object,
-        documents: Documents | None,
-        initial: Tensor | None = None,
-        d_final: Tensor | None = None,
-        work: object = None,
-    ) -> RuleGrads:
-        g_sum, A = saved
+    def d_o_was_scaled(self, by: Tensor) -> None:
+        """Nothing to do: nothing that was made of d_o is kept."""
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+        inputs = self._inputs
         dq, dk, dv, dbeta, dg, *_ = _stages().chunk_gated_delta_rule_bwd(
-            **inputs._replace(g=g_sum)._asdict(), A=A, scale=inputs.k.shape[-1] ** -0.5,
-            initial_state=initial, do=d_o, dht=d_final, **plan,
+            **inputs._replace(g=self._g_sum)._asdict(), A=self._A,
+            scale=inputs.k.shape[-1] ** -0.5, initial_state=initial, do=self._d_o, dht=d_final,
+            **self._boundaries,
         )  # fmt: skip
-        return RuleGrads(dq, dk, dv, dg, dbeta)
+        return RuleGrads(*(in_rows(x, self._rows) for x in (dq, dk, dv, dg, dbeta)))

@@ -21,8 +21,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..state_maps.fold import compose, entering_states, initial_gradients, leaving_gradients
-from .base import RuleInputs, Transition
+from ..rule import Saved
+from ..state_maps.fold import entering_states
+from .base import RuleInputs
 from .flash_qla_plan import Plan, stages
 
 _FORGOTTEN = -20.0
@@ -41,8 +42,8 @@ class PartMaps:
 
 
 @dataclass(frozen=True, eq=False)
-class StatePlan:
-    """Marks what a forward that carries states saved, see :func:`saved_tensors`."""
+class Carried:
+    """How a forward that carries states was run; it saved :func:`saved_tensors`."""
 
     plan: Plan
 
@@ -101,11 +102,6 @@ def _run_parts_fp32(
     return local, through
 
 
-def transition(inputs: RuleInputs, plan: Plan) -> Transition:
-    maps = part_maps(inputs, plan)
-    return Transition(*compose(maps.local, maps.through, plan.parts), maps)
-
-
 def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Tensor | None, ...]:
     """g_sum, A, chunks_back, then of cut sequences the maps' ``through`` and what enters parts."""
     if maps.plan.parts.are_sequences:
@@ -114,47 +110,31 @@ def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Tensor | Non
 
 
 def forward(
-    inputs: RuleInputs, initial: Tensor | None, maps: PartMaps, keep: bool
-) -> tuple[Tensor, tuple[Tensor | None, ...], StatePlan]:
-    """o ``[1, S, H, V]`` from states ``[N, H, K, V]`` that enter the sequences."""
+    inputs: RuleInputs, initial: Tensor | None, maps: PartMaps, keep: bool, final: bool
+) -> tuple[Tensor, Tensor | None, Saved]:
+    """o ``[1, S, H, V]`` from states ``[N, H, K, V]`` that enter the sequences.
+
+    With ``final`` also the states that leave them.
+    """
     parts = maps.plan.parts
     entering = entering_states(maps.local, maps.through, parts, initial)
-    o, *_ = stages().fused_gdr_fwd(
+    o, _, last = stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=maps.A, g=maps.g_sum, b=inputs.beta,
-        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, output_final_state=False,
+        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, output_final_state=final,
         cu_seqlens=parts.offsets, cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
     )  # fmt: skip
-    return o, saved_tensors(maps, entering) if keep else (), StatePlan(maps.plan)
+    kept = saved_tensors(maps, entering) if keep else ()
+    return o, last, Saved(kept, Carried(maps.plan))
 
 
-def d_initial(
-    d_o: Tensor, inputs: RuleInputs, saved: tuple[Tensor | None, ...], plan: StatePlan
-) -> tuple[Tensor, Tensor]:
-    """Gradient of the states that enter sequences, and the same of parts for :func:`backward`."""
-    g_sum, A, chunks_back, *cut = saved
+def d_initial_of_parts(
+    d_o: Tensor, inputs: RuleInputs, saved: tuple[Tensor | None, ...], plan: Plan
+) -> Tensor:
+    """``[P, H, K, V]``: the gradient of states that enter parts, if those that leave get none."""
+    g_sum, A, chunks_back, *_ = saved
     _, d_local = stages().fused_gdr_dh(
         q=inputs.q, k=inputs.k, a=A, g=g_sum, b=inputs.beta, do=d_o, dht=None, output_dh0=True,
-        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.plan.parts.offsets,
+        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.parts.offsets,
         num_warmup_chunks=chunks_back,
     )  # fmt: skip
-    through = cut[0] if cut else None
-    return initial_gradients(d_local, through, plan.plan.parts), d_local
-
-
-def boundary_states(
-    d_o: Tensor,
-    inputs: RuleInputs,
-    saved: tuple[Tensor | None, ...],
-    plan: StatePlan,
-    initial: Tensor | None,
-    d_final: Tensor | None,
-    d_local: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """What enters every part ``[P, H, K, V]``, and the gradient of what leaves it."""
-    parts = plan.plan.parts
-    if parts.are_sequences:
-        return initial, d_final
-    if d_local is None:
-        _, d_local = d_initial(d_o, inputs, saved, plan)
-    through, entering = saved[3:]
-    return entering, leaving_gradients(d_local, through, parts, d_final)
+    return d_local

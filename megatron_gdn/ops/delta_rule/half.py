@@ -1,6 +1,6 @@
 """Operands of the delta rule in fp16 where the layer's dtype is bf16.
 
-The GPU cores multiply on tensor cores, in fp32 from operands of 16 bits: whatever goes from one
+The GPU rules multiply on tensor cores, in fp32 from operands of 16 bits: whatever goes from one
 product of a chunk into the next (the inverse, gated scores, written values, states and their
 gradients) is rounded to the dtype of q, k and v. bf16 keeps 8 bits of it, fp16 11, at the same
 speed. fp16's price is its range, 2^-14 to 65504 at full precision, and this file pays it:
@@ -36,93 +36,77 @@ Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N se
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..rule import Rule, RuleForward, Saved
 from . import half_torch
-from .base import RuleGrads, RuleInputs, StatePassing, Transition
+from .base import RuleGrads, RuleInputs
 
 LARGEST_D_O = 0  # log2, after scaling
 LARGEST_D_FINAL = 5
 
 
-class Scaled(NamedTuple):
-    """d_o in fp16, from the gradient of initial states to the backward."""
-
-    half: Tensor
-    up: Tensor  # [H] fp32
-    down: Tensor  # [H] fp32
-    work: Tensor | None = None  # the wrapped core's, of `half`
-
-
 class HalfOperands:
-    """A core that works on fp16, in a layer of another dtype; see the top of this file.
+    """A rule that works on fp16, in a layer of another dtype; see the top of this file.
 
     q, k and v come in fp16 and o leaves in fp16. d_o comes in the layer's dtype. States and their
-    gradients are in true units on this side of the wrapped core.
+    gradients are in true units on this side of the wrapped rule.
 
     Args:
-        core: not batch invariant: the power of two depends on all documents of a batch, and which
+        rule: not batch invariant: the power of two depends on all documents of a batch, and which
             small numbers lose bits depends on it.
     """
 
     operand_dtype = torch.float16
     batch_invariant = False
 
-    def __init__(self, core: StatePassing) -> None:
-        assert not core.batch_invariant
-        self.name, self._core = core.name, core
+    def __init__(self, rule: Rule) -> None:
+        assert not rule.batch_invariant
+        self.name, self.reads_again, self._rule = rule.name, rule.reads_again, rule
 
-    def transition(self, inputs: RuleInputs, documents: Documents | None) -> Transition:
-        return self._core.transition(inputs, documents)
+    def why_not_heads(self, heads: int) -> str | None:
+        return self._rule.why_not_heads(heads)
 
-    def forward(
+    def begin(self, inputs: RuleInputs, documents: Documents | None) -> RuleForward:
+        return self._rule.begin(inputs, documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> HalfBackward:
+        return HalfBackward(self._rule, d_o, inputs, saved, documents)
+
+
+class HalfBackward:
+    """Scales d_o on the way into the wrapped rule's backward, and states on the way out."""
+
+    def __init__(
         self,
-        inputs: RuleInputs,
-        documents: Documents | None,
-        keep: bool,
-        initial: Tensor | None = None,
-        work: object = None,
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], object]:
-        return self._core.forward(inputs, documents, keep, initial, work)
-
-    def d_initial(
-        self,
+        rule: Rule,
         d_o: Tensor,
         inputs: RuleInputs,
-        saved: tuple[Tensor | None, ...],
-        plan: object,
+        saved: Saved,
         documents: Documents | None,
-    ) -> tuple[Tensor, Scaled]:
-        scaled = _scaled(d_o, inputs.k.shape[2])
-        d_local, work = self._core.d_initial(scaled.half, inputs, saved, plan, documents)
-        return d_local * _of_states(scaled.down), scaled._replace(work=work)
-
-    def backward(
-        self,
-        d_o: Tensor,
-        inputs: RuleInputs,
-        saved: tuple[Tensor | None, ...],
-        plan: object,
-        documents: Documents | None,
-        initial: Tensor | None = None,
-        d_final: Tensor | None = None,
-        work: Scaled | None = None,
-    ) -> RuleGrads:
-        key_heads = inputs.k.shape[2]
-        half, up, down, work = _scaled(d_o, key_heads) if work is None else work
+    ) -> None:
+        self._key_heads = inputs.k.shape[2]
+        self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
         del d_o  # frees it where the caller has handed it over
+        self._backward = rule.begin_backward(self._half, inputs, saved, documents)
+
+    def d_initial(self) -> Tensor:
+        return self._backward.d_initial() * _of_states(self._down)
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         if d_final is not None:
-            ratio, up, down = _kernels(half).lower(half, up, d_final, key_heads, LARGEST_D_FINAL)
-            work = None if work is None else work * _of_states(ratio)
-        grads = self._core.backward(
-            half, inputs, saved, plan, documents, initial,
-            None if d_final is None else d_final * _of_states(up), work,
-        )  # fmt: skip
-        return grads._replace(factor=down)
+            ratio, self._up, self._down = _kernels(self._half).lower(
+                self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
+            )
+            self._backward.d_o_was_scaled(_of_states(ratio))
+            d_final = d_final * _of_states(self._up)
+        grads = self._backward.run(initial, d_final)
+        return grads._replace(factor=self._down)
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -131,10 +115,6 @@ def _kernels(x: Tensor) -> ModuleType:
 
         return half_kernels
     return half_torch
-
-
-def _scaled(d_o: Tensor, key_heads: int) -> Scaled:
-    return Scaled(*_kernels(d_o).to_half(d_o, key_heads, LARGEST_D_O))
 
 
 def _of_states(x_H: Tensor) -> Tensor:

@@ -8,37 +8,38 @@ import torch
 
 from ..head_sizes import HeadSizes
 from ..once import say_once
-from .base import Core, RuleGrads, RuleInputs
+from ..rule import Rule
+from .base import RuleGrads, RuleInputs
 from .half import HalfOperands
 from .obstacles import FLA_IS_TIMED, Obstacle, why_not_fla, why_not_flash_qla, why_not_heads
-from .plain import TorchCore
+from .plain import PlainRule
 from .repeatable import find_repeatable, why_not_repeatable
 
-__all__ = ["CORES", "Choice", "Core", "RuleGrads", "RuleInputs", "resolve_core"]
+__all__ = ["RULES", "Choice", "Rule", "RuleGrads", "RuleInputs", "resolve_rule"]
 
-CORES = ("flash_qla", "fla", "reference")
+RULES = ("flash_qla", "fla", "reference")
 OPERANDS = ("fp16", "bf16")
 
 
 class Choice(NamedTuple):
-    core: Core
+    rule: Rule
     reason: str
 
 
-def _make(name: str, deterministic: bool = False) -> Core:
+def _make(name: str, deterministic: bool = False) -> Rule:
     if name == "flash_qla":
-        from .flash_qla import FlashQlaCore
+        from .flash_qla import FlashQlaRule
 
         # Its usual plan cuts a sequence by what else is in the batch.
-        return FlashQlaCore(batch_invariant=True) if deterministic else FlashQlaCore()
+        return FlashQlaRule(batch_invariant=True) if deterministic else FlashQlaRule()
     if name == "fla":
-        from .fla import FlaCore
+        from .fla import FlaRule
 
-        return FlaCore()
-    return TorchCore()
+        return FlaRule()
+    return PlainRule()
 
 
-def resolve_core(
+def resolve_rule(
     backend: str = "auto",
     *,
     device: torch.device | str,
@@ -75,17 +76,17 @@ def resolve_core(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
         )
     choice = _choose(backend, torch.device(device), dtype, sizes, deterministic)
-    if operands == "bf16" or choice.core.name == "reference" or dtype != torch.bfloat16:
+    if operands == "bf16" or choice.rule.name == "reference" or dtype != torch.bfloat16:
         return choice  # asked for, or no less exact than fp16
-    why = _why_not_half(choice.core, normalise_qk)
+    why = _why_not_half(choice.rule, normalise_qk)
     if why is None:
-        return Choice(HalfOperands(choice.core), f"{choice.reason}; fp16 operands")
+        return Choice(HalfOperands(choice.rule), f"{choice.reason}; fp16 operands")
     return choice._replace(reason=f"{choice.reason}; no fp16 operands: {why}")
 
 
-def _why_not_half(core: Core, normalise_qk: bool) -> str | None:
-    """Why a core keeps its operands in bf16; None where they become fp16."""
-    if core.batch_invariant:
+def _why_not_half(rule: Rule, normalise_qk: bool) -> str | None:
+    """Why a rule keeps its operands in bf16; None where they become fp16."""
+    if rule.batch_invariant:
         return "what they round depends on all documents of a batch, which deterministic mode bars"
     if not normalise_qk:
         return "without unit length, q and k may leave the range of fp16"
@@ -95,10 +96,10 @@ def _why_not_half(core: Core, normalise_qk: bool) -> str | None:
 def _choose(
     backend: str, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, deterministic: bool
 ) -> Choice:
-    if backend not in ("auto", *CORES):
+    if backend not in ("auto", *RULES):
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto' or one of "
-            f"{', '.join(repr(name) for name in CORES)}."
+            f"{', '.join(repr(name) for name in RULES)}."
         )
     obstacles = {
         "flash_qla": why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim),
@@ -112,7 +113,7 @@ def _choose(
         whys = {name: None if o is None else o.why for name, o in obstacles.items()}
         if deterministic:
             return _deterministic_choice(whys["flash_qla"], device, dtype, sizes)
-        name = next(name for name in CORES if whys[name] is None)
+        name = next(name for name in RULES if whys[name] is None)
         passed = "; ".join(f"not {n}: {why}" for n, why in whys.items() if why is not None)
         if passed:
             say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({passed}).", device.type)
@@ -144,3 +145,20 @@ def _deterministic_choice(
     if device.type == "cuda":
         say_once(f"Deterministic Gated DeltaNet takes the plain-torch rule ({why}).", device.type)
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")
+
+
+def choose_rule(
+    backend: str,
+    sizes: HeadSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    *,
+    operands: str,
+    normalise_qk: bool,
+) -> Choice:
+    """:func:`resolve_rule` for a layer, which learns device and dtype last."""
+    return resolve_rule(
+        backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
+        operands=operands, normalise_qk=normalise_qk,
+    )  # fmt: skip

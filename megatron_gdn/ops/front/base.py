@@ -1,63 +1,69 @@
-"""What the preparation hands to the delta rule, and what its backward returns.
+"""What a mixer asks of the front: projection rows to the inputs of its rule, and back.
 
-Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
+Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..delta_rule.base import Core
 from ..documents import Documents
+from ..layout import Layout
+
+# conv weight [C, 1, W], conv bias [C] or None, then what else the front has.
+Parameters = Sequence[Tensor | None]
 
 
-class Prepared(NamedTuple):
-    """Inputs of the delta rule, contiguous; None where a part was not asked for."""
+class Front(Protocol):
+    """Convolution, activation, norms and gates, forward and backward as plain calls.
 
-    q: Tensor | None  # [B, S, G, K] in the projection's dtype, or another one asked for
-    k: Tensor | None  # [B, S, G, K]
-    v: Tensor | None  # [B, S, H, V]
-    g: Tensor | None  # [B, S, H] fp32, <= 0
-    beta: Tensor | None  # [B, S, H] fp32, in (0, 1)
-
-
-class PreparedGrads(NamedTuple):
-    """Parameter gradients, in the parameters' shapes and dtypes."""
-
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    A_log: Tensor
-    dt_bias: Tensor
-
-
-class Preparation(Protocol):
-    """What stands between the projection and the delta rule, forward and backward.
-
-    :mod:`.gdn` and :mod:`.gdn_torch` are two of them, and say what the arguments are.
+    Attributes:
+        layout: the columns of a projection row.
+        names: of the rule's inputs that :meth:`forward` makes, in order.
+        convolved: those of them that the convolution makes, ``[B, S, heads, width]`` each. The
+            first W - 1 tokens of a sequence read the rows before it.
+        cheap: those that a mixer had better compute again in the backward than save.
     """
 
-    def prepare_forward(
-        self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        *, documents, normalise_qk, eps=..., parts=..., dtype=..., batch_invariant=...,
-    ) -> Prepared: ...  # fmt: skip
+    layout: Layout
+    names: tuple[str, ...]
+    convolved: tuple[str, ...]
+    cheap: tuple[str, ...]
 
-    def prepare_backward(
-        self, proj, conv_weight, conv_bias, A_log, dt_bias, sizes, dq, dk, dv, dg, dbeta, d_proj,
-        *, documents, factor=..., normalise_qk, eps=..., batch_invariant=...,
-    ) -> PreparedGrads: ...  # fmt: skip
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> Any:
+        """The rule's inputs, a NamedTuple.
 
+        Args:
+            proj: ``[S, B, P]``, any strides of S and B.
+            parameters: the front's own.
+            documents: boundaries of packed documents, the same in every batch row; None when every
+                row is one sequence. Taps never cross a boundary.
+            only: names to compute, neighbours in :attr:`names`; the others are None.
+        """
+        ...
 
-class SplitSequences(Protocol):
-    """Rows that are pieces of sequences: how to compute over them as over whole ones.
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters, in their shapes and dtypes.
 
-    ``pieces`` are the boundaries of the pieces in every batch row, as if they were documents.
-    ``preparation`` and ``core`` give those that bring what came before a piece into it.
-    """
-
-    pieces: Documents
-
-    def preparation(self, preparation: Preparation) -> Preparation: ...
-
-    def core(self, core: Core) -> Core: ...
+        Args:
+            grads: of the inputs, as the rule returns them.
+            d_proj: ``[S, B, P]``. Every column is written once, except those that the output norm
+                writes (the gate's).
+        """
+        ...

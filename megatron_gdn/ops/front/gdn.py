@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..delta_rule.base import RuleInputs
 from ..documents import Documents
 from ..head_sizes import HeadSizes
 from ..kernels.reduce import sum_rows
@@ -23,9 +24,9 @@ from ..kernels.tiles import (
     within_reach,
     within_shared_memory,
 )
-from .base import Prepared, PreparedGrads
 from .gdn_backward_kernels import prepare_backward_kernel
 from .gdn_forward_kernels import prepare_forward_kernel
+from .gdn_front import GDNParameterGrads
 
 
 def prepare_forward(
@@ -43,7 +44,7 @@ def prepare_forward(
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     tile: Walk | None = None,
-) -> Prepared:
+) -> RuleInputs:
     """Projection rows to the inputs of the delta rule.
 
         q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
@@ -67,7 +68,7 @@ def prepare_forward(
             where tokens lie too far apart for it, see :func:`.tiles.within_reach`.
 
     Returns:
-        :class:`Prepared`, all contiguous. Arithmetic is fp32, rounded once.
+        :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
 
     Raises:
         ValueError: tokens too far apart for any tile; likewise the backward.
@@ -107,7 +108,7 @@ def prepare_forward(
             ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
-    return Prepared(q, k, v, g, beta)
+    return RuleInputs(q, k, v, g, beta)
 
 
 def prepare_backward(
@@ -130,7 +131,7 @@ def prepare_backward(
     eps: float = 1e-6,
     batch_invariant: bool = False,
     tile: Walk | None = None,
-) -> PreparedGrads:
+) -> GDNParameterGrads:
     """The backward of :func:`prepare_forward`; nothing but its inputs is needed.
 
     Writes every column of ``d_proj`` except z's, and each exactly once.
@@ -180,7 +181,7 @@ def prepare_backward(
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split([channels * W, with_bias, H, H])
-    return PreparedGrads(
+    return GDNParameterGrads(
         d_weight.view(conv_weight.shape).to(conv_weight.dtype),
         None if conv_bias is None else d_bias.to(conv_bias.dtype),
         d_A_log.to(A_log.dtype),

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from ..conv import causal_conv1d
+from ..delta_rule.base import RuleInputs
 from ..documents import Documents
 from ..gates import decay_and_write_gates
 from ..head_sizes import HeadSizes
 from ..norm import l2norm
-from .base import Prepared, PreparedGrads
+from .gdn_front import GDNParameterGrads
 
 
 def _column_slices(sizes: HeadSizes) -> list[slice]:
     """Columns of query, key and value in a row, which are their conv channels too."""
-    ends = list(accumulate(sizes.sections[:3]))
+    ends = list(accumulate(sizes.layout.conv_widths))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -47,7 +48,7 @@ def prepare_forward(
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
-) -> Prepared:
+) -> RuleInputs:
     """As :func:`.gdn.prepare_forward`, differentiable."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     rows_BSP = proj.transpose(0, 1)
@@ -68,10 +69,10 @@ def prepare_forward(
             x = l2norm(x, eps)
         made[part] = x.to(dtype or proj.dtype).contiguous()
     if "g" not in parts:
-        return Prepared(**made, g=None, beta=None)
+        return RuleInputs(**made, g=None, beta=None)
     b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
     g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
-    return Prepared(**made, g=g.contiguous(), beta=beta.contiguous())
+    return RuleInputs(**made, g=g.contiguous(), beta=beta.contiguous())
 
 
 def prepare_backward(
@@ -93,7 +94,7 @@ def prepare_backward(
     normalise_qk: bool = True,
     eps: float = 1e-6,
     batch_invariant: bool = False,
-) -> PreparedGrads:
+) -> GDNParameterGrads:
     """As :func:`.gdn.prepare_backward`, through autograd of the forward above."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     inputs = [proj, conv_weight, A_log, dt_bias]
@@ -119,4 +120,4 @@ def prepare_backward(
         grad.to(x.dtype) for grad, x in zip(grads[1:4], inputs[1:4], strict=True)
     )
     d_bias = None if conv_bias is None else grads[4].to(conv_bias.dtype)
-    return PreparedGrads(d_weight, d_bias, d_A_log, d_dt_bias)
+    return GDNParameterGrads(d_weight, d_bias, d_A_log, d_dt_bias)

@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ..head_sizes import HeadSizes
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import Block, block_dim, norm_backward_tile, norm_forward_tile
 from .norm_kernels import gated_norm_backward_kernel, gated_norm_forward_kernel
@@ -21,7 +20,7 @@ def gated_norm_forward(
     o: Tensor,
     proj: Tensor,
     gamma: Tensor,
-    sizes: HeadSizes,
+    z: slice,
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
@@ -31,7 +30,8 @@ def gated_norm_forward(
 
     Args:
         o: ``[B, S, H, V]`` contiguous, the output of the delta rule, in any dtype.
-        proj: ``[S, B, P]``; z is read from its columns.
+        proj: ``[S, B, P]``; the gate is read from its columns ``z``.
+        z: those columns, H * V of them.
         gamma: ``[V]``; ``1 + gamma`` scales when ``zero_centered``.
         out: write here instead of into a new tensor.
 
@@ -39,13 +39,13 @@ def gated_norm_forward(
         ``[S, B, H * V]`` contiguous, in ``proj``'s dtype.
     """
     S, B, _ = proj.shape
-    H, V = sizes.value_heads, sizes.value_dim
-    assert o.is_contiguous() and o.shape == (B, S, H, V)
+    H, V = o.shape[2:]
+    assert o.is_contiguous() and o.shape[:2] == (B, S) and z.stop - z.start == H * V
     out = proj.new_empty(S, B, H * V) if out is None else out
     rows, tile = S * H, norm_forward_tile(V)
     if rows * B:
         gated_norm_forward_kernel[(triton.cdiv(rows, tile.rows), B)](
-            o, proj[..., sizes.z_column :], gamma, out,
+            o, proj[..., z.start :], gamma, out,
             rows, proj.stride(0), proj.stride(1), out.stride(0), out.stride(1), eps,
             H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=zero_centered,
             num_warps=tile.warps,
@@ -58,7 +58,7 @@ def gated_norm_backward(
     o: Tensor,
     proj: Tensor,
     gamma: Tensor,
-    sizes: HeadSizes,
+    z: slice,
     d_proj: Tensor,
     *,
     eps: float = 1e-6,
@@ -75,7 +75,7 @@ def gated_norm_backward(
         The gradient of o ``[B, S, H, V]`` in ``proj``'s dtype, and of gamma in its dtype.
     """
     S, B, _ = proj.shape
-    H, V = sizes.value_heads, sizes.value_dim
+    H, V = o.shape[2:]
     if d_out.stride(2) != 1:
         d_out = d_out.contiguous()
     rows = S * H
@@ -85,7 +85,7 @@ def gated_norm_backward(
     partial = torch.empty(B * programs, V, dtype=torch.float32, device=o.device)
     if rows * B:
         gated_norm_backward_kernel[(programs, B)](
-            o, proj[..., sizes.z_column :], gamma, d_out, d_o, d_proj[..., sizes.z_column :],
+            o, proj[..., z.start :], gamma, d_out, d_o, d_proj[..., z.start :],
             partial,
             rows, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1),
             d_out.stride(0), d_out.stride(1), eps,

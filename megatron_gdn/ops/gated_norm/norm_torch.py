@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..head_sizes import HeadSizes
 from ..norm import rms_norm_gated
 
 
@@ -16,16 +15,16 @@ def gated_norm_forward(
     o: Tensor,
     proj: Tensor,
     gamma: Tensor,
-    sizes: HeadSizes,
+    z: slice,
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """As :func:`.norm.gated_norm_forward`, differentiable when ``out`` is None."""
-    z = proj[..., sizes.z_column : sizes.beta_column].unflatten(-1, (sizes.value_heads, -1))
+    gate = proj[..., z].unflatten(-1, o.shape[2:])
     wide = torch.promote_types(proj.dtype, torch.float32)
-    y = rms_norm_gated(o.to(wide), z.transpose(0, 1), gamma, eps, zero_centered)
+    y = rms_norm_gated(o.to(wide), gate.transpose(0, 1), gamma, eps, zero_centered)
     y = y.transpose(0, 1).flatten(2).to(proj.dtype)
     return y.contiguous() if out is None else out.copy_(y)
 
@@ -35,7 +34,7 @@ def gated_norm_backward(
     o: Tensor,
     proj: Tensor,
     gamma: Tensor,
-    sizes: HeadSizes,
+    z: slice,
     d_proj: Tensor,
     *,
     eps: float = 1e-6,
@@ -45,8 +44,7 @@ def gated_norm_backward(
     wide = torch.promote_types(proj.dtype, torch.float32)
     with torch.enable_grad():
         leaves = [x.detach().to(wide).requires_grad_() for x in (o, proj, gamma)]
-        out = gated_norm_forward(*leaves, sizes, eps=eps, zero_centered=zero_centered)
+        out = gated_norm_forward(*leaves, z, eps=eps, zero_centered=zero_centered)
     d_o, d_rows, d_gamma = torch.autograd.grad(out, leaves, d_out.to(wide))
-    section = slice(sizes.z_column, sizes.beta_column)
-    d_proj[..., section] = d_rows[..., section]
+    d_proj[..., z] = d_rows[..., z]
     return d_o.to(proj.dtype).contiguous(), d_gamma.to(gamma.dtype)

@@ -59,7 +59,7 @@ def follow(
 
     Args:
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
-        through: ``[P, H, K, K]``, any strides.
+        through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
         out: ``[Q, H, K, X]``, written; X is V, or V + K from the identity.
         start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY follows
             maps instead, ``local`` beside ``through``, from the one that changes nothing.
@@ -71,10 +71,12 @@ def follow(
     """
     P, H, K, V = local.shape
     identity = isinstance(start, str)
-    assert through.shape == (P, H, K, K) and out.shape[1:3] == (H, K)
+    assert through.shape[:3] == (P, H, K) and out.shape[1:3] == (H, K)
+    dense = through.shape[3] == K
+    assert dense or through.shape[3] == 1 and not identity
     assert out.shape[3] == V + K * identity
     assert not identity or all(chain[0][0] == NONE for chain in steps.chains), "not the identity"
-    if local.is_cuda and local.dtype == torch.float32 and K in _ROWS:
+    if local.is_cuda and local.dtype == torch.float32 and dense and K in _ROWS:
         from .chains_kernels import follow as run
     else:
         from .chains_torch import follow as run

@@ -17,6 +17,7 @@ def follow(
 ) -> Tensor:
     """As :func:`.chains.follow`; nothing is computed that is not written."""
     V, identity = local.shape[-1], isinstance(start, str)
+    rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
         for n, chain in enumerate(steps.chains):
             state = start[n] if isinstance(start, Tensor) else None
@@ -27,7 +28,7 @@ def follow(
                 if j == last or place == NONE:
                     continue
                 if state is not None:
-                    product = torch.matmul(through[place], state)
+                    product = through[place] * state if rows_decay else through[place] @ state
                     product[..., :V].add_(local[place])
                     state = product
                 elif identity:

@@ -54,9 +54,9 @@ def composed(leaves, sizes, documents):
     """conv -> l2norm -> gates -> token recurrence -> gated norm, one op at a time."""
     proj, weight, bias, A_log, dt_bias, gamma = leaves
     rows = proj.transpose(0, 1)
-    q, k, v, z, b, alpha = rows.split(sizes.sections, dim=-1)
+    q, k, v, z, b, alpha = rows.split(sizes.layout.widths, dim=-1)
     qkv, _ = causal_conv1d(torch.cat([q, k, v], -1), weight[:, 0], bias, cu_seqlens=documents)
-    q, k, v = qkv.split(sizes.sections[:3], dim=-1)
+    q, k, v = qkv.split(sizes.layout.widths[:3], dim=-1)
     q, k = (l2norm(x.unflatten(-1, (sizes.key_heads, -1))) for x in (q, k))
     v, z = (x.unflatten(-1, (sizes.value_heads, -1)) for x in (v, z))
     g, beta = decay_and_write_gates(alpha, b, A_log, dt_bias)
@@ -137,7 +137,7 @@ def test_recomputing_keeps_every_bit_and_saves_k_and_v_too():
     again, grads_again, saved_less = run(True)
     assert torch.equal(mixed, again)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
-    key, value = sizes.sections[1:3]
+    key, value = sizes.layout.widths[1:3]
     assert saved - saved_less == 64 * (key + value) * 8  # of 64 tokens in fp64; q never is saved
 
 

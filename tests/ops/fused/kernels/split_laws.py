@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices
-from megatron_gdn.mixer import heads_of
 from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.plain import TorchCore
 from megatron_gdn.ops.documents import Documents
@@ -42,7 +41,7 @@ def kernels_equal_their_twins_over_pieces(
         documents = Documents.from_cu_seqlens(offsets, tokens)
     held = local_indices(lengths or (tokens,), group.size(), rank, scheme._layout)
     torch.manual_seed(0)
-    sizes = heads_of(DIMS)
+    sizes = DIMS.heads
     proj = torch.randn(tokens, rows, sizes.width).to(dtype)[held]
     weights = [
         torch.randn(sizes.conv_width, 1, 4).to(dtype) * 0.5,

@@ -123,7 +123,7 @@ def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     )  # fmt: skip
     # Head by head, since their gradients are of different sizes.
     for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
-        both = (x.split(case.sizes.sections, -1)[section] for x in (d_proj, exact_d_proj))
+        both = (x.split(case.sizes.layout.widths, -1)[section] for x in (d_proj, exact_d_proj))
         for x, y in zip(*(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True):
             assert_close(f"d_proj of section {section}", x, y)
     for name in got._fields:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.host_tables import to_device
+from .host_tables import to_device
 
 
 class EvenRows(NamedTuple):
