@@ -1,7 +1,7 @@
 """Every kernel of the mixer against the bytes it must move at this GPU's copy bandwidth.
 
     python3 benchmarks/bench_kernels.py --out results.jsonl
-    python3 benchmarks/bench_kernels.py --sweep     other tile shapes, to revise fused/tiles.py
+    python3 benchmarks/bench_kernels.py --sweep     other tile shapes, to revise kernels/tiles.py
 
 Target: at least 80% of the copy bandwidth.
 """
@@ -53,6 +53,7 @@ class Problem:
     def runs(self) -> dict[str, Callable[..., object]]:
         parameters = (self.weight, None, self.A_log, self.dt_bias, self.sizes)
         grads = (self.dq, self.dk, self.dv, self.dg, self.dbeta)
+        z = self.sizes.layout.columns("z")
         return {
             "prepare forward": lambda **tile: prepare.prepare_forward(
                 self.proj, *parameters, documents=self.documents, **tile
@@ -60,11 +61,9 @@ class Problem:
             "prepare backward": lambda **tile: prepare.prepare_backward(
                 self.proj, *parameters, *grads, self.d_proj, documents=self.documents, **tile
             ),
-            "norm forward": lambda: norm.gated_norm_forward(
-                self.o, self.proj, self.gamma, self.sizes
-            ),
+            "norm forward": lambda: norm.gated_norm_forward(self.o, self.proj, self.gamma, z),
             "norm backward": lambda **tile: norm.gated_norm_backward(
-                self.d_out, self.o, self.proj, self.gamma, self.sizes, self.d_proj, **tile
+                self.d_out, self.o, self.proj, self.gamma, z, self.d_proj, **tile
             ),
         }
 

@@ -148,9 +148,10 @@ class Problem:
     def norms(self, **_options) -> None:
         tokens, (_, H, _, V) = len(self.proj), self.sizes
         o, gamma = self.tensor(1, tokens, H, V), self.tensor(V)
-        out = norm.gated_norm_forward(o, self.proj, gamma, self.sizes)
+        z = self.sizes.layout.columns("z")
+        out = norm.gated_norm_forward(o, self.proj, gamma, z)
         d_proj = torch.empty_like(self.proj)
-        norm.gated_norm_backward(out, o, self.proj, gamma, self.sizes, d_proj)
+        norm.gated_norm_backward(out, o, self.proj, gamma, z, d_proj)
 
 
 def loops(compilation: Compilation) -> list[Counter[str]]:

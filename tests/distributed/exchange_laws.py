@@ -114,7 +114,7 @@ DOCUMENTS = {
 
 def _scheme(layout: str, **changes) -> tuple[GDNDims, Headwise]:
     dims = GDNDims(hidden_size=8, conv_kernel_dim=4, **{**HEADS, **changes})
-    return dims, Headwise(dims, dist.group.WORLD, SequenceLayout(layout))
+    return dims, Headwise(dims.layout, dist.group.WORLD, SequenceLayout(layout))
 
 
 def _device() -> torch.device:
@@ -179,21 +179,22 @@ def _open_gives_every_rank_its_heads(
         offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
         documents = Documents.from_cu_seqlens(offsets, tokens, device=device)
     held = local_indices(lengths, size, rank, SequenceLayout(layout))
-    assert torch.equal(scheme.local_positions(tokens, documents), held)
+    assert torch.equal(scheme.local_positions(documents, tokens), held)
     torch.manual_seed(3)
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
-    gradients = torch.randn(size, tokens, batch, scheme.dims.layout.width, device=device)
+    gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
         made = Exchange.of(
             dist.group.WORLD, scheme._proj, lengths, SequenceLayout(layout), whole[held]
         )
+        passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves
         assert all(made.sends_runs(wave) == direct for wave in made.waves)
         assert made.at_once == (waves == 1 and own > 0)
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.
         mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        opened = scheme.open(mine, documents)
+        opened = passage.open(mine)
         assert opened.is_contiguous()
         assert torch.equal(opened, whole[..., _columns(dims, rank, size)])
         opened.backward(gradients[rank])
@@ -205,7 +206,7 @@ def _open_gives_every_rank_its_heads(
         mixed = torch.randn(tokens, batch, dims.v_dim, device=device)
         share = dims.v_dim // size
         inside = mixed[..., rank * share : (rank + 1) * share].contiguous().requires_grad_()
-        closed = scheme.close(inside, documents)
+        closed = passage.close(inside)
         assert torch.equal(closed, mixed[held])
         weight = torch.randn(tokens, batch, dims.v_dim, device=device)
         closed.backward(weight[held])
@@ -217,9 +218,9 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
     rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
     _, scheme = _scheme("contiguous", num_key_heads=1)
     torch.manual_seed(5)
-    gradients = torch.randn(size, 8 * size, 2, scheme.dims.layout.width, device=device).bfloat16()
+    gradients = torch.randn(size, 8 * size, 2, scheme.layout.width, device=device).bfloat16()
     mine = torch.zeros(8, 2, scheme._proj.whole_width, device=device).bfloat16().requires_grad_()
-    scheme.open(mine, None).backward(gradients[rank])
+    scheme.passage(None, 8 * size, 2, mine).open(mine).backward(gradients[rank])
     total = torch.zeros(8, 2, 3, device=device)
     for other in range(size):
         total += gradients[other, 8 * rank : 8 * (rank + 1), :, :3].float()

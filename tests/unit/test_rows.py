@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.rows import (
+from megatron_gdn.ops.rows import (
     EvenRows,
     put,
     rows_at,
