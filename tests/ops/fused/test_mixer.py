@@ -224,7 +224,7 @@ def test_no_tokens_are_nobodys_work_and_every_gradient_is_zero(S, B, packed, wit
     sizes = HeadSizes(2, 4, 6, 5)
     leaves, _ = make_inputs(sizes, S=S, B=B, bias=True, lengths=(0, 0) if packed else None)
     *tensors, gamma = leaves
-    rule = SimpleNamespace(operand_dtype=None)  # it has nothing else to be asked for
+    rule = SimpleNamespace(operand_dtype=None, batch_invariant=False)  # and nothing that runs
     out = gated_delta_mixer(
         *tensors, sizes, rule=rule, norm=GatedNorm(gamma) if with_norm else None,
         documents=Documents.from_cu_seqlens([0, 0, 0], 0) if packed else None,
