@@ -37,9 +37,9 @@ TINY = {
     "linear_conv_kernel_dim": 4,
 }
 ON_GPU = {
-    "hidden_size": 256,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
+    "hidden_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from .checkpoint import gdn_sharded_state_dict
+from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal
@@ -380,7 +380,10 @@ class GatedDeltaNet(Fp32Parameters, MegatronModule):
         in_proj and conv1d are stored section by section, so a checkpoint loads at any
         tensor-parallel size; A_log and dt_bias are stored in fp32.
         """
-        return gdn_sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
+        return mixer_sharded_state_dict(
+            self, self.dims.layout, self._keep_in_float32_parameter_names,
+            prefix, sharded_offsets, metadata, tp_group,
+        )  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""

@@ -26,7 +26,7 @@ def _column_slices(sizes: HeadSizes) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _conv(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents) -> Tensor:
+def convolve_rows(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents) -> Tensor:
     """conv + SiLU; documents, if any, have the same boundaries in every row."""
     if documents is None:
         return causal_conv1d(x_BSC, weight_CW, bias_C)[0]
@@ -58,7 +58,7 @@ def prepare_forward(
     columns = dict(zip("qkv", _column_slices(sizes), strict=True))
     for part in parts.rstrip("g"):
         section = columns[part]
-        x = _conv(
+        x = convolve_rows(
             rows_BSP[..., section].to(wide),
             conv_weight.flatten(1)[section].to(wide),
             None if conv_bias is None else conv_bias[section].to(wide),
