@@ -27,7 +27,7 @@ from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.ops.fused import HeadSizes
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 LAYERS = ("upstream", "headwise", "chunkwise", "auto")
 
@@ -130,7 +130,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     else:
-        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 
         run_megatron_on_cpu()
         dist.init_process_group("gloo")

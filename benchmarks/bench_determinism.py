@@ -28,10 +28,8 @@ import torch  # noqa: E402
 from layers import DEVICE, our_layer, start_megatron, thd, upstream_layer  # noqa: E402
 from measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
 
-from megatron_gdn.context_parallel import SingleRank  # noqa: E402
-from megatron_gdn.ops import Documents  # noqa: E402
-from megatron_gdn.ops.fused import HeadSizes  # noqa: E402
-from megatron_gdn.testing import (  # noqa: E402
+from megatron_gdn.ops.head_sizes import HeadSizes  # noqa: E402
+from megatron_gdn.testing import (
     check_batch_invariance,
     check_repeats,
     compare_processes,
@@ -158,17 +156,16 @@ def neighbours(args) -> None:
     for backend in [b for b in args.backends if b != "fla"]:
         for ratio in args.ratios:
             layer, _ = build(backend, ratio, args)
-            scheme = SingleRank(layer.dims)
 
             def through_layer(x, offsets, d_out, layer=layer):
                 return forward_backward(
                     layer, x, d_out, attention_mask=None, packed_seq_params=thd(offsets)
                 )()
 
-            def through_mixer(x, offsets, d_out, layer=layer, scheme=scheme):
+            def through_mixer(x, offsets, d_out, layer=layer):
                 proj = x.detach().requires_grad_()
-                documents = Documents.from_cu_seqlens(offsets, len(x), device=DEVICE)
-                out, _ = layer.mixer(layer, layer.core, proj, scheme, documents)
+                batch = layer.micro_batches.of(thd(offsets), proj)
+                out, _ = layer.mixer(layer, batch, proj)
                 return {"output": out, "dproj": torch.autograd.grad(out, proj, d_out)[0]}
 
             widths = {

@@ -4,7 +4,7 @@
 
 raw     all_to_all_single of packed buffers: two exchanges forward, two backward, nothing else
 plain   split + cat, all_to_all_single, index_select in plain torch
-ours    ``Headwise.open`` and ``.close`` as they are; then in as many waves as --waves says, each
+ours    the two passages of ``Headwise`` as they are; then in as many waves as --waves says, each
         run of tokens a message ("runs") or one message per peer and a second pass ("blocks")
 
 Medians over the repeats, then the slowest rank. ``--check`` compares ours with plain, bit for bit;
@@ -25,7 +25,8 @@ from measure import environment, table, time_ms, write_lines
 from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout
-from megatron_gdn.context_parallel import Headwise, exchange, inverse, rank_order_of_sequence
+from megatron_gdn.context_parallel import Headwise, Passage, inverse, rank_order_of_sequence
+from megatron_gdn.context_parallel.headwise.scheme import exchange
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -64,7 +65,7 @@ class Setting:
 
     def __init__(self, case: Case, dims: GDNDims, shrink: int) -> None:
         self.size, self.rank, self.dims = dist.get_world_size(), dist.get_rank(), dims
-        self.scheme = Headwise(dims, dist.group.WORLD, SequenceLayout.ZIGZAG)
+        self.scheme = Headwise(dims.layout, dist.group.WORLD, SequenceLayout.ZIGZAG)
         tokens = case.tokens // shrink
         self.lengths = (tokens // case.documents,) * case.documents
         self.documents = None
@@ -72,7 +73,7 @@ class Setting:
             offsets = torch.arange(case.documents + 1) * self.lengths[0]
             self.documents = Documents.from_cu_seqlens(offsets, tokens, device=DEVICE)
         share = tokens // self.size
-        p, v = self.scheme.dims.layout.width, self.scheme.dims.v_dim
+        p, v = self.scheme.layout.width, dims.v_dim // self.size
 
         def rows(*shape: int) -> Tensor:
             return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
@@ -84,6 +85,10 @@ class Setting:
         undo = rank_order_of_sequence(self.lengths, self.size)
         self.undo, self.redo = undo.to(DEVICE), inverse(undo).to(DEVICE)
 
+    def passage(self) -> Passage:
+        """As the switches of the exchange are now."""
+        return self.scheme.passage(self.documents, sum(self.lengths), 1, self.proj)
+
     # The three things to time.
 
     def raw(self, backward: bool) -> None:
@@ -92,8 +97,8 @@ class Setting:
                 dist.all_to_all_single(torch.empty_like(message), message)
 
     def ours(self, backward: bool) -> tuple[Tensor, ...]:
-        opened = self.scheme.open(self.proj, self.documents)
-        closed = self.scheme.close(self.mixed, self.documents)
+        passage = self.passage()
+        opened, closed = passage.open(self.proj), passage.close(self.mixed)
         return self._grads(opened, closed) if backward else (opened, closed)
 
     def plain(self, backward: bool) -> tuple[Tensor, ...]:
@@ -126,11 +131,11 @@ class _PlainOpen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, setting: Setting) -> Tensor:
         ctx.setting = setting
-        return setting.plain_open(rows, setting.dims.layout.sections)
+        return setting.plain_open(rows, setting.dims.layout.widths)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.setting.plain_close(grad, ctx.setting.dims.layout.sections), None
+        return ctx.setting.plain_close(grad, ctx.setting.dims.layout.widths), None
 
 
 class _PlainClose(torch.autograd.Function):

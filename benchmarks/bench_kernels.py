@@ -1,7 +1,7 @@
 """Every kernel of the mixer against the bytes it must move at this GPU's copy bandwidth.
 
     python3 benchmarks/bench_kernels.py --out results.jsonl
-    python3 benchmarks/bench_kernels.py --sweep     other tile shapes, to revise fused/tiles.py
+    python3 benchmarks/bench_kernels.py --sweep     other tile shapes, to revise kernels/tiles.py
 
 Target: at least 80% of the copy bandwidth.
 """
@@ -15,8 +15,10 @@ import torch
 from measure import copy_bandwidth, environment, table, time_ms, write_lines
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import HeadSizes, norm, prepare
-from megatron_gdn.ops.fused.tiles import Block, Walk
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.gated_norm import norm
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.kernels.tiles import Block, Walk
 
 
 class Problem:
@@ -51,6 +53,7 @@ class Problem:
     def runs(self) -> dict[str, Callable[..., object]]:
         parameters = (self.weight, None, self.A_log, self.dt_bias, self.sizes)
         grads = (self.dq, self.dk, self.dv, self.dg, self.dbeta)
+        z = self.sizes.layout.columns("z")
         return {
             "prepare forward": lambda **tile: prepare.prepare_forward(
                 self.proj, *parameters, documents=self.documents, **tile
@@ -58,11 +61,9 @@ class Problem:
             "prepare backward": lambda **tile: prepare.prepare_backward(
                 self.proj, *parameters, *grads, self.d_proj, documents=self.documents, **tile
             ),
-            "norm forward": lambda: norm.gated_norm_forward(
-                self.o, self.proj, self.gamma, self.sizes
-            ),
+            "norm forward": lambda: norm.gated_norm_forward(self.o, self.proj, self.gamma, z),
             "norm backward": lambda **tile: norm.gated_norm_backward(
-                self.d_out, self.o, self.proj, self.gamma, self.sizes, self.d_proj, **tile
+                self.d_out, self.o, self.proj, self.gamma, z, self.d_proj, **tile
             ),
         }
 

@@ -15,13 +15,14 @@ import os
 import time
 
 import torch
+from bench_states import begin_backward
 from layers import CASES, Case, our_layer, start_megatron, thd
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import HeadSizes
-from megatron_gdn.ops.fused.cores import RuleInputs
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 OPTIONS = {
@@ -102,7 +103,7 @@ def floor_ms(case: Case, module, sizes: HeadSizes, x, documents, bandwidth: floa
         x = torch.randn(*shape, heads, dim, device="cuda")
         return torch.nn.functional.normalize(x, dim=-1).to(operand)
 
-    operand = module.core.operand_dtype or torch.bfloat16
+    operand = module.rule.operand_dtype or torch.bfloat16
     inputs = RuleInputs(
         unit(G, K), unit(G, K), torch.randn(*shape, H, V, device="cuda").to(operand),
         -torch.rand(*shape, H, device="cuda"), torch.rand(*shape, H, device="cuda"),
@@ -110,12 +111,12 @@ def floor_ms(case: Case, module, sizes: HeadSizes, x, documents, bandwidth: floa
     d_o = torch.randn_like(inputs.v, dtype=torch.bfloat16)
 
     def rule(backward: bool) -> None:
-        _, saved, plan = module.core.forward(inputs, documents, True)
+        saved = module.rule.begin(inputs, documents).run().saved
         if backward:
-            module.core.backward(d_o, inputs._replace(g=None), saved, plan, documents)
+            begin_backward(module.rule, inputs, d_o, saved, documents).run()
 
     per_token_fwd = 2 * 2 * sizes.conv_width + 3 * 2 * H * V + 12 * H
-    group = H // G if module.core.name == "flash_qla" else 1
+    group = H // G if module.rule.name == "flash_qla" else 1
     per_token_bwd = 2 * (2 * sizes.conv_width + 2 * G * group * K + H * V) + 5 * 2 * H * V + 16 * H
     tokens = case.tokens * case.batch
     gemm = [time_ms(lambda b=b: projections(b), repeats=args.repeats)["median"] for b in (0, 1)]

@@ -16,9 +16,9 @@ import torch
 from measure import copy_bandwidth, table, time_ms
 
 from megatron_gdn import GDNDims, SequenceLayout
-from megatron_gdn.context_parallel.route import route
-from megatron_gdn.ops.fused import pack
-from megatron_gdn.ops.fused.shares import HeadShares
+from megatron_gdn.context_parallel.headwise.route import route
+from megatron_gdn.context_parallel.headwise.scheme import pack
+from megatron_gdn.context_parallel.headwise.shares import HeadShares
 
 
 def arguments() -> argparse.Namespace:
@@ -88,8 +88,7 @@ def main() -> None:
         hidden_size=2048, num_key_heads=args.heads[0], num_value_heads=args.heads[1],
         key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
     )  # fmt: skip
-    copies = max(1, args.cp // args.heads[0])
-    proj = HeadShares(args.cp, dims.layout.sections, (copies, copies, 1, 1, 1, 1))
+    proj = HeadShares(args.cp, dims.layout.widths, dims.layout.copies(args.cp))
     mixed = HeadShares.even(args.cp, (dims.v_dim,))
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, cp {args.cp}, "
           f"{args.tokens} tokens, heads {args.heads[0]} / {args.heads[1]}")  # fmt: skip

@@ -1,9 +1,10 @@
-"""The delta rule of every GPU core: alone, batch invariant, and with states in and out.
+"""The delta rule of every GPU backend: alone, batch invariant, and with states in and out.
 
     python3 benchmarks/bench_states.py --out results.jsonl
 
-"forward" and "backward" are a sequence that starts from nothing; "transition", "forward with
-states", "d_initial" and "backward with states" are the four calls of context parallelism.
+"forward" and "backward" are a sequence that starts from nothing; "state map", then "forward with
+states", and "whole backward with states", of which "d_initial" is the first call, are those of
+context parallelism.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import torch
 from layers import DEVICE
 from measure import environment, table, time_ms, write_lines
 
+from megatron_gdn.ops.delta_rule.fla import FlaRule
+from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaRule
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.fla import FlaCore
-from megatron_gdn.ops.fused.cores.flash_qla import FlashQlaCore
 
-CORES = {
-    "flash_qla": FlashQlaCore,
-    "flash_qla batch invariant": lambda: FlashQlaCore(batch_invariant=True),
-    "fla": FlaCore,
+RULES = {
+    "flash_qla": FlashQlaRule,
+    "flash_qla batch invariant": lambda: FlashQlaRule(batch_invariant=True),
+    "fla": FlaRule,
 }
 CASES = {"1x8192": (1, 8192), "1x32768": (1, 32768), "2x16384": (2, 16384), "2x4096": (2, 4096),
          "8x4096": (8, 4096)}  # fmt: skip
@@ -44,38 +45,46 @@ def rule_inputs(tokens: int, heads: tuple[int, int], decay: str) -> tuple[RuleIn
     return inputs, normal(H, 128).bfloat16()
 
 
-def without_states(core, inputs: RuleInputs, d_o: torch.Tensor, documents) -> dict:
+def begin_backward(rule, inputs: RuleInputs, d_o: torch.Tensor, saved, documents):
+    kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
+    return rule.begin_backward(d_o, RuleInputs(*kept), saved, documents)
+
+
+def without_states(rule, inputs: RuleInputs, d_o: torch.Tensor, documents) -> dict:
     """Each call with what it needs from the call before it."""
-    _, saved, plan = core.forward(inputs, documents, True)
-    silent = inputs._replace(g=None)
+    saved = rule.begin(inputs, documents).run().saved
     return {
-        "forward": lambda: core.forward(inputs, documents, True),
-        "backward": lambda: core.backward(d_o, silent, saved, plan, documents),
+        "forward": lambda: rule.begin(inputs, documents).run(),
+        "backward": lambda: begin_backward(rule, inputs, d_o, saved, documents).run(),
     }
 
 
-def with_states(core, inputs: RuleInputs, d_o: torch.Tensor, documents: Documents) -> dict:
+def with_states(rule, inputs: RuleInputs, d_o: torch.Tensor, documents: Documents) -> dict:
     """Each call with what it needs from the calls before it."""
-    silent = inputs._replace(g=None)
-    made = core.transition(inputs, documents)
-    initial, d_final = torch.randn_like(made.local), torch.randn_like(made.local)
-    carried = {"initial": initial, "work": made.work}
-    _, kept, states = core.forward(inputs, documents, True, **carried)
-    _, work = core.d_initial(d_o, silent, kept, states, documents)
+    begun = rule.begin(inputs, documents)
+    local = begun.state_map().local
+    initial, d_final = torch.randn_like(local), torch.randn_like(local)
+    saved = begun.run(initial).saved
+
+    def backward():
+        return begin_backward(rule, inputs, d_o, saved, documents)
+
+    def whole_backward():
+        stage = backward()
+        return stage.d_initial(), stage.run(initial, d_final)
+
     return {
-        "transition": lambda: core.transition(inputs, documents),
-        "forward with states": lambda: core.forward(inputs, documents, True, **carried),
-        "d_initial": lambda: core.d_initial(d_o, silent, kept, states, documents),
-        "backward with states": lambda: core.backward(
-            d_o, silent, kept, states, documents, initial, d_final, work
-        ),
+        "state map": lambda: rule.begin(inputs, documents).state_map(),
+        "forward with states": lambda: begun.run(initial),
+        "d_initial": lambda: backward().d_initial(),
+        "whole backward with states": whole_backward,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--cores", nargs="+", choices=CORES, default=list(CORES))
+    parser.add_argument("--cores", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--decays", nargs="+", choices=DECAYS, default=list(DECAYS))
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument("--repeats", type=int, default=20)
@@ -90,7 +99,7 @@ def main() -> None:
         for decay in args.decays:
             inputs, d_o = rule_inputs(offsets[-1], tuple(args.heads), decay)
             for name in args.cores:
-                found, problem = {}, (CORES[name](), inputs, d_o, documents)
+                found, problem = {}, (RULES[name](), inputs, d_o, documents)
                 for call, run in (without_states(*problem) | with_states(*problem)).items():
                     found[call] = time_ms(run, repeats=args.repeats)["median"]
                     record = {"case": case, "decay": decay, "core": name, "call": call,

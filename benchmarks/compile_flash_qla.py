@@ -32,9 +32,10 @@ from bench_states import rule_inputs, with_states, without_states
 from layers import DEVICE
 from without_gpu import stand_in_for_hopper
 
+from megatron_gdn.ops.delta_rule.resolve import OPERANDS, RuleInputs, resolve_rule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
-from megatron_gdn.ops.fused.cores import OPERANDS, Core, RuleInputs
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.rule import Rule
 
 SHORT, LONG = 200, 9000  # the second is cut
 # FlashQLA's forward has a kernel for batches of as many sequences times heads as 0.7 of the GPU's
@@ -58,14 +59,14 @@ def arguments() -> argparse.Namespace:
 
 
 class Problem:
-    """Inputs for one number of heads, and the core that is to compile."""
+    """Inputs for one number of heads, and the rule that is to compile."""
 
     def __init__(self, heads: tuple[int, int], operands: str) -> None:
         self.heads = heads
-        self.core: Core = resolve_core(
+        self.rule: Rule = resolve_rule(
             "flash_qla", device="cuda", dtype=torch.bfloat16,
             sizes=HeadSizes(*heads, 128, 128), operands=operands,
-        ).core  # fmt: skip
+        ).rule  # fmt: skip
 
     def counts(self) -> list[int]:
         """Numbers of sequences that bring in every kernel of the forward."""
@@ -74,11 +75,11 @@ class Problem:
 
     def run(self, calls: Callable, documents: Documents | None, tokens: int, rows: int = 1) -> None:
         inputs, d_o = rule_inputs(tokens, self.heads, "usual")
-        operand = self.core.operand_dtype or torch.bfloat16
+        operand = self.rule.operand_dtype or torch.bfloat16
         inputs = inputs._replace(**{n: getattr(inputs, n).to(operand) for n in "qkv"})
         inputs = RuleInputs(*(x.expand(rows, *x.shape[1:]).contiguous() for x in inputs))
         d_o = d_o.expand(rows, *d_o.shape[1:]).contiguous()
-        for call in calls(self.core, inputs, d_o, documents).values():
+        for call in calls(self.rule, inputs, d_o, documents).values():
             call()
 
 

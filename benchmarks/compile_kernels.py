@@ -29,8 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import norm, prepare
-from megatron_gdn.ops.fused.sizes import HeadSizes
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.gated_norm import norm
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 
 class _Hopper:
@@ -147,9 +148,10 @@ class Problem:
     def norms(self, **_options) -> None:
         tokens, (_, H, _, V) = len(self.proj), self.sizes
         o, gamma = self.tensor(1, tokens, H, V), self.tensor(V)
-        out = norm.gated_norm_forward(o, self.proj, gamma, self.sizes)
+        z = self.sizes.layout.columns("z")
+        out = norm.gated_norm_forward(o, self.proj, gamma, z)
         d_proj = torch.empty_like(self.proj)
-        norm.gated_norm_backward(out, o, self.proj, gamma, self.sizes, d_proj)
+        norm.gated_norm_backward(out, o, self.proj, gamma, z, d_proj)
 
 
 def loops(compilation: Compilation) -> list[Counter[str]]:

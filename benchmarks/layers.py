@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_gdn.ops.fused import HeadSizes
-from megatron_gdn.ops.fused.cores.flash_qla_plan import stages
+from megatron_gdn.ops.delta_rule.flash_qla_plan import stages
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,7 +50,7 @@ def start_megatron() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if DEVICE == "cpu":
-        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 
         run_megatron_on_cpu()
     if not torch.distributed.is_initialized():

@@ -10,7 +10,7 @@ forward + backward, of one rank with s tokens of one sequence, cp ranks:
     headwise   layer + wire((cp - 1) / cp * s * (P + H V) * 2) * passes
     chunkwise  layer + states + wire(exchange) + 2 * steps * step
 
-``exchange`` and ``steps`` are those of gather, share or scan, whichever is the least. Up to a
+``exchange`` and ``steps`` are those of gather or share, whichever is the less. Up to a
 node's GPUs bytes go over NVLink; of more ranks, the share that leaves the node goes over a network
 card per GPU.
 """
@@ -18,7 +18,6 @@ card per GPU.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,11 +100,8 @@ def headwise_ms(s: float, cp: int, c: Constants) -> float:
 def exchange_ms(cp: int, nvlink: float) -> float:
     """Of the maps of one sequence in zigzag, the cheapest way, one direction."""
     nodes, own = 2 * cp, 2 * MAP
-    network = nvlink if cp <= GPUS_PER_NODE else NETWORK
-    scan_steps = math.ceil(math.log2(nodes))
     ways = [
         wire_ms((cp - 1) / cp * 1.5 * own, cp, nvlink) + nodes * STEP_MS,  # share
-        scan_steps * (own / network * 1e3 + 2 * STEP_MS),  # scan
     ]
     if cp <= 8:
         ways.append(wire_ms((cp - 1) * own, cp, nvlink) + nodes * STEP_MS)  # gather

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 from megatron_gdn.specs import gated_delta_net_spec
 
 # What every Megatron model needs: a process group (of one), parallel state, a seed.

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
         tensor_a2a_cp2hp,
         tensor_a2a_hp2cp,
     )
-    from .dims import GDNDims, ProjectionLayout
+    from .dims import GDNDims
     from .layer import GatedDeltaNet, GatedDeltaNetSubmodules
     from .ops import (
         Documents,
+        Layout,
         causal_conv1d,
         gated_delta_rule,
         l2norm,
@@ -30,7 +31,7 @@ _HOME = {
     "GDNDims": "dims",
     "GatedDeltaNet": "layer",
     "GatedDeltaNetSubmodules": "layer",
-    "ProjectionLayout": "dims",
+    "Layout": "ops",
     "SequenceLayout": "context_parallel",
     "_split_tensor_factory": "checkpoint",
     "causal_conv1d": "ops",
@@ -51,7 +52,7 @@ __all__ = [
     "GDNDims",
     "GatedDeltaNet",
     "GatedDeltaNetSubmodules",
-    "ProjectionLayout",
+    "Layout",
     "SequenceLayout",
     "_split_tensor_factory",
     "causal_conv1d",

@@ -22,10 +22,11 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from .upstream_bias import read_upstream_bias
+from .ops.layout import Layout
+from .compat.upstream_bias import read_upstream_bias
 
 if TYPE_CHECKING:
-    from .layer import GatedDeltaNet
+    from megatron.core.transformer.module import MegatronModule
 
 
 def _split_tensor_factory(
@@ -85,19 +86,26 @@ def _split_tensor_factory(
     )
 
 
-def gdn_sharded_state_dict(
-    layer: GatedDeltaNet,
+def mixer_sharded_state_dict(
+    layer: MegatronModule,
+    layout: Layout,
+    per_head: Sequence[str],
     prefix: str = "",
     sharded_offsets: tuple = (),
     metadata: dict | None = None,
     tp_group: Any = None,
 ) -> dict[str, Any]:
-    """The layer's parameters as Megatron's sharded tensors; upstream's keys and shapes.
+    """A mixer's parameters as Megatron's sharded tensors.
 
-    Biases of the projection and the convolution are split into sections like their weights.
+    ``in_proj`` and ``conv1d`` are stored section by section, their biases like their weights.
     Upstream splits all but the projection's bias: files of it are read all the same (see
-    :mod:`megatron_gdn.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes one that it
+    :mod:`megatron_gdn.compat.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes one that it
     reads, without tensor parallelism.
+
+    Args:
+        layer: has ``in_proj``, ``conv1d`` and ``pg_collection``.
+        layout: columns of its projection, on one tensor-parallel rank.
+        per_head: names of its own parameters, one row per state head each.
 
     Raises:
         ValueError: ``gdn_whole_bias`` with tensor parallelism.
@@ -117,7 +125,7 @@ def gdn_sharded_state_dict(
 
     own: dict[str, Any] = {}
     layer._save_to_state_dict(own, "", keep_vars=True)
-    result = sharded(own, prefix, {"A_log": 0, "dt_bias": 0})
+    result = sharded(own, prefix, dict.fromkeys(per_head, 0))
     for name, child in layer.named_children():
         at = f"{prefix}{name}."
         if name == "conv1d":
@@ -128,14 +136,13 @@ def gdn_sharded_state_dict(
                 sharded_state_dict_default(child, at, sharded_offsets, metadata, tp_group=tp_group)
             )
 
-    layout = layer.dims.layout
     split = {
-        "in_proj.weight": (layout.sections, layout.names),
-        "in_proj.bias": (layout.sections, layout.names),
-        "conv1d.weight": (layout.conv_sections, layout.conv_names),
-        "conv1d.bias": (layout.conv_sections, layout.conv_names),
+        "in_proj.weight": (layout.widths, layout.names),
+        "in_proj.bias": (layout.widths, layout.names),
+        "conv1d.weight": (layout.conv_widths, layout.conv_names),
+        "conv1d.bias": (layout.conv_widths, layout.conv_names),
     }
-    if layer.bias and metadata.get("gdn_whole_bias"):
+    if metadata.get("gdn_whole_bias"):
         if tp_group.size() > 1:
             raise ValueError(
                 f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the sections "
@@ -143,8 +150,8 @@ def gdn_sharded_state_dict(
                 f"checkpoint at tensor_model_parallel_size=1 and save it from there."
             )
         del split["in_proj.bias"]
-    for name, (sections, names) in split.items():
+    for name, (widths, names) in split.items():
         key = f"{prefix}{name}"
         if isinstance(result.get(key), ShardedTensor):
-            result[key] = _split_tensor_factory(result[key], sections, names, 0)
+            result[key] = _split_tensor_factory(result[key], widths, names, 0)
     return result

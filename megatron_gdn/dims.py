@@ -1,55 +1,12 @@
-"""Every size of a Gated DeltaNet layer, computed and checked in one place.
-
-The projection layout below is the only list of the six sections in the package: splitting the
-projection, the context-parallel head exchange, checkpoints, Hugging Face weights and FLOP counts
-all read it.
-"""
+"""Every size of a Gated DeltaNet layer, computed and checked in one place."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class ProjectionLayout:
-    """Row layout of the fused input projection: section widths, in storage order.
-
-    query and key hold ``key heads * K`` rows, value and z hold ``value heads * V`` rows, beta and
-    alpha hold one row per value head. Heads are contiguous and ascending inside each section.
-    """
-
-    query: int
-    key: int
-    value: int
-    z: int
-    beta: int
-    alpha: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(self))
-
-    @property
-    def sections(self) -> tuple[int, ...]:
-        return astuple(self)
-
-    @property
-    def width(self) -> int:
-        return sum(self.sections)
-
-    @property
-    def conv_names(self) -> tuple[str, ...]:
-        """The sections that go through the causal convolution, which come first."""
-        return self.names[:3]
-
-    @property
-    def conv_sections(self) -> tuple[int, ...]:
-        return self.sections[:3]
-
-    @property
-    def conv_width(self) -> int:
-        return sum(self.conv_sections)
+from .ops.head_sizes import HeadSizes
+from .ops.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +70,16 @@ class GDNDims:
         return self.num_value_heads // self.num_key_heads
 
     @property
-    def layout(self) -> ProjectionLayout:
-        return ProjectionLayout(
-            query=self.qk_dim,
-            key=self.qk_dim,
-            value=self.v_dim,
-            z=self.v_dim,
-            beta=self.num_value_heads,
-            alpha=self.num_value_heads,
+    def heads(self) -> HeadSizes:
+        """The kernels' view of these sizes."""
+        return HeadSizes(
+            self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
         )
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the input projection."""
+        return self.heads.layout
 
     def shard(self, ranks: int) -> GDNDims:
         """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.
@@ -154,22 +112,9 @@ class GDNDims:
                 key heads in unequal numbers; the message lists the sizes that fit.
         """
 
-        def fits(n: int) -> bool:
-            return self.num_value_heads % n == 0 and (
-                self.num_key_heads % n == 0 or n % self.num_key_heads == 0
-            )
-
-        if ranks < 1 or not fits(ranks):
-            legal = [n for n in range(1, self.num_value_heads + 1) if fits(n)]
-            raise ValueError(
-                f"context_parallel_size={ranks} cannot share the {self.num_value_heads} value "
-                f"heads and {self.num_key_heads} key heads of a tensor-parallel rank evenly; use "
-                f"one of {', '.join(map(str, legal))}."
-            )
+        inside = self.layout.share(ranks)
         return replace(
-            self,
-            num_key_heads=max(1, self.num_key_heads // ranks),
-            num_value_heads=self.num_value_heads // ranks,
+            self, num_key_heads=inside.heads("key"), num_value_heads=inside.heads("value")
         )
 
     def check_fp8_alignment(self, alignment: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,21 +23,22 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from .checkpoint import gdn_sharded_state_dict
-from .context_parallel import ContextParallel, LinearCpMode, SequenceLayout
+from .checkpoint import mixer_sharded_state_dict
+from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
-from .execution import Executions
 from .forward_arguments import refuse_unsupported, require_causal
 from .init import device_for, init_share_
+from .micro_batch import MicroBatches
 from .mixer import Mixer
 from .observe import span
 from .ops import BACKENDS, decay_and_write_gates, l2norm
-from .ops.fused import Core
+from .ops.delta_rule.resolve import choose_rule
+from .ops.rule import Rule
 from .out_norm import apply_gated_norm, summing_group
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
-from .tested_megatron import warn_of_untested
+from .compat.tested_megatron import warn_of_untested
 
 warn_of_untested(megatron_version)
 
@@ -88,10 +90,10 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
         cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; of no meaning here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
-            device and dtype; see :func:`megatron_gdn.ops.fused.resolve_core`.
+            device and dtype; see :func:`megatron_gdn.ops.delta_rule.resolve_rule`.
         rule_operands: ``"fp16"`` or ``"bf16"``, what the GPU backends round to between the products
             inside a chunk of a bf16 layer; fp16 is the more exact, bf16 has the wider range, see
-            :mod:`megatron_gdn.ops.fused.cores.half`. Deterministic mode takes bf16.
+            :mod:`megatron_gdn.ops.delta_rule.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
@@ -107,7 +109,6 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
             layout or mode, a bad ``A_init_range``.
-        NotImplementedError: chunkwise with a backend that cannot pass states.
         ImportError: the requested backend is not available.
     """
 
@@ -154,10 +155,13 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
         self._name_sizes(GDNDims.from_config(config))
-        self._executions = Executions(
-            config, self.dims, pg_collection.cp, self.cp_layout,
-            backend=backend, operands=rule_operands, normalise_qk=use_qk_l2norm,
-            mode=linear_cp_mode,
+        sizes = self.dims.heads
+        self.micro_batches = MicroBatches(
+            config, sizes.layout, sizes.state, self.conv_kernel_dim, pg_collection.cp,
+            self.cp_layout, mode=linear_cp_mode,
+            choose_rule=partial(
+                choose_rule, backend, sizes, operands=rule_operands, normalise_qk=use_qk_l2norm
+            ),
         )  # fmt: skip
         self._build(submodules, name, device_for(config))
         selective = config.recompute_granularity == "selective"
@@ -183,22 +187,18 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
         self.qk_dim_local_tp, self.v_dim_local_tp = self.dims.qk_dim, self.dims.v_dim
         self.conv_dim_local_tp = self.dims.layout.conv_width
         self.num_v_heads_local_tp = self.dims.num_value_heads
-        self.in_proj_split_sections = self.dims.layout.sections
+        self.in_proj_split_sections = self.dims.layout.widths
         self.in_proj_split_names = list(self.dims.layout.names)
         self.act_fn, self.activation = F.silu, "silu"
 
     @property
-    def core(self) -> Core:
+    def rule(self) -> Rule:
         """The delta rule of the last forward; before the first, what is expected to run."""
-        return self._executions.latest.core
+        return self.micro_batches.latest_rule
 
     @property
     def backend(self) -> str:
-        return self.core.name
-
-    @property
-    def context_parallel(self) -> ContextParallel:
-        return self._executions.latest.context_parallel
+        return self.rule.name
 
     @property
     def gated_delta_rule(self) -> Callable:
@@ -238,7 +238,7 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
             dtype=config.params_dtype,
         )
         for parameter in self.conv1d.parameters():
-            mark_sharded(parameter, dims.layout.conv_sections)
+            mark_sharded(parameter, dims.layout.conv_widths)
         heads = dims.num_value_heads
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
@@ -293,12 +293,12 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
         if self.config.perform_initialization:
             in_weight = getattr(self.in_proj, "weight", None)
             out_weight = getattr(self.out_proj, "weight", None)
-            init(in_weight, self.config.init_method, 0, sizes.layout.sections)
+            init(in_weight, self.config.init_method, 0, sizes.layout.widths)
             init(out_weight, self.config.output_layer_init_method, 1, (sizes.v_dim,))
 
         bound = self.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
         for parameter in (self.conv1d.weight, self.conv1d.bias):
-            init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_sections)
+            init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_widths)
         heads = (sizes.num_value_heads,)
         init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
         init(self.dt_bias, lambda x: x.fill_(1), 0, heads)
@@ -337,18 +337,12 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
         refuse_unsupported(inference_context, inference_params, sequence_len_offset, kwargs)
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
-        core, schemes = self._executions.of(proj_sBP.device, proj_sBP.dtype)
-        scheme, documents, tokens = schemes.resolve(packed_seq_params, hidden_states, self.sp_size)
-        require_causal(
-            attention_mask,
-            hidden_states.shape[1],
-            tokens,
-            lambda: scheme.local_positions(tokens, documents),
-        )
+        batch = self.micro_batches.of(packed_seq_params, proj_sBP)
+        require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
         with span("to_heads"):
-            proj_SBP = scheme.open(proj_sBP, documents)
+            proj_SBP = batch.passage.open(proj_sBP)
         with span("mixer"):
-            mixed_sBV, release = self.mixer(self, core, proj_SBP, scheme, documents)
+            mixed_sBV, release = self.mixer(self, batch, proj_SBP)
         with span("out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         release(out_sBD)
@@ -368,7 +362,7 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
             value and gate ``[B, S, H, V]``, beta and alpha ``[B, S, H]``.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
-        q, k, v = qkv.split(dims.layout.conv_sections, dim=-1)
+        q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
         q, k = (x.reshape(batch, seq_len, -1, self.key_head_dim) for x in (q, k))
         if self.use_qk_l2norm:
             q, k = l2norm(q), l2norm(k)
@@ -393,7 +387,10 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
         in_proj and conv1d are stored section by section, so a checkpoint loads at any
         tensor-parallel size; A_log and dt_bias are stored in fp32.
         """
-        return gdn_sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
+        return mixer_sharded_state_dict(
+            self, self.dims.layout, self._keep_in_float32_parameter_names,
+            prefix, sharded_offsets, metadata, tp_group,
+        )  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""

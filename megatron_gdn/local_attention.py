@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from .context_parallel.zigzag import SequenceLayout
+from .context_parallel.layouts import SequenceLayout
 from .forward_arguments import require_causal
 from .local_share import MicroBatchShare, Span
 

@@ -9,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from .context_parallel.zigzag import SequenceLayout
+from .context_parallel.layouts import SequenceLayout
 from .local_share import MicroBatchShare, gather_in_order
 
 

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from .context_parallel.zigzag import SequenceLayout, local_indices, rank_order_of_sequence
+from .context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
 from .ops import Documents
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 

@@ -13,23 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .context_parallel import Scheme
+from .micro_batch import MicroBatch
 from .module_hooks import run_pre_hooks
 from .observe import log_once
-from .ops import Documents
-from .ops.fused import Core, HeadSizes, gated_delta_mixer
-from .ops.fused.recompute import RefilledOutput, saved_tensors_are_hooked
+from .ops.head_sizes import HeadSizes
+from .ops.layout import Layout
+from .ops.mixer import gated_delta_mixer
+from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .out_norm import apply_gated_norm, is_plain_rms_norm, read_norm, summing_group
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
-
-
-def heads_of(dims) -> HeadSizes:
-    """The kernels' view of :class:`~megatron_gdn.dims.GDNDims`."""
-    return HeadSizes(
-        dims.num_key_heads, dims.num_value_heads, dims.key_head_dim, dims.value_head_dim
-    )
 
 
 def require_wide_gates(layer: GatedDeltaNet) -> None:
@@ -69,16 +63,15 @@ class Mixer:
     def __call__(
         self,
         layer: GatedDeltaNet,
-        core: Core,
+        batch: MicroBatch,
         proj_SBP: Tensor,
-        scheme: Scheme,
-        documents: Documents | None,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Projection rows, as ``scheme`` opened them, to rows for out_proj.
+        """Projection rows, where the mixer runs, to rows for out_proj.
 
         Args:
             layer: whose parameters are used.
-            core: implementation of the delta rule.
+            batch: how it runs.
+            proj_SBP: rows that ``batch.passage`` has opened.
 
         Returns:
             ``[s, B, H * V]`` over this rank's tokens, and a function to be called with out_proj's
@@ -89,6 +82,7 @@ class Mixer:
             NotImplementedError: a pre-hook of ``conv1d`` changes its input.
         """
         require_wide_gates(layer)
+        scheme, close = batch.scheme, batch.passage.close
         recompute_norm = self.recompute_norm and layer.training
         if recompute_norm and saved_tensors_are_hooked():
             log_once(
@@ -99,28 +93,22 @@ class Mixer:
         layer.norm_out_checkpoint = refilled = RefilledOutput() if recompute_norm else None
         release = _nothing if refilled is None else refilled.drop_until_backward_of
         norm_here, group = is_plain_rms_norm(layer.out_norm), summing_group(layer)
-        sizes = heads_of(scheme.dims)
-        run_pre_hooks(layer.conv1d, lambda: _conv_input(proj_SBP, sizes))
-        split = scheme.split(proj_SBP, documents) if proj_SBP.numel() else None
-        sections, bias = layer.dims.layout.conv_sections, layer.conv1d.bias
+        run_pre_hooks(layer.conv1d, lambda: _conv_input(proj_SBP, scheme.layout))
+        convolved, bias = scheme.layout.conv_names, layer.conv1d.bias
         mixed = gated_delta_mixer(
             proj_SBP,
-            scheme.local(layer.conv1d.weight, sections),
-            None if bias is None else scheme.local(bias, sections),
+            scheme.local(layer.conv1d.weight, convolved),
+            None if bias is None else scheme.local(bias, convolved),
             scheme.local(layer.A_log),
             scheme.local(layer.dt_bias),
-            sizes,
-            core=core,
+            HeadSizes.of(scheme.layout),
+            rule=batch.rule,
             norm=read_norm(layer.out_norm, group) if norm_here else None,
-            documents=documents if split is None else None,
-            split=split,
+            neighbours=batch.passage.neighbours,
             normalise_qk=layer.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
             refilled=refilled if norm_here else None,
         )
-
-        def close(rows_SBV: Tensor) -> Tensor:
-            return scheme.close(rows_SBV, documents)
 
         if norm_here:
             closed = close(mixed)
@@ -142,9 +130,9 @@ class Mixer:
         return closed, release
 
 
-def _conv_input(proj_SBP: Tensor, sizes: HeadSizes) -> Tensor:
+def _conv_input(proj_SBP: Tensor, layout: Layout) -> Tensor:
     """``[B, C, S]``, what a call of conv1d would be given; a view without a gradient."""
-    return proj_SBP.detach()[..., : sizes.conv_width].permute(1, 2, 0)
+    return proj_SBP.detach()[..., layout.conv_columns].permute(1, 2, 0)
 
 
 def _nothing(out: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .local_norm import TorchRMSNorm
 from .module_hooks import only_waits_for_parameters, wait_for_parameters
-from .ops.fused import GatedNorm
+from .ops.mixer import GatedNorm
 from .tensor_parallel import gradients_summed, sum_gradient
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .mixed_dtype_optimizers import repair_mixed_dtype_optimizers
+from .compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
     """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for.
 
     From the first mark on, Megatron's optimizers save and load such parameters beside 16-bit ones,
-    see :mod:`megatron_gdn.mixed_dtype_optimizers`.
+    see :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
     """
     assert parameter.dtype == torch.float32, parameter.dtype
     parameter.keep_in_fp32 = True

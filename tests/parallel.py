@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gdn import GatedDeltaNet, GDNDims, ProjectionLayout
+from megatron_gdn import GatedDeltaNet, GDNDims, Layout
 from megatron_gdn.init import take_share
 
 SIZES = {
@@ -115,12 +115,12 @@ def group_of_one() -> dist.ProcessGroup:
     return _own_group[rank]
 
 
-def sections_of(name: str, layout: ProjectionLayout, dims: GDNDims):
+def sections_of(name: str, layout: Layout, dims: GDNDims):
     """Split dimension and sections of a parameter of the layer; None when it is replicated."""
     if name.startswith("in_proj."):
-        return 0, layout.sections
+        return 0, layout.widths
     if name.startswith("conv1d."):
-        return 0, layout.conv_sections
+        return 0, layout.conv_widths
     if name in ("A_log", "dt_bias"):
         return 0, (dims.num_value_heads,)
     if name == "out_proj.weight":

@@ -55,7 +55,7 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: floa
     if backend == "nccl":
         threading.Thread(target=_end_with_parent, daemon=True).start()
         torch.cuda.set_device(rank)
-    from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 
     run_megatron_on_cpu()
     dist.init_process_group(

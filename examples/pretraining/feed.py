@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_gdn.context_parallel.zigzag import local_indices
+from megatron_gdn.context_parallel.layouts import local_indices
 from pretraining.corpus import Corpus, token_stream
 from pretraining.packing import (
     MicroBatch,

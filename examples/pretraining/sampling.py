@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_gdn.context_parallel.zigzag import local_indices
+from megatron_gdn.context_parallel.layouts import local_indices
 from pretraining.corpus import END_OF_DOCUMENT, VOCAB_SIZE
 
 _GRAIN = 64

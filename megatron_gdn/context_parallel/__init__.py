@@ -1,25 +1,20 @@
-"""Context parallelism: sequence layouts and the schemes that run the layer over them."""
+"""Context parallelism: sequence layouts and the schemes that run a mixer over them."""
 
-from .choice import LinearCpMode
-from .chunkwise import Chunkwise
-from .headwise import (
-    Headwise,
-    SingleRank,
-    get_parameter_local_cp,
-    tensor_a2a_cp2hp,
-    tensor_a2a_hp2cp,
-)
-from .schemes import ContextParallel, Scheme
-from .zigzag import SequenceLayout, inverse, local_indices, rank_order_of_sequence
+from .chunkwise.scheme import Chunkwise
+from .headwise.functional import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
+from .headwise.scheme import Headwise
+from .layouts import SequenceLayout, inverse, local_indices, rank_order_of_sequence
+from .price import LinearCpMode
+from .scheme import Passage, Scheme, Whole
 
 __all__ = [
     "Chunkwise",
-    "ContextParallel",
     "Headwise",
     "LinearCpMode",
+    "Passage",
     "Scheme",
     "SequenceLayout",
-    "SingleRank",
+    "Whole",
     "get_parameter_local_cp",
     "inverse",
     "local_indices",

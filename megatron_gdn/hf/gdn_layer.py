@@ -1,6 +1,6 @@
 """One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
 
-Megatron fuses six projections into one, with the rows of `ProjectionLayout`. Hugging Face has two
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face has two
 ways to store them:
 
   interleaved (Qwen3-Next)   in_proj_qkvz: for each key head  [q | k | v of its r value heads | z]
@@ -40,7 +40,7 @@ def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
 
 def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
     """The inverse of `fuse_interleaved`."""
-    sections = in_proj.split(dims.layout.sections)
+    sections = in_proj.split(dims.layout.widths)
     grouped = [s.reshape(dims.num_key_heads, -1, in_proj.shape[-1]) for s in sections]
     return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
 
@@ -78,7 +78,7 @@ def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage)
         join=join,
         split=split,
         shard_dim=0,
-        sections=layout.sections,
+        sections=layout.widths,
     )
 
 
@@ -114,7 +114,7 @@ def gdn_layer_maps(
             "conv1d.weight",
             conv_shape,
             shard_dim=0,
-            sections=dims.layout.conv_sections,
+            sections=dims.layout.conv_widths,
         ),
         one("A_log", "A_log", (heads,), shard_dim=0, fp32=True),
         one("dt_bias", "dt_bias", (heads,), shard_dim=0, fp32=True),

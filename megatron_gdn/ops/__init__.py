@@ -1,17 +1,19 @@
 """The mathematics of the layer; needs torch and nothing else."""
 
-from .api import BACKENDS, Backend, gated_delta_rule, resolve_backend
-from .chunk import torch_chunk_gated_delta_rule
 from .conv import causal_conv1d
+from .delta_rule.api import BACKENDS, Backend, gated_delta_rule, resolve_backend
+from .delta_rule.chunk import torch_chunk_gated_delta_rule
+from .delta_rule.recurrent import recurrent_gated_delta_rule
 from .documents import Documents
 from .gates import decay_and_write_gates
+from .layout import Layout
 from .norm import l2norm, rms_norm, rms_norm_gated
-from .reference import recurrent_gated_delta_rule
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "Documents",
+    "Layout",
     "causal_conv1d",
     "decay_and_write_gates",
     "gated_delta_rule",

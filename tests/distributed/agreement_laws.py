@@ -13,7 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import ContextParallel, LinearCpMode, agreement
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
+from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
 from tests.distributed.layer_laws import build_layer, thd
 from tests.parallel import make_config, parallel
 

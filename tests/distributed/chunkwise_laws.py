@@ -10,14 +10,15 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn import SequenceLayout, execution, observe
+from megatron_gdn import SequenceLayout, observe
+from megatron_gdn import layer as layer_module
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.affine import pack
-from megatron_gdn.context_parallel.chunkwise import EXCHANGES
-from megatron_gdn.context_parallel.state_passing import chain_nodes
-from megatron_gdn.ops.fused.cores import Choice
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
+from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
+from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.delta_rule.resolve import Choice
 from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
 from tests.ops.fused.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel
@@ -56,7 +57,7 @@ def fp16_operands_equal_one_rank(cp: int, **options) -> None:
     To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
     """
     choice = Choice(HalfOperands(InHalf()), "fp16 operands")
-    with patch.object(execution, "resolve_core", lambda *_, **__: choice):
+    with patch.object(layer_module, "choose_rule", lambda *_, **__: choice):
         parallel_equals_one_rank(1, cp, tolerance=2 * 8 * 2**-12, **options)
 
 
@@ -87,12 +88,17 @@ def two_runs_are_bitwise_equal(cp: int, lengths: tuple[int, ...] | None) -> None
         assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def cached_tables() -> list:
-    """Every cache of a function in the package: what it holds was made on some device."""
+def forget_tables(layer) -> None:
+    """Empty every cache of a function in the package, and the layer's of micro-batches.
+
+    What they hold was made on some device.
+    """
     modules = [m for name, m in sys.modules.items() if name.startswith("megatron_gdn.")]
     found = {id(x): x for m in modules for x in vars(m).values() if hasattr(x, "cache_clear")}
     assert len(found) > 5
-    return list(found.values())
+    for cache in found.values():
+        cache.cache_clear()
+    layer.micro_batches._made.clear()
 
 
 def trains_after_inference_mode(cp: int, mode: str) -> None:
@@ -119,8 +125,7 @@ def tables_do_not_follow_the_default_device(cp: int, mode: str, layout: str) -> 
         def results() -> list[torch.Tensor]:
             made = []
             for packed in (None, thd((20, 0, 84))):
-                for cache in cached_tables():
-                    cache.cache_clear()
+                forget_tables(layer)
                 layer.zero_grad()
                 leaf = x.clone().requires_grad_()
                 out = layer(leaf, None, packed_seq_params=packed)[0]
@@ -200,15 +205,36 @@ def auto_says_once_what_it_takes() -> list[str]:
             layers = [_layer(2) for _ in range(3)]
             for tokens in (8, 2**20, 12):
                 for layer in layers:
-                    hidden = torch.empty(tokens // 2, 1, layer.hidden_size, device="meta")
-                    layer.context_parallel.resolve(None, hidden, 1)
+                    layer.micro_batches.of(None, _projection(layer, tokens // 2))
     finally:
         observe.logger.removeHandler(handler)
         observe.logger.setLevel(level)
     return [m for m in messages if "linear_cp_mode" in m]
 
 
-def chosen_scheme(tokens: int, config_mode: str | None = None, **options) -> str:
+def _projection(layer, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As many rows of one rank as one asks for, without memory."""
+    return torch.empty(tokens, 1, layer.dims.layout.width, dtype=dtype, device="meta")
+
+
+def chosen_scheme(
+    tokens: int,
+    config_mode: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    most_heads: int | None = None,
+    **options,
+) -> str:
+    """Under a delta rule that runs at most so many heads on a rank."""
+    if most_heads is not None:
+
+        class FewHeads(PlainRule):
+            def why_not_heads(self, heads: int) -> str | None:
+                return None if heads <= most_heads else f"this rule runs at most {most_heads}"
+
+        choice = Choice(FewHeads(), "a test")
+        with patch.object(layer_module, "choose_rule", lambda *_, **__: choice):
+            return chosen_scheme(tokens, config_mode, dtype, **options)
+
     with parallel(cp=2):
         groups = ProcessGroupCollection(
             tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
@@ -216,32 +242,25 @@ def chosen_scheme(tokens: int, config_mode: str | None = None, **options) -> str
         config = make_config(context_parallel_size=2, **options.pop("sizes", {}))
         config.linear_cp_mode = config_mode
         layer = build_layer(config, groups, options)
-        hidden = torch.empty(tokens // 2, 1, layer.hidden_size, device="meta")
-        return layer.context_parallel.resolve(None, hidden, 1)[0].name
+        return layer.micro_batches.of(None, _projection(layer, tokens // 2, dtype)).scheme.name
 
 
 def modes_that_cannot_run_are_refused() -> None:
     one_key_head = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
     with parallel(cp=2):
-        transition = TorchCore.transition
-        try:
-            for options, error, message in (
-                ({"linear_cp_mode": "ring"}, ValueError, "'headwise', 'chunkwise', 'auto'"),
-                (
-                    {"linear_cp_mode": "headwise", "sizes": one_key_head},
-                    ValueError,
-                    "linear_cp_mode='chunkwise'",
-                ),
-                ({"linear_cp_mode": "chunkwise"}, NotImplementedError, "'reference' do"),
-                ({"sizes": one_key_head}, NotImplementedError, "Headwise cannot run either"),
-            ):
-                if error is NotImplementedError and hasattr(TorchCore, "transition"):
-                    del TorchCore.transition
-                try:
-                    _layer(2, **options)
-                except error as raised:
-                    assert message in str(raised), raised
-                else:
-                    raise AssertionError(f"accepted: {options}")
-        finally:
-            TorchCore.transition = transition
+        for options, message in (
+            ({"linear_cp_mode": "ring"}, "'headwise', 'chunkwise', 'auto'"),
+            ({"linear_cp_mode": "headwise", "sizes": one_key_head}, "linear_cp_mode='chunkwise'"),
+        ):
+            try:
+                _layer(2, **options)
+            except ValueError as raised:
+                assert message in str(raised), raised
+            else:
+                raise AssertionError(f"accepted: {options}")
+    try:
+        chosen_scheme(8, "headwise", most_heads=3)
+    except ValueError as raised:
+        assert "leaves 4 value heads on a rank, and this rule runs at most 3" in str(raised)
+    else:
+        raise AssertionError("accepted: heads that the rule cannot run")

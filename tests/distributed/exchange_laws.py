@@ -16,8 +16,9 @@ from megatron_gdn import (
     tensor_a2a_cp2hp,
     tensor_a2a_hp2cp,
 )
-from megatron_gdn.context_parallel import Headwise, exchange, local_indices
-from megatron_gdn.context_parallel.exchange import Exchange
+from megatron_gdn.context_parallel import Headwise, local_indices
+from megatron_gdn.context_parallel.headwise.exchange import Exchange
+from megatron_gdn.context_parallel.headwise.scheme import exchange
 from megatron_gdn.init import take_share
 from tests.distributed.layer_laws import parallel_equals_one_rank
 
@@ -146,7 +147,7 @@ DOCUMENTS = {
 
 def _scheme(layout: str, **changes) -> tuple[GDNDims, Headwise]:
     dims = GDNDims(hidden_size=8, conv_kernel_dim=4, **{**HEADS, **changes})
-    return dims, Headwise(dims, dist.group.WORLD, SequenceLayout(layout))
+    return dims, Headwise(dims.layout, dist.group.WORLD, SequenceLayout(layout))
 
 
 def _device() -> torch.device:
@@ -160,7 +161,7 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
     key_heads = sorted({head // dims.value_heads_per_key_head for head in value_heads})
     used = [key_heads, key_heads, value_heads, value_heads, value_heads, value_heads]
     columns, start = [], 0
-    for section, name, heads in zip(dims.layout.sections, dims.layout.names, used, strict=True):
+    for section, name, heads in zip(dims.layout.widths, dims.layout.names, used, strict=True):
         per_head = section // (dims.num_key_heads if name in ("query", "key") else
                                dims.num_value_heads)  # fmt: skip
         columns += [start + h * per_head + i for h in heads for i in range(per_head)]
@@ -211,21 +212,22 @@ def _open_gives_every_rank_its_heads(
         offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
         documents = Documents.from_cu_seqlens(offsets, tokens, device=device)
     held = local_indices(lengths, size, rank, SequenceLayout(layout))
-    assert torch.equal(scheme.local_positions(tokens, documents), held)
+    assert torch.equal(scheme.local_positions(documents, tokens), held)
     torch.manual_seed(3)
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
-    gradients = torch.randn(size, tokens, batch, scheme.dims.layout.width, device=device)
+    gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
         made = Exchange.of(
             dist.group.WORLD, scheme._proj, lengths, SequenceLayout(layout), whole[held]
         )
+        passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves
         assert all(made.sends_runs(wave) == direct for wave in made.waves)
         assert made.at_once == (waves == 1 and own > 0)
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.
         mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        opened = scheme.open(mine, documents)
+        opened = passage.open(mine)
         assert opened.is_contiguous()
         assert torch.equal(opened, whole[..., _columns(dims, rank, size)])
         opened.backward(gradients[rank])
@@ -237,7 +239,7 @@ def _open_gives_every_rank_its_heads(
         mixed = torch.randn(tokens, batch, dims.v_dim, device=device)
         share = dims.v_dim // size
         inside = mixed[..., rank * share : (rank + 1) * share].contiguous().requires_grad_()
-        closed = scheme.close(inside, documents)
+        closed = passage.close(inside)
         assert torch.equal(closed, mixed[held])
         weight = torch.randn(tokens, batch, dims.v_dim, device=device)
         closed.backward(weight[held])
@@ -249,9 +251,9 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
     rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
     _, scheme = _scheme("contiguous", num_key_heads=1)
     torch.manual_seed(5)
-    gradients = torch.randn(size, 8 * size, 2, scheme.dims.layout.width, device=device).bfloat16()
+    gradients = torch.randn(size, 8 * size, 2, scheme.layout.width, device=device).bfloat16()
     mine = torch.zeros(8, 2, scheme._proj.whole_width, device=device).bfloat16().requires_grad_()
-    scheme.open(mine, None).backward(gradients[rank])
+    scheme.passage(None, 8 * size, 2, mine).open(mine).backward(gradients[rank])
     total = torch.zeros(8, 2, 3, device=device)
     for other in range(size):
         total += gradients[other, 8 * rank : 8 * (rank + 1), :, :3].float()
@@ -261,7 +263,7 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
 def shared_key_heads_have_their_rows_on_every_rank_that_uses_them() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dims, scheme = _scheme("zigzag", num_key_heads=2, num_value_heads=8)
-    sections = dims.layout.conv_sections
+    sections = dims.layout.conv_widths
     weight = torch.arange(float(sum(sections) * 3)).view(-1, 1, 3).requires_grad_()
     columns = [c for c in _columns(dims, rank, size) if c < sum(sections)]
     local = scheme.local(weight, sections)

@@ -101,7 +101,7 @@ def projection_bias_reshards(folder: str) -> None:
         whole = torch.arange(float(dims.layout.width))
         rank = parallel_state.get_tensor_model_parallel_rank()
         with torch.no_grad():
-            layer.in_proj.bias.copy_(take_share(whole, 0, dims.layout.sections, rank, 2))
+            layer.in_proj.bias.copy_(take_share(whole, 0, dims.layout.widths, rank, 2))
         dist_checkpointing.save(layer.sharded_state_dict("layer."), folder)
     with parallel(tp=1):
         layer = build(make_config(), bias=True)

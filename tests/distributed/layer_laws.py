@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import Chunkwise, local_indices, schemes
+from megatron_gdn import SequenceLayout, micro_batch
+from megatron_gdn.context_parallel import Chunkwise, local_indices
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
 
@@ -22,7 +22,8 @@ def by_way_of(exchange: str | None):
     """``Chunkwise`` whose maps travel that way whatever it is asked for; None lets it be."""
 
     def make(*args, **options):
-        return Chunkwise(*args, **(options if exchange is None else {"exchange": exchange}))
+        *args, asked = args
+        return Chunkwise(*args, asked if exchange is None else exchange, **options)
 
     return make
 
@@ -116,7 +117,7 @@ def parallel_equals_one_rank(
             cp=group_of_one() if own_cp_group else cp_group,
         )
         config.linear_cp_mode = config_mode
-        with patch.object(schemes, "Chunkwise", by_way_of(exchange)):
+        with patch.object(micro_batch, "Chunkwise", by_way_of(exchange)):
             layer = build_layer(config, groups, {**options, "cp_layout": layout})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():

@@ -11,7 +11,7 @@ from tests.distributed.layer_laws import parallel_equals_one_rank
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
 TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-exchanges = pytest.mark.parametrize("exchange", ["gather", "share", "scan"])
+exchanges = pytest.mark.parametrize("exchange", ["gather", "share"])
 sizes = pytest.mark.parametrize("size", [2, 4, 8])
 
 
@@ -122,6 +122,14 @@ def test_the_mode_comes_from_the_spec_or_the_config(pools):
     assert chosen(short, "headwise", linear_cp_mode="chunkwise") == "chunkwise"
     one_key_head = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
     assert chosen(short, sizes=one_key_head) == "chunkwise"
+    assert chosen(short, most_heads=4) == "headwise"
+    assert chosen(short, most_heads=3) == "chunkwise"
+
+
+def test_activations_are_priced_in_their_own_dtype(pools):
+    """Twice the bytes per row cost headwise twice, and chunkwise nothing more."""
+    for dtype, scheme in ((torch.bfloat16, "headwise"), (torch.float32, "chunkwise")):
+        assert pools(2).run(laws.chosen_scheme, 2**19, dtype=dtype) == [scheme] * 2
 
 
 def test_the_mode_of_the_config_equals_one_rank(pools):

@@ -7,17 +7,10 @@ import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from megatron_gdn.ops import (  # noqa: E402
-    Documents,
-    recurrent_gated_delta_rule,
-    torch_chunk_gated_delta_rule,
-)
-from megatron_gdn.ops.fused import (  # noqa: E402
-    GatedNorm,
-    HeadSizes,
-    gated_delta_mixer,
-    resolve_core,
-)
+from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.resolve import resolve_rule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.testing import check_batch_invariance, check_repeats  # noqa: E402
 from tests.ops.test_gated_delta_rule import (  # noqa: E402
     FP32,
@@ -76,9 +69,9 @@ def normal(*shape, seed):
 
 
 def mixer(backend):
-    core = resolve_core(
+    rule = resolve_rule(
         backend, device="cuda", dtype=torch.bfloat16, sizes=SIZES, deterministic=True
-    ).core
+    ).rule
     leaves = [normal(SIZES.conv_width, 1, 4, seed=0) * 0.3, torch.rand(32, device="cuda"),
               torch.ones(32, device="cuda"), torch.ones(128, device="cuda")]  # fmt: skip
     conv, A_log, dt_bias, gamma = (x.requires_grad_() for x in leaves)
@@ -90,7 +83,7 @@ def mixer(backend):
             documents = Documents.from_cu_seqlens(offsets, len(x), device="cuda")
         out = gated_delta_mixer(
             x, conv, None, A_log, dt_bias, SIZES,
-            core=core, norm=GatedNorm(gamma), documents=documents,
+            rule=rule, norm=GatedNorm(gamma), documents=documents,
         )  # fmt: skip
         if d_out is None:
             d_out = normal(*out.shape, seed=3)

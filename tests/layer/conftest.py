@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 from tests.parallel import parallel
 
 

@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import execution
+from megatron_gdn import layer as layer_module
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import make_config
 
@@ -21,13 +21,13 @@ def build(config=None, **options):
 @pytest.fixture
 def asked(monkeypatch):
     """What the delta rule was chosen for, in order."""
-    requests, resolve = [], execution.resolve_core
+    requests, choose = [], layer_module.choose_rule
 
-    def watched(**request):
-        requests.append((request["device"].type, request["dtype"], request["deterministic"]))
-        return resolve(**request)
+    def watched(backend, sizes, device, dtype, deterministic, **options):
+        requests.append((device.type, dtype, deterministic))
+        return choose(backend, sizes, device, dtype, deterministic, **options)
 
-    monkeypatch.setattr(execution, "resolve_core", watched)
+    monkeypatch.setattr(layer_module, "choose_rule", watched)
     return requests
 
 
@@ -49,7 +49,7 @@ def test_the_rule_is_chosen_once_for_every_kind_of_rows(asked):
 
 def test_a_device_of_another_type_is_another_kind(asked):
     layer = build()
-    layer._executions.of(torch.device("meta"), torch.float32)
+    layer.micro_batches.of(None, torch.empty(5, 1, layer.in_proj_dim, device="meta"))
     assert asked == [("cpu", torch.float32, False), ("meta", torch.float32, False)]
 
 
@@ -91,13 +91,6 @@ def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
     assert torch.equal(layer.A_log, before)
     assert not torch.equal(before, before.half().float())
     assert x.grad.isfinite().all()
-
-
-def test_activations_are_priced_in_their_own_dtype():
-    layer = build(make_config(bf16=True))
-    assert layer.context_parallel._element_size == 2
-    layer(torch.randn(5, 1, 24), None)
-    assert layer.context_parallel._element_size == 4
 
 
 @pytest.mark.parametrize("default", ["meta", "cpu"])

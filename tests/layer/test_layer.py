@@ -21,7 +21,7 @@ from megatron_gdn import causal_conv1d, observe, torch_chunk_gated_delta_rule
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.chunkwise_laws import cached_tables
+from tests.distributed.chunkwise_laws import forget_tables
 from tests.distributed.layer_laws import randomise_, thd
 from tests.parallel import assert_close, make_config
 
@@ -109,8 +109,7 @@ def test_tables_do_not_follow_the_default_device(lengths):
     layer, x = build(), torch.randn(71, 1, 24)
 
     def results():
-        for cache in cached_tables():
-            cache.cache_clear()
+        forget_tables(layer)
         layer.zero_grad()
         x_in = x.clone().requires_grad_()
         packed = None if lengths is None else thd(lengths)
@@ -127,7 +126,7 @@ def test_tables_do_not_follow_the_default_device(lengths):
 def test_a_copy_of_the_layer_uses_its_own_parameters():
     layer = build()
     # Process groups cannot be copied; everything else must be.
-    kept = [layer.pg_collection, layer.tp_group, layer._executions]
+    kept = [layer.pg_collection, layer.tp_group, layer.micro_batches]
     kept += [m.tp_group for m in layer.modules() if hasattr(m, "tp_group")]
     copied = copy.deepcopy(layer, {id(thing): thing for thing in kept})
     x = torch.randn(5, 1, 24)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_gdn.ops import chunk_table, recurrent_gated_delta_rule, triangular
+from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
-from megatron_gdn.ops.chunk import ChunkedRule
-from megatron_gdn.ops.chunk_table import ChunkTable
+from megatron_gdn.ops.delta_rule import chunk_table, triangular
+from megatron_gdn.ops.delta_rule.chunk import ChunkedRule
+from megatron_gdn.ops.delta_rule.chunk_table import ChunkTable
 from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
 
 from .test_gated_delta_rule import (

@@ -6,9 +6,11 @@ Without a GPU: what torch would say of one is replaced, fla itself is the instal
 import pytest
 import torch
 
-from megatron_gdn.ops import fla_functions, obstacles, resolve_backend
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
-from megatron_gdn.ops.fused.once import say_once
+from megatron_gdn.ops import resolve_backend
+from megatron_gdn.ops.delta_rule import fla_functions, obstacles
+from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.once import say_once
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
 SIZES = HeadSizes(2, 4, 64, 64)

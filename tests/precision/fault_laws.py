@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from megatron.core import parallel_state
 
-from megatron_gdn.mixed_dtype_optimizers import (
+from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
 )
@@ -122,7 +122,7 @@ def wrapping_is_reversible() -> None:
 
 def a_repaired_optimizer_is_left_alone() -> None:
     """Wrapping a class that is right already changes nothing it does."""
-    from megatron_gdn import mixed_dtype_optimizers as ours
+    from megatron_gdn.compat import mixed_dtype_optimizers as ours
 
     calls = []
 

@@ -1,7 +1,7 @@
 """Each fault of megatron-core 0.19, without our remedy and with it.
 
 A test that fails with the remedy *off* says that Megatron has repaired the fault: the part of
-``megatron_gdn.mixed_dtype_optimizers`` that it names can go.
+``megatron_gdn.compat.mixed_dtype_optimizers`` that it names can go.
 """
 
 import pytest

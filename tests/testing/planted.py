@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from megatron_gdn.ops import Documents
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
+from megatron_gdn.ops.delta_rule.resolve import resolve_rule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.testing import check_repeats, forward_backward, poison_free_memory
 
 # Heads in multiples of 32: on the CPU torch computes exp, rsqrt and the like in vectors, and the
@@ -24,9 +26,9 @@ class Mixer(nn.Module):
         self.A_log = nn.Parameter(torch.rand(32))
         self.dt_bias = nn.Parameter(torch.ones(32))
         self.gamma = nn.Parameter(torch.rand(8) + 0.5)
-        self.core = resolve_core(
+        self.rule = resolve_rule(
             device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True
-        ).core
+        ).rule
 
     def forward(self, proj, offsets=None):
         documents = None
@@ -34,7 +36,7 @@ class Mixer(nn.Module):
             documents = Documents.from_cu_seqlens(offsets, len(proj), device="cpu")
         return gated_delta_mixer(
             proj, self.conv, None, self.A_log, self.dt_bias, SIZES,
-            core=self.core, norm=GatedNorm(self.gamma), documents=documents,
+            rule=self.rule, norm=GatedNorm(self.gamma), documents=documents,
         )  # fmt: skip
 
 

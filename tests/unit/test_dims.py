@@ -16,7 +16,7 @@ QWEN3_NEXT = SimpleNamespace(
 
 def test_sizes_of_qwen3_next():
     dims = GDNDims.from_config(QWEN3_NEXT)
-    assert dims.layout.sections == (2048, 2048, 4096, 4096, 32, 32)
+    assert dims.layout.widths == (2048, 2048, 4096, 4096, 32, 32)
     assert dims.layout.names == ("query", "key", "value", "z", "beta", "alpha")
     assert dims.layout.width == 12352 and dims.layout.conv_width == 8192
     assert dims.value_heads_per_key_head == 2
@@ -26,7 +26,7 @@ def test_shards_add_up_to_the_whole():
     dims = GDNDims.from_config(QWEN3_NEXT)
     for ranks in (1, 2, 4, 8, 16):
         share = dims.shard(ranks)
-        assert [n * ranks for n in share.layout.sections] == list(dims.layout.sections)
+        assert [n * ranks for n in share.layout.widths] == list(dims.layout.widths)
         assert share.hidden_size == dims.hidden_size
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.halo import halo_table
-from megatron_gdn.context_parallel.pieces import pieces_of
-from megatron_gdn.context_parallel.rows import put, take
-from megatron_gdn.context_parallel.state_passing import _put, _take, chain_nodes, state_table
+from megatron_gdn.context_parallel.chunkwise.history import history_route
+from megatron_gdn.context_parallel.chunkwise.pieces import pieces_of
+from megatron_gdn.context_parallel.chunkwise.states import _put, _take, chain_nodes, state_table
+from megatron_gdn.ops.rows import put, take
 
 CPU = torch.device("cpu")
 
@@ -62,24 +62,25 @@ def played_out(rows_by_rank, send_counts, size):
 @given(cuts(), st.integers(2, 5))
 def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut, taps):
     lengths, cp, layout = cut
-    tables = [halo_table(*cut, rank, taps, CPU) for rank in range(cp)]
+    routes = [history_route(*cut, rank, taps, CPU) for rank in range(cp)]
     position = position_in_document(lengths)
-    if tables[0] is None:
+    if routes[0] is None:
         pieces = pieces_of(*cut)
-        assert tables == [None] * cp and (pieces.seen == 0).all()
+        assert routes == [None] * cp and (pieces.seen == 0).all()
         return
     held = [local_indices(lengths, cp, rank, layout) for rank in range(cp)]
     received = played_out(
-        [rows[t.send_rows] for rows, t in zip(held, tables, strict=True)],
-        [t.send_counts for t in tables],
+        [rows[route.send_rows] for rows, route in zip(held, routes, strict=True)],
+        [route.send_counts for route in routes],
         cp,
     )
     gradients, returning, expected = [], [], torch.zeros(sum(lengths), dtype=torch.float64)
-    for rank, table in enumerate(tables):
-        assert len(received[rank]) == sum(table.receive_counts)
+    for rank, route in enumerate(routes):
+        table = route.table
+        assert len(received[rank]) == sum(route.receive_counts)
         edges = 0 if table.edges is None else table.edges.total_tokens
         stream = torch.full((edges,), -1)
-        put(stream, table.received_at, 0, received[rank])
+        put(stream, table.history_at, 0, received[rank])
         again = take(held[rank], table.redone_at, 0)
         put(stream, table.again_at, 0, again)
         # Each small document: up to taps - 1 rows, then the piece's first ones, without a gap.
@@ -98,10 +99,10 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         gradient = torch.rand(edges, dtype=torch.float64)
         expected.index_add_(0, stream, gradient)
         gradients.append(gradient)
-        returning.append(take(gradient, table.received_at, 0))
-    returned = played_out(returning, [t.receive_counts for t in tables], cp)
+        returning.append(take(gradient, table.history_at, 0))
+    returned = played_out(returning, [route.receive_counts for route in routes], cp)
     total = torch.zeros(sum(lengths), dtype=torch.float64)
-    for rank, table in enumerate(tables):
+    for rank, table in enumerate(route.table for route in routes):
         pool = torch.cat([gradients[rank], returned[rank], torch.zeros(1)])
         assert len(table.gradient_rows) == len(table.gradient_rows.unique())
         total[held[rank][table.gradient_rows]] += pool[table.gradient_sources].sum(1)

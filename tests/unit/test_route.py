@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.context_parallel import SequenceLayout, local_indices
-from megatron_gdn.context_parallel.route import route
+from megatron_gdn.context_parallel.headwise.route import route
 
 CPU = torch.device("cpu")
 CASES = [

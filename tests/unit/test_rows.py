@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.rows import EvenRows, put, rows_at, stretches, take, zero
+from megatron_gdn.ops.rows import (
+    EvenRows,
+    put,
+    rows_at,
+    stretches,
+    take,
+    zero,
+)
 
 CPU = torch.device("cpu")
 CASES = {

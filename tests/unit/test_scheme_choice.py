@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_gdn import GDNDims, SequenceLayout
-from megatron_gdn.context_parallel.choice import (
+from megatron_gdn.context_parallel.price import (
     FIXED,
     LATENCY,
     STEP,
@@ -25,12 +25,12 @@ MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 
 def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN):
-    inside, layout = dims.shard(cp), SequenceLayout.parse(layout)
-    return price(dims, inside, cp, layout, tokens, rows, lengths, 2)
+    exchanged, layout = dims.layout.share(cp).width + dims.v_dim // cp, SequenceLayout.parse(layout)
+    return price(dims.heads.state, exchanged, cp, layout, tokens, rows, lengths, 2)
 
 
 def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN):
-    return exchange_prices(dims, cp, SequenceLayout.parse(layout), rows, lengths)
+    return exchange_prices(dims.heads.state, cp, SequenceLayout.parse(layout), rows, lengths)
 
 
 def test_headwise_pays_for_the_rows_of_the_other_ranks():
@@ -52,11 +52,10 @@ def test_headwise_pays_for_the_rows_of_the_other_ranks():
     ],
 )
 def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, case):
-    rounds, b = (nodes - 1).bit_length(), per_rank * MAP
+    b = per_rank * MAP
     expected = {
         "gather": (cp - 1) * b + LATENCY + nodes * STEP,
         "share": 1.5 * (cp - 1) / cp * b + 2 * LATENCY + nodes * STEP,
-        "scan": rounds * (b + LATENCY + 2 * STEP),
     }
     if cp > 8:
         del expected["gather"]
@@ -66,13 +65,24 @@ def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, cas
     assert priced(cp, 16384, **case).chunkwise == pytest.approx(total, rel=1e-12)
 
 
-def test_few_ranks_gather_more_share_and_very_many_scan():
+def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
+    decays = QWEN.heads.state._replace(diagonal=True)
+    b = 2 * 32 * 128 * (128 + 1) * 4
+    found = exchange_prices(decays, 4, SequenceLayout.ZIGZAG, 1, None)
+    expected = {
+        "gather": 3 * b + LATENCY + 8 * STEP,
+        "share": (1 + 128 / 129) * 3 / 4 * b + 2 * LATENCY + 8 * STEP,
+    }
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_few_ranks_gather_and_more_share():
     def cheapest(cp, **case):
         prices = exchanges(cp, **case)
         return min(prices, key=prices.get)
 
     assert [cheapest(cp) for cp in (2, 4, 8, 16, 64, 256)] == [
-        "gather", "gather", "share", "share", "scan", "scan",
+        "gather", "gather", "share", "share", "share", "share",
     ]  # fmt: skip
     assert cheapest(64, lengths=(32768,) * 16) == "share"
 

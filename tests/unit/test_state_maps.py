@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.affine import pack
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 
 
 def test_the_two_parts_of_one_tensor_are_not_copied():

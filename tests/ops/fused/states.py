@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_gdn.ops.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.rule import RuleBackward, RuleOutput, Saved
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
 
@@ -21,28 +22,35 @@ def documents_of(lengths, device="cpu") -> Documents:
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
 
 
-class InHalf(TorchCore):
-    """A core for fp16 operands: the plain rule, which refuses what it should not be given."""
+class InHalf(PlainRule):
+    """A rule for fp16 operands: the plain one, which refuses what it should not be given."""
 
     batch_invariant = False
 
-    def forward(self, inputs, *others):
+    def begin(self, inputs, documents):
         assert {x.dtype for x in inputs[:3]} == {torch.float16}
-        return super().forward(inputs, *others)
+        return super().begin(inputs, documents)
 
-    def d_initial(self, d_o, inputs, *others):
-        assert d_o.dtype == torch.float16
-        return super().d_initial(d_o, inputs, *others)
+    def begin_backward(self, d_o, inputs, saved, documents):
+        assert {x.dtype for x in (d_o, *inputs[:3])} == {torch.float16}
+        return InHalfBackward(d_o, inputs, documents)
 
-    def backward(self, d_o, inputs, saved, plan, documents, initial=None, d_final=None, work=None):
+
+class InHalfBackward(PlainBackward):
+    def d_o_was_scaled(self, by):
+        assert torch.equal(by.log2(), by.log2().round())
+        super().d_o_was_scaled(by)
+
+    def run(self, initial=None, d_final=None):
+        d_o = self._d_o
         assert d_o.dtype == torch.float16
-        # Powers of two in, powers of two out: what a core may do with d_o is bounded above.
+        # Powers of two in, powers of two out: what a rule may do with d_o is bounded above.
         assert not d_o.isfinite().all() or d_o.abs().max() <= 1
         assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**5
-        return super().backward(d_o, inputs, saved, plan, documents, initial, d_final, work)
+        return super().run(initial, d_final)
 
 
-class PlainRule:
+class Oracle:
     """The chunk rule of plain torch over sequences of these lengths: the oracle.
 
     Batch rows when there are several; else documents in the one row.
@@ -80,7 +88,7 @@ class PlainRule:
     def through(self) -> Tensor:
         """``[N, H, K, K]``: with v = 0 the final state is linear in the initial one."""
         v, K = self.inputs.v, self.inputs.k.shape[-1]
-        silent = PlainRule(self.inputs._replace(v=v.new_zeros(*v.shape[:3], K)), ())
+        silent = Oracle(self.inputs._replace(v=v.new_zeros(*v.shape[:3], K)), ())
         silent.offsets = self.offsets
         zeros = silent.zeros()
         return silent.forward(zeros + torch.eye(K, dtype=zeros.dtype, device=zeros.device))[1]
@@ -103,32 +111,44 @@ def by_key_head(grads, groups: int) -> list[Tensor]:
     return [*(x * of_key_head for x in summed), dv * factor[:, None], dg * factor, dbeta * factor]
 
 
-def run_whole(core, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
-    """Output and every gradient of a core."""
-    o, saved, plan = core.forward(inputs, documents, True)
-    grads = core.backward(d_o, inputs._replace(g=None), saved, plan, documents)
+def read_again(rule, inputs: RuleInputs) -> RuleInputs:
+    """The inputs as a backward gets them: None where the rule says that it reads none."""
+    kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
+    return RuleInputs(*kept)
+
+
+def backward_of(
+    rule, inputs: RuleInputs, d_o: Tensor, saved: Saved, documents=None
+) -> RuleBackward:
+    """A backward that has begun."""
+    return rule.begin_backward(d_o, read_again(rule, inputs), saved, documents)
+
+
+def run_whole(rule, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
+    """Output and every gradient of a rule."""
+    o, _, saved = rule.begin(inputs, documents).run()
+    grads = backward_of(rule, inputs, d_o, saved, documents).run()
     return [o, *by_key_head(grads, inputs.k.shape[2])]
 
 
-def run_in_segments(core, inputs: RuleInputs, d_o: Tensor, documents: Documents) -> list[Tensor]:
-    """The same for one sequence whose segments are handed to the core as documents."""
-    local, through, work = core.transition(inputs, documents)
+def run_in_segments(rule, inputs: RuleInputs, d_o: Tensor, documents: Documents) -> list[Tensor]:
+    """The same for one sequence whose segments are handed to the rule as documents."""
+    forward = rule.begin(inputs, documents)
+    local, through = forward.state_map()
     entering = torch.zeros_like(local)
     for n in range(1, len(local)):
         entering[n] = through[n - 1] @ entering[n - 1] + local[n - 1]
-    o, saved, plan = core.forward(inputs, documents, True, initial=entering, work=work)
-    inputs = inputs._replace(g=None)
-    d_local, work = core.d_initial(d_o, inputs, saved, plan, documents)
+    o, _, saved = forward.run(entering)
+    backward = backward_of(rule, inputs, d_o, saved, documents)
+    d_local = backward.d_initial()
     leaving = torch.zeros_like(d_local)
     for n in reversed(range(1, len(local))):
         leaving[n - 1] = through[n].mT @ leaving[n] + d_local[n]
-    grads = core.backward(
-        d_o, inputs, saved, plan, documents, initial=entering, d_final=leaving, work=work
-    )
+    grads = backward.run(entering, leaving)
     return [o, *by_key_head(grads, inputs.k.shape[2])]
 
 
-def run_on_ranks(core, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]:
+def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]:
     """The same, every segment in calls of its own, as if it lay on a rank of its own."""
     parts = [
         (RuleInputs(*x), d)
@@ -136,17 +156,50 @@ def run_on_ranks(core, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
     ]
     forwards, state = [], None
     for part, _ in parts:
-        local, through, work = core.transition(part, None)
+        forward = rule.begin(part, None)
+        local, through = forward.state_map()
         state = torch.zeros_like(local) if state is None else state
-        forwards.append((state, through, *core.forward(part, None, True, initial=state, work=work)))
+        o, _, saved = forward.run(state)
+        forwards.append((state, through, o, saved))
         state = through @ state + local
     found, d_state = [], torch.zeros_like(state)
-    for (part, d), (entering, through, o, saved, plan) in zip(
-        parts[::-1], forwards[::-1], strict=True
-    ):
-        common = (d, part._replace(g=None), saved, plan, None)
-        d_local, work = core.d_initial(*common)
-        grads = core.backward(*common, initial=entering, d_final=d_state, work=work)
+    for (part, d), (entering, through, o, saved) in zip(parts[::-1], forwards[::-1], strict=True):
+        backward = backward_of(rule, part, d, saved)
+        d_local = backward.d_initial()
+        grads = backward.run(entering, d_state)
         d_state = through.mT @ d_state + d_local
         found.append([o, *by_key_head(grads, inputs.k.shape[2])])
     return [torch.cat(x, dim=1) for x in zip(*found[::-1], strict=True)]
+
+
+def forwards_from(
+    rule, inputs: RuleInputs, documents: Documents | None, initial: Tensor
+) -> list[tuple[Tensor, RuleOutput]]:
+    """Every way to a final state, beside the states that it started from.
+
+    From zero and from ``initial``, the map asked for before or not, a backward to come or not.
+    """
+    found = []
+    for start in (None, initial):
+        for map_first in (False, True):
+            for keep in (False, True):
+                forward = rule.begin(inputs, documents)
+                if map_first:
+                    forward.state_map()
+                made = forward.run(start, keep=keep, final=True)
+                assert forward.run(start, keep=keep).final is None
+                assert torch.equal(forward.run(start, keep=keep).o, made.o)
+                found.append((torch.zeros_like(initial) if start is None else start, made))
+    return found
+
+
+def assert_rows_equal_one_row(run, rule, inputs: RuleInputs, d_o: Tensor, documents) -> None:
+    """Documents that lie over several batch rows, end to end, have the bits of those in one."""
+
+    def in_two_rows(x: Tensor) -> Tensor:
+        return x.reshape(2, x.shape[1] // 2, *x.shape[2:])
+
+    rows = RuleInputs(*map(in_two_rows, inputs))
+    got = run(rule, rows, in_two_rows(d_o), documents)
+    for name, a, b in zip(NAMES, got, run(rule, inputs, d_o, documents), strict=True):
+        assert a.shape[0] == 2 and torch.equal(a.reshape(b.shape), b), name

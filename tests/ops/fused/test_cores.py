@@ -8,46 +8,48 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import HeadSizes, cores, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores import repeatable
-from megatron_gdn.ops.fused.cores.repeatable import Repeatable
-from megatron_gdn.ops.fused.once import say_once
-from megatron_gdn.ops.obstacles import why_not_flash_qla
+from megatron_gdn.ops.delta_rule import repeatable, resolve
+from megatron_gdn.ops.delta_rule.obstacles import why_not_flash_qla
+from megatron_gdn.ops.delta_rule.repeatable import Repeatable
+from megatron_gdn.ops.delta_rule.resolve import resolve_rule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import gated_delta_mixer
+from megatron_gdn.ops.once import say_once
 
 SIZES = HeadSizes(16, 32, 128, 128)
 
 
 def test_auto_on_cpu_is_the_reference_and_says_why():
-    core, reason = resolve_core(device="cpu", dtype=torch.bfloat16, sizes=SIZES)
-    assert core.name == "reference"
+    rule, reason = resolve_rule(device="cpu", dtype=torch.bfloat16, sizes=SIZES)
+    assert rule.name == "reference"
     assert "not on cpu" in reason
 
 
 @pytest.mark.parametrize("name", ["flash_qla", "fla"])
-def test_a_named_gpu_core_is_refused_on_cpu_and_never_replaced(name):
+def test_a_named_gpu_rule_is_refused_on_cpu_and_never_replaced(name):
     with pytest.raises(ValueError, match="runs on a GPU, not on cpu"):
-        resolve_core(name, device="cpu", dtype=torch.bfloat16, sizes=SIZES)
+        resolve_rule(name, device="cpu", dtype=torch.bfloat16, sizes=SIZES)
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="'flash_qla', 'fla', 'reference'"):
-        resolve_core("flashqla", device="cpu", dtype=torch.bfloat16, sizes=SIZES)
+        resolve_rule("flashqla", device="cpu", dtype=torch.bfloat16, sizes=SIZES)
 
 
 def test_deterministic_refuses_fla_and_auto_takes_the_reference():
     with pytest.raises(ValueError, match="picks its kernels by timing"):
-        resolve_core("fla", device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
-    choice = resolve_core(device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
-    assert choice.core.name == "reference"
+        resolve_rule("fla", device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
+    choice = resolve_rule(device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
+    assert choice.rule.name == "reference"
     assert choice.reason == "deterministic mode; not flash_qla: flash_qla runs on a GPU, not on cpu"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_reference_may_always_be_asked_for(deterministic):
-    choice = resolve_core(
+    choice = resolve_rule(
         "reference", device="cpu", dtype=torch.float64, sizes=SIZES, deterministic=deterministic
     )
-    assert choice == (choice.core, "requested") and choice.core.name == "reference"
+    assert choice == (choice.rule, "requested") and choice.rule.name == "reference"
 
 
 KNOWN = Repeatable(
@@ -61,15 +63,15 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(repeatable, "installed_version", lambda package: "0.1.3")
     monkeypatch.setattr(repeatable, "REPEATABLE", (KNOWN,))
-    monkeypatch.setattr(cores, "why_not_flash_qla", lambda *_: None)
-    monkeypatch.setattr(cores, "why_not_fla", lambda *_: None)
-    monkeypatch.setattr(cores, "_make", lambda *made: made)
+    monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
+    monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(resolve, "_make", lambda *made: made)
     say_once.cache_clear()
     return monkeypatch
 
 
 def on_a_gpu(backend="auto", dtype=torch.bfloat16, sizes=SIZES):
-    return resolve_core(
+    return resolve_rule(
         backend, device="cuda", dtype=dtype, sizes=sizes, deterministic=True, operands="bf16"
     )
 
@@ -91,10 +93,10 @@ def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant
 def test_deterministic_auto_takes_nothing_untested(hopper, change, dtype, sizes):
     hopper.setattr(repeatable, "REPEATABLE", (KNOWN._replace(**change),))
     choice = on_a_gpu(dtype=dtype, sizes=sizes)
-    assert choice.core == ("reference",)
+    assert choice.rule == ("reference",)
     assert "not flash_qla: flash_qla was not tested for repeatability" in choice.reason
     by_name = on_a_gpu("flash_qla", dtype, sizes)
-    assert by_name.core == ("flash_qla", True) and "was not tested" in by_name.reason
+    assert by_name.rule == ("flash_qla", True) and "was not tested" in by_name.reason
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_flash_qla_names_the_size_or_dtype_it_cannot_take(dtype, sizes, why):
 
 def test_flash_qla_is_not_asked_for_an_odd_number_of_heads(hopper):
     odd = HeadSizes(1, 3, 128, 128)
-    assert on_a_gpu(sizes=odd).core == ("reference",)
+    assert on_a_gpu(sizes=odd).rule == ("reference",)
     with pytest.raises(ValueError, match="even number of value heads per rank, not 3"):
         on_a_gpu("flash_qla", sizes=odd)
 
@@ -121,11 +123,11 @@ def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
     say_once.cache_clear()
     sizes = HeadSizes(1, 1, 4, 4)
     proj, weight = torch.zeros(3, 1, sizes.width), torch.zeros(12, 1, 9)
-    with caplog.at_level("INFO", logger="megatron_gdn.ops.fused"):
+    with caplog.at_level("INFO", logger="megatron_gdn.ops"):
         for _layer in range(3):
-            core = resolve_core(device="cpu", dtype=torch.float32, sizes=sizes).core
+            rule = resolve_rule(device="cpu", dtype=torch.float32, sizes=sizes).rule
             zeros = torch.zeros(1)
-            gated_delta_mixer(proj, weight, None, zeros, zeros, sizes, core=core, norm=None)
+            gated_delta_mixer(proj, weight, None, zeros, zeros, sizes, rule=rule, norm=None)
     rule, kernels = (record.getMessage() for record in caplog.records)
     assert "'reference'" in rule and "not flash_qla" in rule
     assert "plain torch" in kernels and "not on cpu" in kernels
@@ -133,7 +135,7 @@ def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
 
 def test_importing_the_mixer_loads_no_kernel_package():
     program = (
-        "import sys, megatron_gdn.ops.fused; "
+        "import sys, megatron_gdn.ops.mixer; "
         "loaded = {'triton', 'fla', 'flash_qla', 'megatron.core'} & set(sys.modules); "
         "assert not loaded, loaded"
     )

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatron_gdn.ops import Documents, gated_delta_rule, resolve_backend
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainForward
+from megatron_gdn.ops.delta_rule.resolve import resolve_rule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 
 SIZES = HeadSizes(2, 4, 8, 12)
 
@@ -27,10 +29,10 @@ def run(documents=None):
         torch.ones(12),
     ]
     proj, weight, A_log, dt_bias, gamma = (x.requires_grad_() for x in leaves)
-    core = resolve_core(device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True).core
+    rule = resolve_rule(device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True).rule
     y = gated_delta_mixer(
         proj, weight, None, A_log, dt_bias, SIZES,
-        core=core, norm=GatedNorm(gamma), documents=documents,
+        rule=rule, norm=GatedNorm(gamma), documents=documents,
     )  # fmt: skip
     return y, torch.autograd.grad(y.square().sum(), [proj, weight, A_log, dt_bias, gamma])
 
@@ -49,19 +51,19 @@ def test_forward_and_backward_run_and_repeat(deterministic, documents):
 def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(deterministic, monkeypatch):
     settings = torch.utils.deterministic
     seen = []
-    for call in ("forward", "backward"):
-        original = getattr(TorchCore, call)
+    for stage in (PlainForward, PlainBackward):
+        original = stage.run
 
         def watched(*args, original=original, **options):
             seen.append(settings.fill_uninitialized_memory)
             return original(*args, **options)
 
-        monkeypatch.setattr(TorchCore, call, watched)
+        monkeypatch.setattr(stage, "run", watched)
     y, _ = run()
     assert seen == [False, False]
     assert settings.fill_uninitialized_memory
     with pytest.raises(ValueError):
-        resolve_core("fla", device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True)
+        resolve_rule("fla", device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True)
     assert settings.fill_uninitialized_memory
 
 

@@ -1,4 +1,4 @@
-"""fla's core around stand-ins of its kernels in plain torch: what goes where, on a CPU.
+"""fla's rule around stand-ins of its kernels in plain torch: what goes where, on a CPU.
 
 Every call is bound to the signature of fla's own function first.
 """
@@ -10,11 +10,28 @@ import inspect
 import pytest
 import torch
 
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores import fla as fla_core
+from megatron_gdn.ops.delta_rule import fla as fla_rule
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 
-from .states import PlainRule, by_key_head, documents_of, run_in_segments, run_whole
-from .test_flash_qla_wiring import HEADS, K, V, check, check_fp16_operands, random_inputs
+from .states import (
+    Oracle,
+    backward_of,
+    by_key_head,
+    documents_of,
+    run_in_segments,
+    run_whole,
+)
+from .test_flash_qla_wiring import (
+    FINALS,
+    HEADS,
+    K,
+    V,
+    check,
+    check_final_states,
+    check_fp16_operands,
+    check_rows_equal_one_row,
+    random_inputs,
+)
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
 
@@ -39,7 +56,7 @@ class StandIn:
     @staticmethod
     def _rule(k, v, beta, g, cu_seqlens, q=None):
         lengths = (k.shape[1],) * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
-        return PlainRule(RuleInputs(k if q is None else q, k, v, g - 1, beta), lengths)
+        return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, beta), lengths)
 
     def chunk_local_cumsum(self, g, **_):
         return g + 1
@@ -53,8 +70,11 @@ class StandIn:
     def _recompute(self, k, v, beta, g):
         return object.__getattribute__(self, "recompute_w_u_fwd")(k, v, beta, None, g)
 
-    def chunk_gated_delta_rule_fwd_h(self, k, w, u, g, initial_state=None, **_):
-        return (w, initial_state), u, None
+    def chunk_gated_delta_rule_fwd_h(
+        self, k, w, u, g, initial_state=None, output_final_state=False, cu_seqlens=None, **_
+    ):
+        last = self._rule(k, u, w[..., 0], g, cu_seqlens).forward(initial_state)[1]
+        return (w, initial_state), u, last if output_final_state else None
 
     def chunk_fwd_o(self, q, k, v, h, g, scale, cu_seqlens=None, **_):
         assert scale == k.shape[-1] ** -0.5
@@ -67,27 +87,28 @@ class StandIn:
     def chunk_gated_delta_rule_bwd_dhu(
         self, q, k, w, do, dv, g, h0, scale, dht=None, cu_seqlens=None, **_
     ):
-        rule = self._rule(k, torch.zeros_like(do), w[..., 0], g, cu_seqlens, q)
-        d_initial = rule.backward(do, d_final=dht)[1]
+        oracle = self._rule(k, torch.zeros_like(do), w[..., 0], g, cu_seqlens, q)
+        d_initial = oracle.backward(do, d_final=dht)[1]
         assert h0.shape == d_initial.shape
         return None, d_initial.float(), None
 
     def chunk_gated_delta_rule_fwd(
-        self, q, k, v, g, beta, scale, initial_state, cu_seqlens=None, **_
+        self, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens=None, **_
     ):
-        o = self._rule(k, v, beta, g + 1, cu_seqlens, q).forward(initial_state)[0]
-        return g + 1, o, beta.new_zeros(*beta.shape, 64), None, None, None
+        o, last = self._rule(k, v, beta, g + 1, cu_seqlens, q).forward(initial_state)
+        last = last if output_final_state else None
+        return g + 1, o, beta.new_zeros(*beta.shape, 64), last, None, None
 
     def chunk_gated_delta_rule_bwd(
         self, q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens=None, **_
     ):
-        rule = self._rule(k, v, beta, g, cu_seqlens, q)
-        (dq, dk, dv, dg, dbeta), d_initial = rule.backward(do, initial_state, dht)
+        oracle = self._rule(k, v, beta, g, cu_seqlens, q)
+        (dq, dk, dv, dg, dbeta), d_initial = oracle.backward(do, initial_state, dht)
         return dq, dk, dv, dbeta, dg, d_initial, None, None
 
 
 @pytest.fixture
-def core(monkeypatch):
+def rule(monkeypatch):
     from fla.ops.cp import chunk_fwd
 
     stand_in, real = StandIn(), inspect.signature(chunk_fwd.chunk_cp_fwd_h)
@@ -95,41 +116,50 @@ def core(monkeypatch):
     def maps_of_parts(*args, **kwargs):
         given = real.bind(*args, **kwargs).arguments
         assert given["multi_seqs"] and given["chunk_size"] == 64
-        rule = stand_in._rule(given["k"], given["u"], given["w"][..., 0], given["g"],
+        oracle = stand_in._rule(given["k"], given["u"], given["w"][..., 0], given["g"],
                               given["cu_seqlens"])  # fmt: skip
-        given["hm"].copy_(torch.cat([rule.forward()[1], rule.through()], dim=-1))
+        given["hm"].copy_(torch.cat([oracle.forward()[1], oracle.through()], dim=-1))
 
     monkeypatch.setattr(chunk_fwd, "chunk_cp_fwd_h", maps_of_parts)
-    monkeypatch.setattr(fla_core, "stages", lambda: stand_in)
-    return fla_core.FlaCore()
+    monkeypatch.setattr(fla_rule, "stages", lambda: stand_in)
+    return fla_rule.FlaRule()
 
 
 @pytest.mark.parametrize("lengths", [(130, 1, 300), (2500, 2100)], ids=["uncut", "cut"])
-def test_documents_with_and_without_states(core, lengths):
+def test_documents_with_and_without_states(rule, lengths):
     inputs, d_o = random_inputs(sum(lengths))
     documents = documents_of(lengths)
-    apart = PlainRule(inputs, lengths)
-    check(run_whole(core, inputs, d_o, documents), [apart.forward()[0], *apart.backward(d_o)[0]])
-    joined = PlainRule(inputs, (sum(lengths),))
-    got = run_in_segments(core, inputs, d_o, documents)
+    apart = Oracle(inputs, lengths)
+    check(run_whole(rule, inputs, d_o, documents), [apart.forward()[0], *apart.backward(d_o)[0]])
+    joined = Oracle(inputs, (sum(lengths),))
+    got = run_in_segments(rule, inputs, d_o, documents)
     check(got, [joined.forward()[0], *joined.backward(d_o)[0]])
 
 
-def test_fp16_operands_leave_no_trace(core):
-    check_fp16_operands(core, (130, 1, 300))
+def test_fp16_operands_leave_no_trace(rule):
+    check_fp16_operands(rule, (130, 1, 300))
 
 
-def test_batch_rows_with_states(core):
+def test_batch_rows_with_states(rule):
     inputs, d_o = random_inputs(100, B=2)
-    rule = PlainRule(inputs, (100, 100))
+    oracle = Oracle(inputs, (100, 100))
     initial, d_final = (torch.randn(2, HEADS[1], K, V, dtype=torch.float64) for _ in range(2))
-    silent = inputs._replace(g=None)
-    grads, d_initial = rule.backward(d_o, initial, d_final)
-    local, through, work = core.transition(inputs, None)
-    torch.testing.assert_close(local.double(), rule.forward()[1], rtol=1e-5, atol=1e-6)
-    o, saved, plan = core.forward(inputs, None, True, initial, work)
-    d_local, work = core.d_initial(d_o, silent, saved, plan, None)
-    got = d_local + through.double().mT @ d_final
+    grads, d_initial = oracle.backward(d_o, initial, d_final)
+    forward = rule.begin(inputs, None)
+    local, through = forward.state_map()
+    torch.testing.assert_close(local.double(), oracle.forward()[1], rtol=1e-5, atol=1e-6)
+    o, _, saved = forward.run(initial)
+    backward = backward_of(rule, inputs, d_o, saved)
+    got = backward.d_initial() + through.double().mT @ d_final
     torch.testing.assert_close(got, d_initial, rtol=1e-5, atol=1e-6)
-    got = core.backward(d_o, silent, saved, plan, None, initial, d_final, work)
-    check([o, *by_key_head(got, HEADS[0])], [rule.forward(initial)[0], *grads])
+    got = backward.run(initial, d_final)
+    check([o, *by_key_head(got, HEADS[0])], [oracle.forward(initial)[0], *grads])
+
+
+@pytest.mark.parametrize("lengths", FINALS.values(), ids=FINALS)
+def test_final_states(rule, lengths):
+    check_final_states(rule, lengths)
+
+
+def test_documents_over_batch_rows_equal_one_row(rule):
+    check_rows_equal_one_row(rule, (130, 0, 1, 131))

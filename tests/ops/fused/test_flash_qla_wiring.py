@@ -1,4 +1,4 @@
-"""FlashQLA's core around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
+"""FlashQLA's rule around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.fused.cores import RuleInputs, flash_qla, flash_qla_plan, flash_qla_states
-from megatron_gdn.ops.fused.cores.fold import entering_states, leaving_gradients
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.parts import CHUNK
+from megatron_gdn.ops.delta_rule import flash_qla, flash_qla_plan, flash_qla_states
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+from megatron_gdn.ops.state_maps.fold import entering_states, leaving_gradients
+from megatron_gdn.ops.state_maps.parts import CHUNK
 
-from .states import NAMES, PlainRule, by_key_head, documents_of, run_in_segments, run_whole
+from .states import (
+    NAMES,
+    Oracle,
+    assert_rows_equal_one_row,
+    backward_of,
+    by_key_head,
+    documents_of,
+    forwards_from,
+    run_in_segments,
+    run_whole,
+)
 
 HEADS, K, V = (2, 4), 3, 5
 
@@ -30,7 +41,7 @@ class StandInContext:
 
 
 class StandIn:
-    """The stages that the core calls, each by the plain rule over the sequences it is given.
+    """The stages that the rule calls, each by the plain rule over the sequences it is given.
 
     ``cut`` is what FlashQLA's cost model answers.
     """
@@ -63,32 +74,47 @@ class StandIn:
     def _rule(self, k, v, b, g, cu_seqlens, q=None):
         rows, tokens = k.shape[:2]
         lengths = (tokens,) * rows if cu_seqlens is None else cu_seqlens.diff().tolist()
-        return PlainRule(RuleInputs(k if q is None else q, k, v, g - 1, b), lengths)
+        return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, b), lengths)
 
     def fused_gdr_h(self, k, v, a, g, b, initial_state=None, num_warmup_chunks=None,
                     cu_seqlens=None, **_):  # fmt: skip
-        rule = self._rule(k, v, b, g, cu_seqlens)
+        oracle = self._rule(k, v, b, g, cu_seqlens)
         if num_warmup_chunks is None:
             return initial_state, None, None  # as the states; the backward goes on from it
         assert torch.equal(
             num_warmup_chunks[:, :1], (cu_seqlens.diff()[:, None] + CHUNK - 1) // CHUNK
         )
-        return None, rule.forward()[1].float(), rule.through().float()
+        return None, oracle.forward()[1].float(), oracle.through().float()
 
-    def fused_gdr_fwd(self, q, k, v, a, g, b, initial_state=None, cu_seqlens=None, **_):
-        return self._rule(k, v, b, g, cu_seqlens, q).forward(initial_state)[0], None, None
+    def fused_gdr_fwd(
+        self, q, k, v, a, g, b, cp_seq_map, raw_cu_seqlens, initial_state=None,
+        output_final_state=False, cu_seqlens=None, **_,
+    ):  # fmt: skip
+        o, leaving = self._rule(k, v, b, g, cu_seqlens, q).forward(initial_state)
+        if not output_final_state:
+            return o, None, None
+        # The last part of a sequence writes the state that leaves the sequence.
+        last = leaving.new_full((len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan"))
+        for part, owner in enumerate(cp_seq_map.tolist()):
+            if cu_seqlens[part + 1] == raw_cu_seqlens[owner + 1]:
+                last[owner] = leaving[part]
+        return o, None, last.float()
 
     def fused_gdr_dh(self, q, k, a, g, b, do, dht, cu_seqlens, num_warmup_chunks, **_):
-        rule = self._rule(k, torch.zeros_like(do), b, g, cu_seqlens, q)
-        return None, rule.backward(do, d_final=dht)[1].float()
+        oracle = self._rule(k, torch.zeros_like(do), b, g, cu_seqlens, q)
+        return None, oracle.backward(do, d_final=dht)[1].float()
 
     def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
         grads, d_initial = self._rule(k, v, b, g, cu_seqlens, q).backward(do, h, dht)
         return *grads, d_initial
 
-    def chunk_gated_delta_rule_fwd(self, q, k, v, g, beta, cp_context, **_):
-        o = self._rule(k, v, beta, g + 1, cp_context.cu_seqlens, q).forward()[0]
-        return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, None, None
+    def chunk_gated_delta_rule_fwd(
+        self, q, k, v, g, beta, cp_context, cu_seqlens, output_final_state, **_
+    ):
+        assert cu_seqlens is cp_context.cu_seqlens
+        o, last = self._rule(k, v, beta, g + 1, cu_seqlens, q).forward()
+        last = last if output_final_state else None
+        return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, last, None
 
     def cp_preprocess_bwd(self, context, q, k, v, a, g, beta, do, dht, initial_state, **_):
         if not context.is_intra:
@@ -97,8 +123,8 @@ class StandIn:
         parts = flash_qla_plan.Parts.build(
             parts.cu_seqlens.tolist(), parts.intra_cp_cu_seqlens.tolist(), k.device
         )
-        rule = self._rule(k, v, beta, g, parts.offsets, q)
-        local, through, d_local = rule.forward()[1], rule.through(), rule.backward(do)[1]
+        oracle = self._rule(k, v, beta, g, parts.offsets, q)
+        local, through, d_local = oracle.forward()[1], oracle.through(), oracle.backward(do)[1]
         return (
             entering_states(local, through, parts, initial_state),
             leaving_gradients(d_local, through, parts, dht),
@@ -106,8 +132,8 @@ class StandIn:
 
 
 @pytest.fixture
-def core(request, monkeypatch):
-    """A core over stand-ins; by parameter: whether it is batch invariant, where the model cuts."""
+def rule(request, monkeypatch):
+    """A rule over stand-ins; by parameter: whether it is batch invariant, where the model cuts."""
     invariant, cut = request.param
     stand_in = StandIn(cut)
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
@@ -115,7 +141,7 @@ def core(request, monkeypatch):
     monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
     monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
     flash_qla_plan.plan_of.cache_clear()
-    yield flash_qla.FlashQlaCore(batch_invariant=invariant)
+    yield flash_qla.FlashQlaRule(batch_invariant=invariant)
     flash_qla_plan.plan_of.cache_clear()
 
 
@@ -132,7 +158,7 @@ def random_inputs(S, B=1):
 
 
 def check(got, exact):
-    for name, a, b in zip(NAMES, got, exact, strict=True):
+    for name, a, b in zip(NAMES[: len(exact)], got, exact, strict=True):
         # fp32 states between the parts; everything else is fp64.
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -141,66 +167,122 @@ LENGTHS, CUT = (130, 1, 300), [0, 64, 130, 131, 259, 431]
 KINDS = {"uncut": (False, None), "cut": (False, CUT), "invariant": (True, CUT)}
 
 
-@pytest.mark.parametrize("core", KINDS.values(), ids=KINDS, indirect=True)
-def test_documents_with_and_without_states(core):
+@pytest.mark.parametrize("rule", KINDS.values(), ids=KINDS, indirect=True)
+def test_documents_with_and_without_states(rule):
     inputs, d_o = random_inputs(sum(LENGTHS))
     documents = documents_of(LENGTHS)
-    apart = PlainRule(inputs, LENGTHS)
-    check(run_whole(core, inputs, d_o, documents), [apart.forward()[0], *apart.backward(d_o)[0]])
-    joined = PlainRule(inputs, (sum(LENGTHS),))
-    got = run_in_segments(core, inputs, d_o, documents)
+    apart = Oracle(inputs, LENGTHS)
+    check(run_whole(rule, inputs, d_o, documents), [apart.forward()[0], *apart.backward(d_o)[0]])
+    joined = Oracle(inputs, (sum(LENGTHS),))
+    got = run_in_segments(rule, inputs, d_o, documents)
     check(got, [joined.forward()[0], *joined.backward(d_o)[0]])
 
 
-def check_fp16_operands(core, lengths):
-    """Powers of two go in and out without a trace, around a core that computes in fp64.
+def check_fp16_operands(rule, lengths):
+    """Powers of two go in and out without a trace, around a rule that computes in fp64.
 
     With gradients of 10 bits, which fp16 holds even where the last sequence's are 2^8 larger.
     """
     inputs, d_o = random_inputs(sum(lengths))
     d_o = (d_o * 2**6).round() * 2.0**-14
     d_o[:, -lengths[-1] :] *= 2.0**8
-    core, one = HalfOperands(core), documents_of((sum(lengths),))
-    rule = PlainRule(inputs, (sum(lengths),))
-    exact = [rule.forward()[0], *rule.backward(d_o)[0]]
+    rule, one = HalfOperands(rule), documents_of((sum(lengths),))
+    oracle = Oracle(inputs, (sum(lengths),))
+    exact = [oracle.forward()[0], *oracle.backward(d_o)[0]]
     for run, documents in ((run_whole, one), (run_in_segments, documents_of(lengths))):
-        o, *grads = run(core, inputs, d_o * 2.0**-40, documents)
+        o, *grads = run(rule, inputs, d_o * 2.0**-40, documents)
         check([o, *(x * 2.0**40 for x in grads)], exact)
 
 
-@pytest.mark.parametrize("core", [KINDS["uncut"], KINDS["cut"]], ids=["uncut", "cut"],
+@pytest.mark.parametrize("rule", [KINDS["uncut"], KINDS["cut"]], ids=["uncut", "cut"],
                          indirect=True)  # fmt: skip
-def test_fp16_operands_leave_no_trace(core):
-    check_fp16_operands(core, LENGTHS)
+def test_fp16_operands_leave_no_trace(rule):
+    check_fp16_operands(rule, LENGTHS)
 
 
 ROWS = {"uncut": (False, None), "cut": (False, [0, 64, 100, 164, 200]),
         "invariant": (True, [0, 64, 100, 164, 200])}  # fmt: skip
 
 
-@pytest.mark.parametrize("core", ROWS.values(), ids=ROWS, indirect=True)
-def test_batch_rows_with_and_without_states(core):
+@pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)
+def test_batch_rows_with_and_without_states(rule):
     inputs, d_o = random_inputs(100, B=2)
-    rule = PlainRule(inputs, (100, 100))
-    check(run_whole(core, inputs, d_o), [rule.forward()[0], *rule.backward(d_o)[0]])
+    oracle = Oracle(inputs, (100, 100))
+    check(run_whole(rule, inputs, d_o), [oracle.forward()[0], *oracle.backward(d_o)[0]])
 
     initial, d_final = (torch.randn(2, HEADS[1], K, V, dtype=torch.float64) for _ in range(2))
-    silent = inputs._replace(g=None)
-    grads, d_initial = rule.backward(d_o, initial, d_final)
-    for transition_first in (True, False):
-        local, through, work = core.transition(inputs, None)
-        torch.testing.assert_close(local.double(), rule.forward()[1], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(through.double(), rule.through(), rtol=1e-5, atol=1e-6)
-        work = work if transition_first else None
-        o, saved, plan = core.forward(inputs, None, True, initial, work)
-        d_local, work = core.d_initial(d_o, silent, saved, plan, None)
-        torch.testing.assert_close(
-            d_local + through.double().mT @ d_final, d_initial, rtol=1e-5, atol=1e-6
-        )
-        work = work if transition_first else None
-        got = core.backward(d_o, silent, saved, plan, None, initial, d_final, work)
-        check([o, *by_key_head(got, HEADS[0])], [rule.forward(initial)[0], *grads])
+    grads, d_initial = oracle.backward(d_o, initial, d_final)
+    for maps_first in (True, False):
+        forward = rule.begin(inputs, None)
+        if maps_first:
+            local, through = forward.state_map()
+            torch.testing.assert_close(local.double(), oracle.forward()[1], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(through.double(), oracle.through(), rtol=1e-5, atol=1e-6)
+        o, _, saved = forward.run(initial)
+        backward = backward_of(rule, inputs, d_o, saved)
+        if maps_first:
+            d_local = backward.d_initial()
+            torch.testing.assert_close(
+                d_local + through.double().mT @ d_final, d_initial, rtol=1e-5, atol=1e-6
+            )
+        got = backward.run(initial, d_final)
+        check([o, *by_key_head(got, HEADS[0])], [oracle.forward(initial)[0], *grads])
 
-    _, saved, plan = core.forward(inputs, None, True)
-    d_local, _ = core.d_initial(d_o, silent, saved, plan, None)
-    torch.testing.assert_close(d_local.double(), rule.backward(d_o)[1], rtol=1e-5, atol=1e-6)
+    saved = rule.begin(inputs, None).run().saved
+    backward = backward_of(rule, inputs, d_o, saved)
+    d_local = backward.d_initial()
+    torch.testing.assert_close(d_local.double(), oracle.backward(d_o)[1], rtol=1e-5, atol=1e-6)
+
+
+# Lengths of documents, or of two batch rows.
+FINALS = {"rows": None, "uncut": (130, 0, 1, 300, 0), "cut": (2500, 0, 2100)}
+
+
+def check_final_states(rule, lengths):
+    """From zero and from given states, after the map was asked for or not."""
+    B, S = (2, 100) if lengths is None else (1, sum(lengths))
+    inputs, _ = random_inputs(S, B)
+    documents = None if lengths is None else documents_of(lengths)
+    exact = Oracle(inputs, [n for n in lengths or (S,) * B if n])
+    make = torch.Generator().manual_seed(4)
+    initial = torch.randn(exact.zeros().shape, generator=make, dtype=torch.float64)
+    for start, made in forwards_from(rule, inputs, documents, initial):
+        o, final = exact.forward(start)
+        check([made.o, made.final.double()], [o, final])
+
+
+@pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)
+def test_final_states_of_batch_rows(rule):
+    check_final_states(rule, FINALS["rows"])
+
+
+@pytest.mark.parametrize("rule", KINDS.values(), ids=KINDS, indirect=True)
+def test_final_states_of_documents(rule):
+    check_final_states(rule, (130, 0, 1, 300, 0))
+
+
+def check_rows_equal_one_row(rule, lengths):
+    inputs, d_o = random_inputs(sum(lengths))
+    for run in (run_whole, run_in_segments):
+        assert_rows_equal_one_row(run, rule, inputs, d_o, documents_of(lengths))
+
+
+@pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)
+def test_documents_over_batch_rows_equal_one_row(rule):
+    check_rows_equal_one_row(rule, (100, 0, 100))
+
+
+@pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)
+def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
+    """A forward that FlashQLA ran itself: its backward still takes d_final and gives d_initial."""
+    inputs, d_o = random_inputs(100, B=2)
+    oracle = Oracle(inputs, (100, 100))
+    d_final = torch.randn(2, HEADS[1], K, V, dtype=torch.float64)
+    grads, d_initial = oracle.backward(d_o, None, d_final)
+    for documents in (None, documents_of((100, 100))):
+        o, _, saved = rule.begin(inputs, documents).run()
+        backward = backward_of(rule, inputs, d_o, saved, documents)
+        got = backward.d_initial() + oracle.through().mT @ d_final
+        torch.testing.assert_close(got, d_initial, rtol=1e-5, atol=1e-6)
+        got = backward.run(None, d_final)
+        check([o, *by_key_head(got, HEADS[0])], [oracle.forward()[0], *grads])

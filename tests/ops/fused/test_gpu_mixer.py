@@ -10,11 +10,13 @@ import sys
 import pytest
 import torch
 
+from megatron_gdn.ops.delta_rule import flash_qla_plan
+from megatron_gdn.ops.delta_rule.flash_qla_fences import missing_fences
+from megatron_gdn.ops.delta_rule.resolve import RULES, resolve_rule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.cores import CORES, flash_qla_plan
-from megatron_gdn.ops.fused.cores.flash_qla_fences import missing_fences
-from megatron_gdn.ops.fused.recompute import RefilledOutput
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.recompute import RefilledOutput
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,23 +61,23 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=128, seed=0):
     return sizes, [proj, weight, A_log, dt_bias, gamma], d_out, documents
 
 
-def run(sizes, leaves, d_out, documents, core, kernels="auto", **options):
+def run(sizes, leaves, d_out, documents, rule, kernels="auto", **options):
     """Output and every gradient."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, sizes, core=core, norm=GatedNorm(gamma),
+        proj, weight, None, A_log, dt_bias, sizes, rule=rule, norm=GatedNorm(gamma),
         documents=documents, kernels=kernels, **options,
     )  # fmt: skip
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
 
 
-def core_named(name, sizes, dtype=torch.bfloat16):
-    """A core by its name, of which " fp16" may be a part: with such operands."""
+def rule_named(name, sizes, dtype=torch.bfloat16):
+    """A rule by its name, of which " fp16" may be a part: with such operands."""
     name, half, _ = name.partition(" fp16")
     operands = "fp16" if half else "bf16"
     try:
-        return resolve_core(name, device="cuda", dtype=dtype, sizes=sizes, operands=operands).core
+        return resolve_rule(name, device="cuda", dtype=dtype, sizes=sizes, operands=operands).rule
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -89,7 +91,7 @@ def errors(got, exact):
     return found
 
 
-def check_against_fp64(heads, core_name, yardstick, seeds=4, **shape):
+def check_against_fp64(heads, rule_name, yardstick, seeds=4, **shape):
     """At most 1.2 times the error of plain torch in bf16, over fp64 from the same bf16 inputs.
 
     Plain torch is the same mixer with the twins instead of our kernels, around the delta rule
@@ -102,9 +104,9 @@ def check_against_fp64(heads, core_name, yardstick, seeds=4, **shape):
         sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
         wide = [x.detach().double() for x in leaves]
         batch = (d_out, documents)
-        exact = run(sizes, wide, *batch, core_named("reference", sizes), kernels="torch")
-        plain = run(sizes, leaves, *batch, core_named(yardstick, sizes), kernels="torch")
-        got = run(sizes, leaves, *batch, core_named(core_name, sizes))
+        exact = run(sizes, wide, *batch, rule_named("reference", sizes), kernels="torch")
+        plain = run(sizes, leaves, *batch, rule_named(yardstick, sizes), kernels="torch")
+        got = run(sizes, leaves, *batch, rule_named(rule_name, sizes))
         squares["got"] += torch.tensor(errors(got, exact)).square()
         squares["plain"] += torch.tensor(errors(plain, exact)).square()
     found = [(squares[key] / seeds).sqrt().tolist() for key in ("got", "plain")]
@@ -119,134 +121,134 @@ def check_against_fp64(heads, core_name, yardstick, seeds=4, **shape):
     assert not bad, "; ".join(bad)
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_our_kernels_cost_no_accuracy_at_any_shape(shape, core):
+def test_our_kernels_cost_no_accuracy_at_any_shape(shape, rule):
     seeds = 1 if shape == "long" else 4
-    check_against_fp64((16, 32), core, yardstick=core, seeds=seeds, **SHAPES[shape])
+    check_against_fp64((16, 32), rule, yardstick=rule, seeds=seeds, **SHAPES[shape])
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, core):
-    check_against_fp64(RATIOS[ratio], core, yardstick=core, S=321, decay=decay)
+def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, rule):
+    check_against_fp64(RATIOS[ratio], rule, yardstick=rule, S=321, decay=decay)
 
 
 @pytest.mark.parametrize(
-    "core",
+    "rule",
     [
         "reference",
         *HALF,
     ],
 )
-def test_the_whole_mixer_is_as_exact_as_plain_torch(core):
-    check_against_fp64((16, 32), core, yardstick="reference", S=777)
+def test_the_whole_mixer_is_as_exact_as_plain_torch(rule):
+    check_against_fp64((16, 32), rule, yardstick="reference", S=777)
 
 
-@pytest.mark.parametrize("core", HALF)
+@pytest.mark.parametrize("rule", HALF)
 @pytest.mark.parametrize("decay", ["none", "strong", "slow"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_decay(decay, core):
-    check_against_fp64((16, 32), core, yardstick="reference", S=777, decay=decay)
+def test_fp16_operands_are_as_exact_as_plain_torch_at_any_decay(decay, rule):
+    check_against_fp64((16, 32), rule, yardstick="reference", S=777, decay=decay)
 
 
-@pytest.mark.parametrize("core", HALF)
+@pytest.mark.parametrize("rule", HALF)
 @pytest.mark.parametrize("shape", ["S63-B2", "S2100-B3", "packed"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_shape(shape, core):
-    check_against_fp64((16, 32), core, yardstick="reference", seeds=2, **SHAPES[shape])
+def test_fp16_operands_are_as_exact_as_plain_torch_at_any_shape(shape, rule):
+    check_against_fp64((16, 32), rule, yardstick="reference", seeds=2, **SHAPES[shape])
 
 
-@pytest.mark.parametrize("core", HALF)
+@pytest.mark.parametrize("rule", HALF)
 @pytest.mark.parametrize("ratio", ["1", "3", "4"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_ratio(ratio, core):
-    check_against_fp64(RATIOS[ratio], core, yardstick="reference", S=321)
+def test_fp16_operands_are_as_exact_as_plain_torch_at_any_ratio(ratio, rule):
+    check_against_fp64(RATIOS[ratio], rule, yardstick="reference", S=321)
 
 
 def test_fp16_operands_know_no_size_of_the_gradient():
     """Powers of two leave every bit: nothing over- or underflows on the way."""
     sizes, leaves, d_out, documents = make_inputs((16, 32), S=333)
-    core = core_named("flash_qla fp16", sizes)
-    usual = run(sizes, leaves, d_out, documents, core)
+    rule = rule_named("flash_qla fp16", sizes)
+    usual = run(sizes, leaves, d_out, documents, rule)
     for size in (2.0**-60, 2.0**60):
-        got = run(sizes, leaves, d_out * size, documents, core)
+        got = run(sizes, leaves, d_out * size, documents, rule)
         for name, a, b in zip(NAMES[1:], got[1:], usual[1:], strict=True):
             assert torch.equal(a, b * size), name
 
 
 def test_other_head_dims_take_a_path_that_is_right():
     sizes = HeadSizes(16, 32, 64, 64)
-    chosen = resolve_core(device="cuda", dtype=torch.bfloat16, sizes=sizes).core.name
+    chosen = resolve_rule(device="cuda", dtype=torch.bfloat16, sizes=sizes).rule.name
     assert chosen in ("fla", "reference")
     check_against_fp64((16, 32), "auto", yardstick="auto", S=130, dim=64)
 
 
-@pytest.mark.parametrize("core", ["flash_qla", "fla", "flash_qla fp16"])
+@pytest.mark.parametrize("rule", ["flash_qla", "fla", "flash_qla fp16"])
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
-def test_recomputing_keeps_every_bit(shape, core):
+def test_recomputing_keeps_every_bit(shape, rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
-    core = core_named(core, sizes)
-    saved = run(sizes, leaves, d_out, documents, core)
-    again = run(sizes, leaves, d_out, documents, core, recompute_qkv=True)
+    rule = rule_named(rule, sizes)
+    saved = run(sizes, leaves, d_out, documents, rule)
+    again = run(sizes, leaves, d_out, documents, rule, recompute_qkv=True)
     for name, a, b in zip(NAMES, saved, again, strict=True):
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("core", ["flash_qla", "flash_qla fp16"])
+@pytest.mark.parametrize("rule", ["flash_qla", "flash_qla fp16"])
 @pytest.mark.parametrize("shape", ["S2100-B3", "packed", "long"])
-def test_two_runs_are_bitwise_equal(shape, core):
+def test_two_runs_are_bitwise_equal(shape, rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
-    core = core_named(core, sizes)
-    first = run(sizes, leaves, d_out, documents, core)
+    rule = rule_named(rule, sizes)
+    first = run(sizes, leaves, d_out, documents, rule)
     for _ in range(5):
         for name, a, b in zip(
-            NAMES, first, run(sizes, leaves, d_out, documents, core), strict=True
+            NAMES, first, run(sizes, leaves, d_out, documents, rule), strict=True
         ):
             assert torch.equal(a, b), name
 
 
 def test_changing_one_document_leaves_the_others_bitwise_unchanged():
     sizes, leaves, d_out, documents = make_inputs((16, 32), S=1000, lengths=(100, 63, 1, 836))
-    core = core_named("auto", sizes)
-    before = run(sizes, leaves, d_out, documents, core)
+    rule = rule_named("auto", sizes)
+    before = run(sizes, leaves, d_out, documents, rule)
     changed = [leaves[0].detach().clone(), *leaves[1:]]
     changed[0][100:163] += 1
-    after = run(sizes, changed, d_out, documents, core)
+    after = run(sizes, changed, d_out, documents, rule)
     for name, a, b in zip(NAMES[:2], before, after, strict=False):
         assert torch.equal(a[:100], b[:100]) and torch.equal(a[163:], b[163:]), name
         assert not torch.equal(a[100:163], b[100:163]), name
 
 
-@pytest.mark.parametrize("core", ["flash_qla", "fla", *HALF])
+@pytest.mark.parametrize("rule", ["flash_qla", "fla", *HALF])
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed"])
-def test_nothing_waits_for_the_device(shape, core):
+def test_nothing_waits_for_the_device(shape, rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
-    core = core_named(core, sizes)
-    run(sizes, leaves, d_out, documents, core)  # compiles, tunes and fills per-batch tables
+    rule = rule_named(rule, sizes)
+    run(sizes, leaves, d_out, documents, rule)  # compiles, tunes and fills per-batch tables
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(sizes, leaves, d_out, documents, core, recompute_qkv=True)
+        run(sizes, leaves, d_out, documents, rule, recompute_qkv=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_new_packed_batch_does_not_wait_either():
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES["packed"])
-    core = core_named("flash_qla", sizes)
-    run(sizes, leaves, d_out, documents, core)
+    rule = rule_named("flash_qla", sizes)
+    run(sizes, leaves, d_out, documents, rule)
     fresh = Documents.from_cu_seqlens([0, 1, 3, 6, 69, 200, 1000], 1000, device="cuda")
     assert fresh.cu_seqlens.is_cuda and fresh.position_T.is_cuda  # made once, outside
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(sizes, leaves, d_out, fresh, core)
+        run(sizes, leaves, d_out, fresh, rule)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("core", ["flash_qla", "flash_qla fp16"])
-def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(core):
+@pytest.mark.parametrize("rule", ["flash_qla", "flash_qla fp16"])
+def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES["long"])
-    run(sizes, leaves, d_out, documents, core_named(core, sizes))
+    run(sizes, leaves, d_out, documents, rule_named(rule, sizes))
     for stage, name in flash_qla_plan.UNFENCED.items():
         module = sys.modules[getattr(flash_qla_plan.stages(), stage).__module__]
         kernels = getattr(module, name)._kernel_cache.values()
@@ -258,13 +260,13 @@ def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(core):
 
 def test_a_dropped_output_is_filled_again():
     sizes, leaves, d_out, documents = make_inputs((16, 32), S=333)
-    core = core_named("auto", sizes)
+    rule = rule_named("auto", sizes)
     weight = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def gradients(refilled):
         proj, conv, A_log, dt_bias, gamma = leaves
         mixed = gated_delta_mixer(
-            proj, conv, None, A_log, dt_bias, sizes, core=core, norm=GatedNorm(gamma),
+            proj, conv, None, A_log, dt_bias, sizes, rule=rule, norm=GatedNorm(gamma),
             refilled=refilled,
         )  # fmt: skip
         out = mixed @ weight

@@ -1,4 +1,4 @@
-"""GPU cores that pass states, and FlashQLA's batch invariance, in bf16 against the fp64 chunk rule.
+"""GPU rules with states in and out, FlashQLA's batch invariance: bf16 against the fp64 chunk rule.
 
 Heads 16/32 throughout: every other ratio is minutes of compiling.
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import HeadSizes, resolve_core
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.half import HalfOperands
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
+from megatron_gdn.ops.head_sizes import HeadSizes
 
 from .states import (
     NAMES,
-    PlainRule,
+    Oracle,
+    backward_of,
     by_key_head,
     documents_of,
     run_in_segments,
@@ -31,7 +32,7 @@ pytestmark = [
 ]
 
 HEADS = (16, 32)
-CORES = ("flash_qla", "fla")
+RULES = ("flash_qla", "fla")
 # Two roundings to bf16 of 2^-9 each in every product, four products between a chunk's input and
 # the state: what a state or its gradient may differ by, relative to its norm.
 STATE_TOLERANCE = 4 * 2 * 2**-9
@@ -43,17 +44,17 @@ SEGMENTS = {
 }
 
 
-def core_named(name: str, **options):
+def rule_named(name: str, **options):
     if name == "flash_qla" and options:
         pytest.importorskip("flash_qla")
-        from megatron_gdn.ops.fused.cores.flash_qla import FlashQlaCore
+        from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaRule
 
-        return FlashQlaCore(**options)
+        return FlashQlaRule(**options)
     sizes = HeadSizes(*HEADS, 128, 128)
     try:
-        return resolve_core(
+        return resolve_rule(
             name, device="cuda", dtype=torch.bfloat16, sizes=sizes, operands="bf16"
-        ).core
+        ).rule
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -91,34 +92,34 @@ def relative(got, exact) -> float:
 
 
 def exact_run(inputs, d_o) -> list[torch.Tensor]:
-    rule = PlainRule(widened(inputs), (inputs.k.shape[1],) * inputs.k.shape[0])
-    grads, _ = rule.backward(d_o.double())
-    return [rule.forward()[0], *by_key_head(grads, HEADS[0])]
+    oracle = Oracle(widened(inputs), (inputs.k.shape[1],) * inputs.k.shape[0])
+    grads, _ = oracle.backward(d_o.double())
+    return [oracle.forward()[0], *by_key_head(grads, HEADS[0])]
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("case", SEGMENTS)
 def test_a_sequence_in_segments_is_as_exact_as_in_one(case, decay, name):
-    core, lengths = core_named(name), SEGMENTS[case]
+    rule, lengths = rule_named(name), SEGMENTS[case]
     inputs, d_o = make_inputs(sum(lengths), decay=decay)
     exact = exact_run(inputs, d_o)
-    whole = errors(run_whole(core, inputs, d_o), exact)
-    pieces = errors(run_in_segments(core, inputs, d_o, documents_of(lengths, "cuda")), exact)
+    whole = errors(run_whole(rule, inputs, d_o), exact)
+    pieces = errors(run_in_segments(rule, inputs, d_o, documents_of(lengths, "cuda")), exact)
     lines = [f"{n}: {a:.2e}, in one {b:.2e}" for n, a, b in zip(NAMES, pieces, whole, strict=True)]
     print("\n" + "\n".join(lines))
     bad = [x for x, a, b in zip(lines, pieces, whole, strict=True) if not a <= 1.2 * b + 1e-6]
     assert not bad, "; ".join(bad)
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_transition_and_d_initial_agree_with_the_plain_rule(decay, name):
-    core, lengths = core_named(name), (1, 63, 64, 200, 3000, 129)
+def test_maps_states_and_d_initial_agree_with_the_plain_rule(decay, name):
+    rule, lengths = rule_named(name), (1, 63, 64, 200, 3000, 129)
     inputs, d_o = make_inputs(sum(lengths), decay=decay)
     documents = documents_of(lengths, "cuda")
-    local, through, work = core.transition(inputs, documents)
-    exact = PlainRule(widened(inputs), lengths)
+    local, through = rule.begin(inputs, documents).state_map()
+    exact = Oracle(widened(inputs), lengths)
     exact_local, exact_through = exact.forward()[1], exact.through()
     identity = torch.eye(128, device="cuda").norm()
     found = {"local": relative(local, exact_local)}
@@ -129,59 +130,70 @@ def test_transition_and_d_initial_agree_with_the_plain_rule(decay, name):
 
     make = torch.Generator(device="cuda").manual_seed(5)
     initial = torch.randn(local.shape, generator=make, device="cuda")
-    for label, given in (("without", None), ("with", work)):
-        o, saved, plan = core.forward(inputs, documents, True, initial=initial, work=given)
-        found[f"o {label} work"] = relative(o, exact.forward(initial.double())[0])
-        d_local, _ = core.d_initial(d_o, inputs._replace(g=None), saved, plan, documents)
+    for label, map_first in (("alone", False), ("after the map", True)):
+        forward = rule.begin(inputs, documents)
+        if map_first:
+            forward.state_map()
+        o, final, saved = forward.run(initial, final=True)
+        exact_o, exact_final = exact.forward(initial.double())
+        found[f"o {label}"] = relative(o, exact_o)
+        found[f"final {label}"] = relative(final, exact_final)
+        d_local = backward_of(rule, inputs, d_o, saved, documents).d_initial()
         exact_d = exact.backward(d_o.double(), initial.double())[1]
-        found[f"d_initial {label} work"] = relative(d_local, exact_d)
-    o, saved, plan = core.forward(inputs, documents, True)
-    d_local, _ = core.d_initial(d_o, inputs._replace(g=None), saved, plan, documents)
-    found["d_initial of a forward without states"] = relative(d_local, exact_d)
+        found[f"d_initial {label}"] = relative(d_local, exact_d)
+        forward = rule.begin(inputs, documents)
+        if map_first:
+            forward.state_map()
+        _, final, saved = forward.run(final=True)
+        found[f"final from zero {label}"] = relative(final, exact_local)
+        d_local = backward_of(rule, inputs, d_o, saved, documents).d_initial()
+        found[f"d_initial of a forward from zero {label}"] = relative(d_local, exact_d)
     print("\n" + "\n".join(f"{name}: {error:.2e}" for name, error in found.items()))
     bad = {name: error for name, error in found.items() if not error <= STATE_TOLERANCE}
     assert not bad, bad
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", RULES)
 def test_states_and_their_gradients_of_batch_rows(name):
-    core = core_named(name)
+    rule = rule_named(name)
     inputs, d_o = make_inputs(333, B=3)
-    exact = PlainRule(widened(inputs), (333,) * 3)
-    local, through, work = core.transition(inputs, None)
+    exact = Oracle(widened(inputs), (333,) * 3)
+    forward = rule.begin(inputs, None)
+    local, through = forward.state_map()
     make = torch.Generator(device="cuda").manual_seed(5)
     initial, d_final = (torch.randn(local.shape, generator=make, device="cuda") for _ in range(2))
-    o, saved, plan = core.forward(inputs, None, True, initial=initial, work=work)
-    silent = inputs._replace(g=None)
-    d_local, work = core.d_initial(d_o, silent, saved, plan, None)
-    grads = core.backward(d_o, silent, saved, plan, None, initial, d_final, work)
+    o, final, saved = forward.run(initial, final=True)
+    backward = backward_of(rule, inputs, d_o, saved)
+    d_local = backward.d_initial()
+    grads = backward.run(initial, d_final)
     exact_grads, d_initial = exact.backward(d_o.double(), initial.double(), d_final.double())
     got_d = d_local + through.mT @ d_final
-    got = [o, *by_key_head(grads, HEADS[0]), local, got_d]
-    wanted = [exact.forward(initial.double())[0], *exact_grads, exact.forward()[1], d_initial]
-    found = dict(zip((*NAMES, "local", "d_initial"), errors(got, wanted), strict=True))
-    own = dict(zip(NAMES, errors(run_whole(core, inputs, d_o), exact_run(inputs, d_o)),
+    got = [o, *by_key_head(grads, HEADS[0]), local, got_d, final]
+    exact_o, exact_final = exact.forward(initial.double())
+    wanted = [exact_o, *exact_grads, exact.forward()[1], d_initial, exact_final]
+    found = dict(zip((*NAMES, "local", "d_initial", "final"), errors(got, wanted), strict=True))
+    own = dict(zip(NAMES, errors(run_whole(rule, inputs, d_o), exact_run(inputs, d_o)),
                    strict=True))  # fmt: skip
     print(found, own)
     bad = {n: e for n, e in found.items() if not e <= max(STATE_TOLERANCE, 1.2 * own.get(n, 0))}
     assert not bad, bad
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("way", [run_in_segments, run_on_ranks], ids=["documents", "ranks"])
 def test_fp16_operands_pass_states_more_exactly(way, name):
     """At most half of what bf16 operands cost, which have three bits less.
 
     From the same values, which both dtypes hold. The first segments' own gradients are tiny.
     """
-    core, lengths = core_named(name), [700, 65, 2100]
+    rule, lengths = rule_named(name), [700, 65, 2100]
     inputs, d_o = make_inputs(sum(lengths), decay="none")
     d_o[:, :765] *= 2.0**-8
     exact = exact_run(inputs, d_o)
     segments = lengths if way is run_on_ranks else documents_of(lengths, "cuda")
-    bf16 = errors(way(core, inputs, d_o, segments), exact)
+    bf16 = errors(way(rule, inputs, d_o, segments), exact)
     half = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
-    fp16 = errors(way(HalfOperands(core), half, d_o, segments), exact)
+    fp16 = errors(way(HalfOperands(rule), half, d_o, segments), exact)
     lines = [f"{n}: {a:.2e}, bf16 {b:.2e}" for n, a, b in zip(NAMES, fp16, bf16, strict=True)]
     print("\n" + "\n".join(lines))
     bad = [x for x, a, b in zip(lines, fp16, bf16, strict=True) if not a <= 0.5 * b]
@@ -189,19 +201,19 @@ def test_fp16_operands_pass_states_more_exactly(way, name):
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["bf16", "fp16"])
-def test_a_core_with_states_waits_for_nothing(half):
-    core, lengths = core_named("flash_qla"), (1, 63, 3000, 2)
+def test_a_rule_with_states_waits_for_nothing(half):
+    rule, lengths = rule_named("flash_qla"), (1, 63, 3000, 2)
     inputs, d_o = make_inputs(sum(lengths))
     if half:
-        core = HalfOperands(core)
+        rule = HalfOperands(rule)
         inputs = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
-    run_in_segments(core, inputs, d_o, documents_of(lengths, "cuda"))
+    run_in_segments(rule, inputs, d_o, documents_of(lengths, "cuda"))
     fresh = documents_of((2, 62, 3001, 1), "cuda")
     assert fresh.cu_seqlens.is_cuda
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run_in_segments(core, inputs, d_o, fresh)
+        run_in_segments(rule, inputs, d_o, fresh)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -219,28 +231,28 @@ NEIGHBOURS = {"few": ((), (40,)), "many": ((9, 300, 64, 65), (1, 700)), "long": 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 63, 777, 4500])
 def test_batch_invariant_bits_of_a_document_do_not_depend_on_its_neighbours(length, decay):
-    core = core_named("flash_qla", batch_invariant=True)
+    rule = rule_named("flash_qla", batch_invariant=True)
     inputs, d_o = make_inputs(5000 + 4500 + 8200, decay=decay)
     mine = part(inputs, d_o, 1000, length)
-    alone = run_whole(core, *mine)
+    alone = run_whole(rule, *mine)
     for place, (before, after) in NEIGHBOURS.items():
         lengths = (*before, length, *after)
         start = sum(before)
         around, d_around = part(inputs, d_o, 0, sum(lengths))
         for whole, x in zip((*around, d_around), (*mine[0], mine[1]), strict=True):
             whole[:, start : start + length] = x
-        among = run_whole(core, around, d_around, documents_of(lengths, "cuda"))
+        among = run_whole(rule, around, d_around, documents_of(lengths, "cuda"))
         for tensor, a, b in zip(NAMES, alone, among, strict=True):
             assert torch.equal(a, b[:, start : start + length]), (place, tensor)
 
 
 def test_batch_invariant_bits_of_a_row_do_not_depend_on_the_batch():
-    core = core_named("flash_qla", batch_invariant=True)
+    rule = rule_named("flash_qla", batch_invariant=True)
     inputs, d_o = make_inputs(777, B=4)
-    together = run_whole(core, inputs, d_o)
+    together = run_whole(rule, inputs, d_o)
     for row in (0, 3):
         one = RuleInputs(*(x[row : row + 1].contiguous() for x in inputs))
-        alone = run_whole(core, one, d_o[row : row + 1].contiguous())
+        alone = run_whole(rule, one, d_o[row : row + 1].contiguous())
         for tensor, a, b in zip(NAMES, alone, together, strict=True):
             assert torch.equal(a[0], b[row]), (row, tensor)
 
@@ -248,8 +260,8 @@ def test_batch_invariant_bits_of_a_row_do_not_depend_on_the_batch():
 def test_batch_invariance_costs_no_accuracy():
     inputs, d_o = make_inputs(4500)
     exact = exact_run(inputs, d_o)
-    usual = errors(run_whole(core_named("flash_qla"), inputs, d_o), exact)
-    core = core_named("flash_qla", batch_invariant=True)
-    invariant = errors(run_whole(core, inputs, d_o), exact)
+    usual = errors(run_whole(rule_named("flash_qla"), inputs, d_o), exact)
+    rule = rule_named("flash_qla", batch_invariant=True)
+    invariant = errors(run_whole(rule, inputs, d_o), exact)
     print(usual, invariant)
     assert all(a <= 1.2 * b for a, b in zip(invariant, usual, strict=True))

@@ -1,6 +1,6 @@
-"""fp16 operands in a layer of another dtype: the powers of two around a core, on a CPU.
+"""fp16 operands in a layer of another dtype: the powers of two around a rule, on a CPU.
 
-The core inside is the plain rule, which computes in fp32 from whatever it is given; so what is seen
+The rule inside is the plain rule, which computes in fp32 from whatever it is given; so what is seen
 is what the wrapper does, and one rounding to fp16 of q, k, v, d_o, o, dq, dk, dv and no other.
 
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
@@ -13,28 +13,37 @@ import weakref
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import (
-    GatedNorm,
-    HeadSizes,
-    cores,
-    gated_delta_mixer,
-    norm_torch,
-    resolve_core,
-)
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.half_torch import power_exponent
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.delta_rule import resolve
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.half_torch import power_exponent
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
+from megatron_gdn.ops.gated_norm import norm_torch
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm
 
-from .states import NAMES, InHalf, PlainRule, documents_of, run_in_segments, run_on_ranks, run_whole
+from .states import (
+    NAMES,
+    InHalf,
+    InHalfBackward,
+    Oracle,
+    assert_rows_equal_one_row,
+    backward_of,
+    by_key_head,
+    documents_of,
+    forwards_from,
+    run_in_segments,
+    run_on_ranks,
+    run_whole,
+)
 
 G, H, K, V = 2, 6, 5, 7
 # Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
 HALF = 2 * 2**-12
 
 
-core = HalfOperands(InHalf())
+rule = HalfOperands(InHalf())
 
 
 def make_inputs(S=70, B=1, seed=0):
@@ -50,14 +59,14 @@ def make_inputs(S=70, B=1, seed=0):
 
 
 def run(inputs, d_o):
-    o, *grads = run_whole(core, inputs, d_o)
+    o, *grads = run_whole(rule, inputs, d_o)
     assert o.dtype == torch.float16
     return [o, *grads]
 
 
 def exact_run(inputs, d_o):
-    rule = PlainRule(RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]])
-    return [rule.forward()[0], *rule.backward(d_o.double())[0]]
+    oracle = Oracle(RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]])
+    return [oracle.forward()[0], *oracle.backward(d_o.double())[0]]
 
 
 def assert_close(name, got, exact, tolerance=HALF):
@@ -76,10 +85,10 @@ def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent):
 
 def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
     inputs, d_o = make_inputs()
-    _, saved, plan = core.forward(inputs, None, True)
+    saved = rule.begin(inputs, None).run().saved
 
     def backward(d_o):
-        return core.backward(d_o, inputs._replace(g=None), saved, plan, None)
+        return backward_of(rule, inputs, d_o, saved).run()
 
     usual = backward(d_o)
     for exponent in (-40, 40):
@@ -100,8 +109,8 @@ def test_a_quiet_key_head_keeps_its_digits_beside_a_loud_one():
 
 def test_no_gradient_gives_none_and_the_factor_stays_finite():
     inputs, d_o = make_inputs()
-    _, saved, plan = core.forward(inputs, None, True)
-    grads = core.backward(torch.zeros_like(d_o), inputs._replace(g=None), saved, plan, None)
+    saved = rule.begin(inputs, None).run().saved
+    grads = backward_of(rule, inputs, torch.zeros_like(d_o), saved).run()
     assert grads.factor.isfinite().all() and (grads.factor > 0).all()
     assert all((x == 0).all() for x in grads[:5])
 
@@ -142,7 +151,7 @@ def test_the_largest_number_is_brought_just_below_its_mark(largest):
 def test_a_sequence_in_segments_equals_the_whole():
     lengths = (1, 63, 64, 65, 30)
     inputs, d_o = make_inputs(sum(lengths))
-    got = run_in_segments(core, inputs, d_o, documents_of(lengths))
+    got = run_in_segments(rule, inputs, d_o, documents_of(lengths))
     for name, a, exact in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
         assert_close(name, a, exact)
 
@@ -153,13 +162,45 @@ def test_states_bring_gradients_of_any_size_from_other_ranks(size):
     lengths = [70, 40, 65]
     inputs, d_o = make_inputs(sum(lengths))
     d_o[:, :110] *= size
-    got = run_on_ranks(core, inputs, d_o, lengths)
+    got = run_on_ranks(rule, inputs, d_o, lengths)
     for name, *both in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
         if name == "q":  # gets nothing from later tokens: beside what does, its digits may go
             assert_close(name, *both)
             continue
         for rank, (a, exact) in enumerate(zip(*(x.split(lengths, 1) for x in both), strict=True)):
             assert_close(f"{name} of rank {rank}", a, exact)
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 0, 64, 65)], ids=["dense", "packed"])
+def test_states_are_in_true_units_on_both_sides(lengths):
+    """Final states, and the gradient of initial ones for a d_o and a d_final of any size."""
+    B, S = (2, 65) if lengths is None else (1, 130)
+    inputs, d_o = make_inputs(S, B)
+    documents = None if lengths is None else documents_of(lengths)
+    exact = Oracle(RuleInputs(*(x.double() for x in inputs)), [n for n in lengths or (S,) * B if n])
+    make = torch.Generator().manual_seed(2)
+    initial, d_final = (torch.randn(exact.zeros().shape, generator=make) for _ in range(2))
+    for start, made in forwards_from(rule, inputs, documents, initial):
+        o, final = exact.forward(start.double())
+        assert_close("o", made.o, o)
+        assert_close("final", made.final, final, 2**-20)  # fp32 from what fp16 holds exactly
+    forward = rule.begin(inputs, documents)
+    through, saved = forward.state_map().through, forward.run(initial).saved
+    for size in (2.0**-60, 1.0, 2.0**60):
+        scaled, d_state = (d_o.double() * size).bfloat16(), d_final * size
+        grads, d_initial = exact.backward(scaled.double(), initial, d_state)
+        backward = backward_of(rule, inputs, scaled, saved, documents)
+        got = backward.d_initial() + through.mT @ d_state
+        assert_close("d_initial", got, d_initial)
+        got = by_key_head(backward.run(initial, d_state), G)
+        for name, a, b in zip(NAMES[1:], got, grads, strict=True):
+            assert_close(name, a, b)
+
+
+@pytest.mark.parametrize("run", [run_whole, run_in_segments])
+def test_documents_over_batch_rows_equal_one_row(run):
+    inputs, d_o = make_inputs(140)
+    assert_rows_equal_one_row(run, rule, inputs, d_o, documents_of((5, 65, 0, 70)))
 
 
 SIZES = HeadSizes(G, H, K, V)
@@ -179,17 +220,17 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(lengths, recompute):
     documents = None if lengths is None else documents_of(lengths)
     options = {"documents": documents, "recompute_qkv": recompute}
 
-    def run_mixer(core, dtype, size=1.0):
+    def run_mixer(rule, dtype, size=1.0):
         *tensors, gain = (x.detach().to(dtype).requires_grad_() for x in (*leaves, gamma))
         out = gated_delta_mixer(
-            *tensors[:2], None, *tensors[2:], SIZES, core=core, norm=GatedNorm(gain), **options
+            *tensors[:2], None, *tensors[2:], SIZES, rule=rule, norm=GatedNorm(gain), **options
         )
         assert out.dtype == dtype
         return [out, *torch.autograd.grad(out, [*tensors, gain], size * d_out.to(dtype))]
 
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
-    got, exact = run_mixer(core, torch.float32), run_mixer(TorchCore(), torch.float64)
-    tiny = run_mixer(core, torch.float32, 2.0**-50)
+    got, exact = run_mixer(rule, torch.float32), run_mixer(PlainRule(), torch.float64)
+    tiny = run_mixer(rule, torch.float32, 2.0**-50)
     for name, a, b, c in zip(names, got, exact, tiny, strict=True):
         # The gradient of l2norm takes away what lies along q and k, the larger part with K = 5.
         assert_close(name, a, b, 8 * HALF)
@@ -200,14 +241,16 @@ def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
     proj, weight = torch.randn(9, 2, SIZES.width).bfloat16(), torch.randn(SIZES.conv_width, 4)
     proj.requires_grad_()
     gates = (torch.zeros(H), torch.zeros(H))
-    o, z = gated_delta_mixer(proj, weight.bfloat16(), None, *gates, SIZES, core=core, norm=None)
+    o, z = gated_delta_mixer(proj, weight.bfloat16(), None, *gates, SIZES, rule=rule, norm=None)
     assert o.dtype == z.dtype == torch.bfloat16
     (d_proj,) = torch.autograd.grad(o.float().square().sum(), [proj])
     assert d_proj.dtype == torch.bfloat16 and d_proj.isfinite().all() and d_proj.any()
 
 
 class Gpu:
-    """What the choice sees of a GPU core."""
+    """What the choice sees of a GPU rule."""
+
+    reads_again = frozenset()
 
     def __init__(self, name, deterministic=False):
         self.name, self.batch_invariant = name, deterministic
@@ -215,26 +258,26 @@ class Gpu:
 
 @pytest.fixture
 def choose(monkeypatch):
-    monkeypatch.setattr(cores, "why_not_flash_qla", lambda *_: None)
-    monkeypatch.setattr(cores, "why_not_fla", lambda *_: None)
-    make = cores._make
+    monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
+    monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
+    make = resolve._make
     monkeypatch.setattr(
-        cores, "_make", lambda name, *x: make(name) if name == "reference" else Gpu(name, *x)
+        resolve, "_make", lambda name, *x: make(name) if name == "reference" else Gpu(name, *x)
     )
 
     def choose(backend="auto", **options):
         options = {"dtype": torch.bfloat16, "device": "cpu", **options}
-        return resolve_core(backend, sizes=HeadSizes(2, 4, 128, 128), **options)
+        return resolve_rule(backend, sizes=HeadSizes(2, 4, 128, 128), **options)
 
     return choose
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash_qla", "fla"])
 def test_the_choice_of_fp16_operands(choose, backend):
-    core, reason = choose(backend)
-    assert isinstance(core, HalfOperands) and core.name == backend.replace("auto", "flash_qla")
+    rule, reason = choose(backend)
+    assert isinstance(rule, HalfOperands) and rule.name == backend.replace("auto", "flash_qla")
     assert reason.endswith("fp16 operands")
-    assert isinstance(choose(backend, operands="bf16").core, Gpu)
+    assert isinstance(choose(backend, operands="bf16").rule, Gpu)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +289,8 @@ def test_the_choice_of_fp16_operands(choose, backend):
     ids=["deterministic", "no l2norm"],
 )
 def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, why):
-    core, reason = choose(**options)
-    assert not isinstance(core, HalfOperands)
+    rule, reason = choose(**options)
+    assert not isinstance(rule, HalfOperands)
     assert "no fp16 operands: " in reason and why in reason
 
 
@@ -255,8 +298,8 @@ def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, w
     "options", [{"backend": "reference"}, {"dtype": torch.float16}, {"dtype": torch.float32}]
 )
 def test_where_fp16_operands_would_gain_nothing_there_is_nothing_to_say(choose, options):
-    core, reason = choose(**options)
-    assert not isinstance(core, HalfOperands) and "operands" not in reason
+    rule, reason = choose(**options)
+    assert not isinstance(rule, HalfOperands) and "operands" not in reason
 
 
 def test_unknown_operands_are_refused(choose):
@@ -265,7 +308,7 @@ def test_unknown_operands_are_refused(choose):
 
 
 def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
-    """It is as large as v: the core's own buffers need not stand beside both."""
+    """It is as large as v: the rule's own buffers need not stand beside both."""
     made, found = [], []
     backward = norm_torch.gated_norm_backward
 
@@ -274,16 +317,20 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
         made.append(weakref.ref(d_o))
         return d_o, d_gamma
 
-    class Looks(InHalf):
-        def backward(self, *args):
+    class LooksBackward(InHalfBackward):
+        def run(self, *args):
             found.append(made[0]())
-            return super().backward(*args)
+            return super().run(*args)
+
+    class Looks(InHalf):
+        def begin_backward(self, d_o, inputs, saved, documents):
+            return LooksBackward(d_o, inputs, documents)
 
     monkeypatch.setattr(norm_torch, "gated_norm_backward", remembered)
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
     proj.requires_grad_()
     out = gated_delta_mixer(
-        proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, core=HalfOperands(Looks()),
+        proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, rule=HalfOperands(Looks()),
         norm=GatedNorm(torch.ones(V)),
     )  # fmt: skip
     out.sum().backward()
@@ -294,6 +341,6 @@ def test_the_mixer_refuses_q_and_k_of_any_length():
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
     with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
         gated_delta_mixer(
-            proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, core=core, norm=None,
+            proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, rule=rule, norm=None,
             normalise_qk=False,
         )  # fmt: skip

@@ -13,12 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.ops.conv import causal_conv1d
+from megatron_gdn.ops.delta_rule.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer, resolve_core
-from megatron_gdn.ops.fused.recompute import RefilledOutput
 from megatron_gdn.ops.gates import decay_and_write_gates
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm, rms_norm_gated
-from megatron_gdn.ops.reference import recurrent_gated_delta_rule
+from megatron_gdn.ops.recompute import RefilledOutput
 
 NAMES = ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma")
 CASES = {
@@ -52,9 +54,9 @@ def composed(leaves, sizes, documents):
     """conv -> l2norm -> gates -> token recurrence -> gated norm, one op at a time."""
     proj, weight, bias, A_log, dt_bias, gamma = leaves
     rows = proj.transpose(0, 1)
-    q, k, v, z, b, alpha = rows.split(sizes.sections, dim=-1)
+    q, k, v, z, b, alpha = rows.split(sizes.layout.widths, dim=-1)
     qkv, _ = causal_conv1d(torch.cat([q, k, v], -1), weight[:, 0], bias, cu_seqlens=documents)
-    q, k, v = qkv.split(sizes.sections[:3], dim=-1)
+    q, k, v = qkv.split(sizes.layout.widths[:3], dim=-1)
     q, k = (l2norm(x.unflatten(-1, (sizes.key_heads, -1))) for x in (q, k))
     v, z = (x.unflatten(-1, (sizes.value_heads, -1)) for x in (v, z))
     g, beta = decay_and_write_gates(alpha, b, A_log, dt_bias)
@@ -62,8 +64,8 @@ def composed(leaves, sizes, documents):
     return rms_norm_gated(o, z, gamma).flatten(2).transpose(0, 1)
 
 
-def reference_core(sizes):
-    return resolve_core("reference", device="cpu", dtype=torch.float64, sizes=sizes).core
+def plain_rule(sizes):
+    return resolve_rule("reference", device="cpu", dtype=torch.float64, sizes=sizes).rule
 
 
 def gradients(out, leaves):
@@ -80,7 +82,7 @@ def test_mixer_and_every_gradient_equal_the_composition(name, recompute):
     leaves, documents = make_inputs(**arguments)
     *tensors, gamma = leaves
     mixed = gated_delta_mixer(
-        *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma),
+        *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma),
         documents=documents, recompute_qkv=recompute,
     )  # fmt: skip
     expected = composed(leaves, sizes, documents)
@@ -95,7 +97,7 @@ def test_without_norm_o_and_z_carry_the_whole_gradient():
     sizes = HeadSizes(2, 4, 4, 6)
     leaves, _ = make_inputs(sizes, S=37, B=2)
     *tensors, gamma = leaves
-    o, z = gated_delta_mixer(*tensors, sizes, core=reference_core(sizes), norm=None)
+    o, z = gated_delta_mixer(*tensors, sizes, rule=plain_rule(sizes), norm=None)
     mixed = rms_norm_gated(o, z, gamma).flatten(2).transpose(0, 1)
     expected = composed(leaves, sizes, None)
     torch.testing.assert_close(mixed, expected, rtol=1e-10, atol=1e-10)
@@ -106,7 +108,7 @@ def test_without_norm_o_and_z_carry_the_whole_gradient():
 def test_an_unused_z_gets_a_zero_gradient():
     sizes = HeadSizes(1, 1, 4, 4)
     leaves, _ = make_inputs(sizes, S=5)
-    o, _ = gated_delta_mixer(*leaves[:5], sizes, core=reference_core(sizes), norm=None)
+    o, _ = gated_delta_mixer(*leaves[:5], sizes, rule=plain_rule(sizes), norm=None)
     (d_proj,) = torch.autograd.grad(o.sum(), leaves[:1])
     assert (d_proj[..., sizes.z_column : sizes.beta_column] == 0).all()
     assert d_proj.isfinite().all()
@@ -126,7 +128,7 @@ def test_recomputing_keeps_every_bit_and_saves_k_and_v_too():
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             mixed = gated_delta_mixer(
-                *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma),
+                *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma),
                 recompute_qkv=recompute,
             )  # fmt: skip
         return mixed, gradients(mixed, leaves), sum(kept.values())
@@ -135,7 +137,7 @@ def test_recomputing_keeps_every_bit_and_saves_k_and_v_too():
     again, grads_again, saved_less = run(True)
     assert torch.equal(mixed, again)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
-    key, value = sizes.sections[1:3]
+    key, value = sizes.layout.widths[1:3]
     assert saved - saved_less == 64 * (key + value) * 8  # of 64 tokens in fp64; q never is saved
 
 
@@ -147,7 +149,7 @@ def test_a_dropped_output_is_filled_again_for_the_reader_of_it():
         leaves, _ = make_inputs(sizes, S=9, B=2)
         *tensors, gamma = leaves
         mixed = gated_delta_mixer(
-            *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma), refilled=refilled
+            *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma), refilled=refilled
         )
         out = mixed @ weight
         storage = mixed.untyped_storage()
@@ -191,7 +193,7 @@ def test_an_output_that_others_keep_is_not_dropped(keeper):
         *tensors, gamma = tensors
         refilled = RefilledOutput() if refill else None
         mixed = gated_delta_mixer(
-            *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma), refilled=refilled
+            *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma), refilled=refilled
         )
         out, storage = mixed @ weight, mixed.untyped_storage()
         if refilled is not None:
@@ -222,9 +224,9 @@ def test_no_tokens_are_nobodys_work_and_every_gradient_is_zero(S, B, packed, wit
     sizes = HeadSizes(2, 4, 6, 5)
     leaves, _ = make_inputs(sizes, S=S, B=B, bias=True, lengths=(0, 0) if packed else None)
     *tensors, gamma = leaves
-    core = SimpleNamespace(operand_dtype=None)  # it has nothing else to be asked for
+    rule = SimpleNamespace(operand_dtype=None, batch_invariant=False)  # and nothing that runs
     out = gated_delta_mixer(
-        *tensors, sizes, core=core, norm=GatedNorm(gamma) if with_norm else None,
+        *tensors, sizes, rule=rule, norm=GatedNorm(gamma) if with_norm else None,
         documents=Documents.from_cu_seqlens([0, 0, 0], 0) if packed else None,
     )  # fmt: skip
     if with_norm:
@@ -243,9 +245,7 @@ def test_without_grad_nothing_is_kept():
     leaves, _ = make_inputs(sizes, S=5)
     *tensors, gamma = leaves
     with torch.no_grad():
-        mixed = gated_delta_mixer(
-            *tensors, sizes, core=reference_core(sizes), norm=GatedNorm(gamma)
-        )
+        mixed = gated_delta_mixer(*tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma))
     assert mixed.grad_fn is None
 
 
@@ -253,15 +253,15 @@ def test_wrong_shapes_say_what_is_expected():
     sizes = HeadSizes(1, 2, 4, 6)
     leaves, _ = make_inputs(sizes, S=5, B=2)
     *tensors, gamma = leaves
-    core, norm = reference_core(sizes), GatedNorm(gamma)
+    rule, norm = plain_rule(sizes), GatedNorm(gamma)
     with pytest.raises(ValueError, match=rf"\[S, B, {sizes.width}\]"):
-        gated_delta_mixer(tensors[0][..., 1:], *tensors[1:], sizes, core=core, norm=norm)
+        gated_delta_mixer(tensors[0][..., 1:], *tensors[1:], sizes, rule=rule, norm=norm)
     with pytest.raises(ValueError, match="batch of 1"):
         gated_delta_mixer(
-            *tensors, sizes, core=core, norm=norm, documents=Documents.from_cu_seqlens([0, 5], 5)
+            *tensors, sizes, rule=rule, norm=norm, documents=Documents.from_cu_seqlens([0, 5], 5)
         )
     with pytest.raises(ValueError, match="cover the whole buffer"):
         gated_delta_mixer(
-            tensors[0][:, :1], *tensors[1:], sizes, core=core, norm=norm,
+            tensors[0][:, :1], *tensors[1:], sizes, rule=rule, norm=norm,
             documents=Documents.from_cu_seqlens([0, 4], 4),
         )  # fmt: skip

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused.cores import RuleInputs
-from megatron_gdn.ops.fused.cores.fla import parts_of
-from megatron_gdn.ops.fused.cores.fold import (
+from megatron_gdn.ops.delta_rule.fla import parts_of
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+from megatron_gdn.ops.state_maps.fold import (
     compose,
     entering_states,
     initial_gradients,
     leaving_gradients,
 )
-from megatron_gdn.ops.fused.cores.parts import CHUNK, FULL_GPU, Parts, parts_by_length
+from megatron_gdn.ops.state_maps.parts import CHUNK, FULL_GPU, Parts, parts_by_length
 
-from .states import PlainRule
+from .states import Oracle
 
 CPU = torch.device("cpu")
 
@@ -93,8 +93,8 @@ def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     lengths, cut = LENGTHS[case], CUTS[case]
     parts = Parts.build(offsets_of(lengths), cut, CPU)
     inputs, d_o = random_inputs(sum(lengths))
-    whole = PlainRule(inputs, lengths)
-    pieces = PlainRule(inputs, torch.tensor(cut).diff().tolist())
+    whole = Oracle(inputs, lengths)
+    pieces = Oracle(inputs, torch.tensor(cut).diff().tolist())
     local, through = pieces.forward()[1], pieces.through()
 
     for got, exact in zip(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import pack_torch
-from megatron_gdn.ops.fused.shares import HeadShares, alignment, strips
+from megatron_gdn.context_parallel.headwise.scheme import pack_torch
+from megatron_gdn.context_parallel.headwise.shares import HeadShares, alignment, strips
 
 EVEN = HeadShares.even(4, (12, 4, 40))
 COPIED = HeadShares(4, (6, 6, 24, 8), (2, 2, 1, 1))

@@ -1,4 +1,4 @@
-"""Cores that pass states: pieces of a sequence with states between them equal the whole.
+"""The plain rule with states in and out: pieces of a sequence and the states between them.
 
 fp64 against autograd through the token recurrence; 1e-10 is 6 digits above fp64 rounding of sums of
 a few hundred terms.
@@ -11,13 +11,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.delta_rule.recurrent import recurrent_gated_delta_rule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused.cores.base import RuleInputs, can_pass_states
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
 from megatron_gdn.ops.norm import l2norm
-from megatron_gdn.ops.reference import recurrent_gated_delta_rule
 
-from .states import NAMES
+from .states import (
+    NAMES,
+    assert_rows_equal_one_row,
+    backward_of,
+    documents_of,
+    forwards_from,
+    run_in_segments,
+    run_whole,
+)
 
 G, H, K, V = 2, 6, 5, 7
 CASES = {
@@ -63,7 +71,7 @@ def case(request):
     return make_inputs(*CASES[request.param])
 
 
-core = TorchCore()
+rule = PlainRule()
 
 
 def assert_close(got, exact):
@@ -71,20 +79,20 @@ def assert_close(got, exact):
     torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
 
 
-def test_transition_is_the_map_from_initial_to_final_states(case):
+def test_the_map_leads_from_initial_to_final_states(case):
     inputs, documents, initial = case
-    local, through, _ = core.transition(inputs, documents)
+    maps = rule.begin(inputs, documents).state_map()
     _, final = by_the_recurrence(inputs, documents, initial)
-    assert_close(through @ initial + local, final)
+    assert_close(maps.through @ initial + maps.local, final)
+    assert_close(maps.apply(initial), final)
 
 
-def test_forward_starts_from_the_initial_states(case):
+def test_output_and_final_states_are_the_recurrences(case):
     inputs, documents, initial = case
-    work = core.transition(inputs, documents).work
-    o, *_ = core.forward(inputs, documents, True, initial=initial, work=work)
-    assert_close(o, by_the_recurrence(inputs, documents, initial)[0])
-    zero, *_ = core.forward(inputs, documents, True)
-    assert_close(zero, by_the_recurrence(inputs, documents, torch.zeros_like(initial))[0])
+    for start, made in forwards_from(rule, inputs, documents, initial):
+        o, final = by_the_recurrence(inputs, documents, start)
+        assert_close(made.o, o)
+        assert_close(made.final, final)
 
 
 def test_gradients_flow_through_both_ends(case):
@@ -94,31 +102,43 @@ def test_gradients_flow_through_both_ends(case):
     d_o, d_final = torch.randn_like(o), torch.randn_like(final)
     *expected, expected_initial = torch.autograd.grad((o, final), leaves, (d_o, d_final))
 
-    _, saved, plan = core.forward(inputs, documents, True, initial=initial)
-    given = inputs._replace(g=None)
-    d_local, work = core.d_initial(d_o, given, saved, plan, documents)
-    through = core.transition(inputs, documents).through
-    assert_close(through.transpose(-1, -2) @ d_final + d_local, expected_initial)
-    grads = core.backward(
-        d_o, given, saved, plan, documents, initial=initial, d_final=d_final, work=work
-    )
-    for name, got, exact in zip(NAMES[1:], grads[:5], expected, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: n + m)
+    forward = rule.begin(inputs, documents)
+    through = forward.state_map().through
+    for d_initial_first in (True, False):
+        backward = backward_of(rule, inputs, d_o, forward.run(initial).saved, documents)
+        if d_initial_first:
+            d_local = backward.d_initial()
+            assert_close(through.transpose(-1, -2) @ d_final + d_local, expected_initial)
+        grads = backward.run(initial, d_final)
+        for name, got, exact in zip(NAMES[1:], grads[:5], expected, strict=True):
+            torch.testing.assert_close(
+                got, exact, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: n + m
+            )
+
+
+@pytest.mark.parametrize("run", [run_whole, run_in_segments])
+def test_documents_over_batch_rows_equal_one_row(run):
+    lengths = (3, 0, 30, 42, 65, 0, 10)  # a document ends where the first of the rows does
+    inputs, documents, _ = make_inputs((1, 150), lengths, 1.0)
+    assert documents.offsets[4] == 75
+    assert_rows_equal_one_row(run, rule, inputs, torch.randn_like(inputs.v), documents)
+
+
+def test_batch_rows_as_documents_equal_them_as_rows():
+    inputs, _, initial = make_inputs((2, 70), None, 1.0)
+    as_rows = rule.begin(inputs, None).run(initial, final=True)
+    as_documents = rule.begin(inputs, documents_of((70, 70))).run(initial, final=True)
+    assert_close(as_documents.o, as_rows.o)
+    assert_close(as_documents.final, as_rows.final)
 
 
 def test_states_of_half_precision_inputs_are_fp32():
     inputs, documents, initial = make_inputs((1, 20), (13, 7), 1.0)
     half = RuleInputs(*(x.half() for x in inputs[:3]), *(x.float() for x in inputs[3:]))
-    local, through, _ = core.transition(half, documents)
+    forward = rule.begin(half, documents)
+    local, through = forward.state_map()
     assert local.dtype == through.dtype == torch.float32
-    o, saved, plan = core.forward(half, documents, True, initial=initial.float())
-    assert o.dtype == torch.float16
-    d_local, _ = core.d_initial(o, half._replace(g=None), saved, plan, documents)
+    o, final, saved = forward.run(initial.float(), final=True)
+    assert o.dtype == torch.float16 and final.dtype == torch.float32
+    d_local = backward_of(rule, half, o, saved, documents).d_initial()
     assert d_local.dtype == torch.float32
-
-
-def test_a_core_says_whether_it_can():
-    class Plain:
-        name = "plain"
-
-    assert can_pass_states(core) and not can_pass_states(Plain())

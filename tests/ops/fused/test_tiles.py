@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_gdn.ops.fused.tiles import (
+from megatron_gdn.ops.kernels.tiles import (
     Walk,
     prepare_backward_tile,
     prepare_forward_tile,

@@ -7,11 +7,10 @@ import torch.distributed as dist
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices
-from megatron_gdn.mixer import heads_of
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.fused import GatedNorm, gated_delta_mixer
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 
 from ..states import InHalf
 from .conftest import INTERPRETED, _numpy_scalars_as_indices
@@ -34,15 +33,17 @@ def kernels_equal_their_twins_over_pieces(
         _numpy_scalars_as_indices()
         _numpy_scalars_as_indices.done = True
     group, rank = dist.group.WORLD, dist.get_rank()
-    scheme = Chunkwise(DIMS, group, SequenceLayout.parse(layout))
+    layout = SequenceLayout.parse(layout)
+    state = DIMS.heads.state
+    scheme = Chunkwise(DIMS.layout, state, DIMS.conv_kernel_dim, group, layout)
     tokens, rows = (20, 2) if lengths is None else (sum(lengths), 1)
     documents = None
     if lengths is not None:
         offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
         documents = Documents.from_cu_seqlens(offsets, tokens)
-    held = local_indices(lengths or (tokens,), group.size(), rank, scheme._layout)
+    held = local_indices(lengths or (tokens,), group.size(), rank, layout)
     torch.manual_seed(0)
-    sizes = heads_of(DIMS)
+    sizes = DIMS.heads
     proj = torch.randn(tokens, rows, sizes.width).to(dtype)[held]
     weights = [
         torch.randn(sizes.conv_width, 1, 4).to(dtype) * 0.5,
@@ -51,15 +52,16 @@ def kernels_equal_their_twins_over_pieces(
         torch.randn(2),
         1 + 0.3 * torch.randn(8).to(dtype),
     ]
+    neighbours = scheme.passage(documents, tokens, rows, proj).neighbours
     weight = torch.randn(tokens, rows, sizes.z_column - 2 * 16)[held]
 
     def run(kernels: str, wide: bool) -> dict[str, torch.Tensor]:
         leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in (proj, *weights)]
         *tensors, gamma = leaves
-        core = HalfOperands(InHalf()) if half_operands and not wide else TorchCore()
+        rule = HalfOperands(InHalf()) if half_operands and not wide else PlainRule()
         mixed = gated_delta_mixer(
-            *tensors, sizes, core=core, norm=GatedNorm(gamma),
-            split=scheme.split(leaves[0], documents), kernels=kernels,
+            *tensors, sizes, rule=rule, norm=GatedNorm(gamma),
+            neighbours=neighbours, kernels=kernels,
         )  # fmt: skip
         grads = torch.autograd.grad((mixed.double() * weight.double()).sum(), leaves)
         names = ("d_proj", "d_weight", "d_bias", "dA_log", "d_dt_bias", "d_gamma")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.affine import Nodes
-from megatron_gdn.context_parallel.affine import _steps_of_all as share_steps
-from megatron_gdn.ops.fused.cores import chains_kernels, chains_torch
-from megatron_gdn.ops.fused.cores.chains import IDENTITY, NONE, Steps
-from megatron_gdn.ops.fused.cores.parts import Parts
+from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes
+from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_all as share_steps
+from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
+from megatron_gdn.ops.state_maps.chains import IDENTITY, NONE, Steps
+from megatron_gdn.ops.state_maps.parts import Parts
 
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],

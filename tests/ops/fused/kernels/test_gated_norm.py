@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import norm, norm_torch
-from megatron_gdn.ops.fused.sizes import HeadSizes
-from megatron_gdn.ops.fused.tiles import Block
+from megatron_gdn.ops.gated_norm import norm, norm_torch
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.kernels.tiles import Block
 
 from .kernel_cases import Case, assert_close
 
@@ -30,14 +30,19 @@ def case(request, device):
     return case
 
 
+def z_of(case) -> slice:
+    """The gate's columns in a row."""
+    return case.sizes.layout.columns("z")
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_forward_equals_the_twin(case, zero_centered):
     got = norm.gated_norm_forward(
-        case.o, case.proj, case.gamma, case.sizes, zero_centered=zero_centered
+        case.o, case.proj, case.gamma, z_of(case), zero_centered=zero_centered
     )
     twin = case.double()
     exact = norm_torch.gated_norm_forward(
-        case.o.double(), twin.proj, twin.gamma, twin.sizes, zero_centered=zero_centered
+        case.o.double(), twin.proj, twin.gamma, z_of(case), zero_centered=zero_centered
     )
     assert got.is_contiguous()
     assert_close("out", got, exact)
@@ -48,13 +53,13 @@ def test_forward_equals_the_twin(case, zero_centered):
 def test_every_gradient_equals_autograd_through_the_twin(case, zero_centered, tile):
     d_proj = torch.full_like(case.proj, float("nan"))
     d_o, d_gamma = norm.gated_norm_backward(
-        case.d_out, case.o, case.proj, case.gamma, case.sizes, d_proj,
+        case.d_out, case.o, case.proj, case.gamma, z_of(case), d_proj,
         zero_centered=zero_centered, tile=tile,
     )  # fmt: skip
     twin = case.double()
     exact_d_proj = torch.full_like(twin.proj, float("nan"))
     exact_o, exact_gamma = norm_torch.gated_norm_backward(
-        case.d_out.double(), case.o.double(), twin.proj, twin.gamma, twin.sizes, exact_d_proj,
+        case.d_out.double(), case.o.double(), twin.proj, twin.gamma, z_of(case), exact_d_proj,
         zero_centered=zero_centered,
     )  # fmt: skip
     assert_close("d_o", d_o, exact_o)
@@ -68,10 +73,10 @@ def test_every_gradient_equals_autograd_through_the_twin(case, zero_centered, ti
 def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
     case = Case(device, S=3)
     o = torch.zeros(1, 3, case.sizes.value_heads, case.sizes.value_dim, device=device)
-    out = norm.gated_norm_forward(o, case.proj, case.gamma, case.sizes)
+    out = norm.gated_norm_forward(o, case.proj, case.gamma, z_of(case))
     d_proj = torch.zeros_like(case.proj)
     d_o, d_gamma = norm.gated_norm_backward(
-        torch.ones_like(out), o, case.proj, case.gamma, case.sizes, d_proj
+        torch.ones_like(out), o, case.proj, case.gamma, z_of(case), d_proj
     )
     assert (out == 0).all() and (d_proj == 0).all() and (d_gamma == 0).all()
     assert d_o.isfinite().all()
@@ -83,7 +88,7 @@ def test_o_may_have_another_dtype_than_the_projection(case, module):
 
     def run(module, case, o, d_out):
         d_proj = torch.zeros_like(case.proj)
-        common = (case.proj, case.gamma, case.sizes)
+        common = (case.proj, case.gamma, z_of(case))
         backward = module.gated_norm_backward(d_out, o, *common, d_proj)
         return [module.gated_norm_forward(o, *common), *backward, d_proj]
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import GatedNorm, HeadSizes, gated_delta_mixer
-from megatron_gdn.ops.fused.cores.half import HalfOperands
-from megatron_gdn.ops.fused.cores.torch_rule import TorchCore
+from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 
 from ..states import InHalf
 from .kernel_cases import Case, assert_close
 
 
-def run(case, kernels: str, core=None, **options):
+def run(case, kernels: str, rule=None, **options):
     leaves = [case.proj, case.conv_weight, case.A_log, case.dt_bias, case.gamma]
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, case.sizes, core=core or TorchCore(),
+        proj, weight, None, A_log, dt_bias, case.sizes, rule=rule or PlainRule(),
         norm=GatedNorm(gamma), documents=case.documents, kernels=kernels, **options,
     )  # fmt: skip
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
@@ -44,11 +45,11 @@ def test_output_and_every_gradient(shape, device):
 )
 def test_fp16_operands_give_the_twins_results(shape, device):
     """To the rounding of q, k, v and d_o to fp16, which may fall the other way now and then."""
-    case, core = Case(device, sizes=HeadSizes(2, 4, 8, 16), **shape), HalfOperands(InHalf())
-    got, twin = run(case, "triton", core), run(case, "torch", core)
+    case, rule = Case(device, sizes=HeadSizes(2, 4, 8, 16), **shape), HalfOperands(InHalf())
+    got, twin = run(case, "triton", rule), run(case, "torch", rule)
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
     for name, a, b in zip(names, got, twin, strict=True):
         assert a.dtype == torch.float32
         assert_close(name, a, b, 2**-11)
-    for name, a, b in zip(names, got, run(case, "triton", core, recompute_qkv=True), strict=True):
+    for name, a, b in zip(names, got, run(case, "triton", rule, recompute_qkv=True), strict=True):
         assert torch.equal(a, b), name

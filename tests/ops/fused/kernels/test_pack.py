@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import pack, pack_torch
-from megatron_gdn.ops.fused.shares import HeadShares
+from megatron_gdn.context_parallel.headwise.scheme import pack, pack_torch
+from megatron_gdn.context_parallel.headwise.shares import HeadShares
 
 from .conftest import INTERPRETED
 

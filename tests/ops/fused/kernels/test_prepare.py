@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.fused import prepare, prepare_torch
-from megatron_gdn.ops.fused.sizes import HeadSizes
-from megatron_gdn.ops.fused.tiles import Walk
+from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.front import gdn_torch as prepare_torch
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.kernels.tiles import Walk
 
 from .kernel_cases import Case, assert_close
 
@@ -122,7 +123,7 @@ def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     )  # fmt: skip
     # Head by head, since their gradients are of different sizes.
     for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
-        both = (x.split(case.sizes.sections, -1)[section] for x in (d_proj, exact_d_proj))
+        both = (x.split(case.sizes.layout.widths, -1)[section] for x in (d_proj, exact_d_proj))
         for x, y in zip(*(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True):
             assert_close(f"d_proj of section {section}", x, y)
     for name in got._fields:

@@ -1,0 +1,258 @@
+"""What Megatron-Core 0.19 needs to train on a machine without a GPU (gloo), in one place.
+
+Megatron asks CUDA for a device, a stream and a random generator even where the work is plain
+tensor maths. `run_megatron_on_cpu` answers those questions with the CPU's own. Every answer is one
+small function below, which says who asks and when it can go; on a machine with a GPU none of them
+is installed.
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..local_norm import TorchRMSNorm
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def run_megatron_on_cpu() -> None:
+    """Let Megatron-Core run on the CPU; does nothing when a GPU is present or when called again.
+
+    Call it before the first `parallel_state.initialize_model_parallel`. It changes this process
+    only: a child started with ``spawn`` calls it again.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    answer_device_questions_with_cpu()
+    make_streams_do_nothing()
+    draw_model_parallel_randomness_from_the_cpu_generator()
+    create_cuda_literals_on_cpu()
+    accept_cpu_tensors_in_optimizers()
+    use_torch_norm_after_the_last_hybrid_layer()
+    resume_distributed_optimizer_with_torch_adam()
+
+
+def answer_device_questions_with_cpu() -> None:
+    """``torch.cuda.current_device()`` is the CPU.
+
+    Asked by parallel linear layers, all-gather buffers (tensor_parallel/mappings.py, utils.py:715),
+    rotary embeddings, pipeline receives and DistributedOptimizer.load_state_dict. Can go when they
+    take the device from their input.
+    """
+    torch.cuda.current_device = lambda: _CPU
+
+
+class _NoStream:
+    """A stream that has always finished: CPU work is synchronous."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def make_streams_do_nothing() -> None:
+    """``torch.cuda.synchronize`` and ``current_stream`` have nothing to wait for.
+
+    Asked by the gradient buffers (distributed/param_and_grad_buffer.py:632), the pipeline
+    (p2p_communication.py:263) and the checkpoint writer (dist_checkpointing). Can go when Megatron
+    guards them with ``torch.cuda.is_available()``.
+    """
+    stream = _NoStream()
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: stream
+
+
+def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
+    """The "CUDA" generator that Megatron forks, seeds and saves is torch's CPU generator.
+
+    Asked by ``model_parallel_cuda_manual_seed``, ``get_cuda_rng_tracker().fork()`` and activation
+    recomputation (tensor_parallel/random.py). Can go when the tracker takes a device.
+    """
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False):
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):
+        torch.set_rng_state(new_state)
+
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state
+    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+    # The tracker warns when the CPU generator moves inside fork(); here that is what fork() is for.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+class _TorchOnCPU:
+    """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU.
+
+    Nor is memory pinned, which needs a GPU's driver.
+
+    Narrower than a TorchFunctionMode, which would look at every torch call of the process.
+    """
+
+    _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+
+    def __init__(self) -> None:
+        for name in self._CREATORS:
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    @staticmethod
+    def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if "cuda" in str(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+            return create(*args, **kwargs)
+
+        return created
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_FILES_WITH_CUDA_LITERALS = (
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.models.common.embeddings.rope_utils",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.layer_wise_optimizer",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.rerun_state_machine",
+    "megatron.core.tensor_parallel.data",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+)
+
+
+def create_cuda_literals_on_cpu() -> None:
+    """``device="cuda"`` written into Megatron's files means the CPU, in those files only.
+
+    Needed by the token counter of the schedules (schedules.py:749), the scale and overflow flags
+    of the optimizers (optimizer.py:690, clip_grads.py:96), checkpoint exchange and a rank's rotary
+    positions (rope_utils.py:62, in pinned memory). Can go when they use
+    ``torch.cuda.current_device()`` or the gradients' device.
+    """
+    proxy = _TorchOnCPU()
+    for name in _FILES_WITH_CUDA_LITERALS:
+        importlib.import_module(name).torch = proxy
+
+
+def _asked_by_megatron() -> bool:
+    """Whether the function that called our caller lives in Megatron-Core."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
+
+
+def accept_cpu_tensors_in_optimizers() -> None:
+    """To Megatron's own files, ``tensor.type()`` names the CUDA type and ``.cuda()`` stays here.
+
+    The optimizers sort parameters by the strings "torch.cuda.FloatTensor" and
+    "torch.cuda.BFloat16Tensor" (optimizer.py:1009, distrib_optimizer.py:401, clip_grads.py:174) and
+    move loaded state with ``.cuda()``. Can go when they compare dtypes. Other callers see torch's
+    own answers.
+    """
+    tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any):
+        answer = tensor_type(self, *args, **kwargs)
+        if isinstance(answer, str) and _asked_by_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _asked_by_megatron() else tensor_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type = type_
+    torch.Tensor.cuda = cuda
+
+
+def use_torch_norm_after_the_last_hybrid_layer() -> None:
+    """HybridStack's final norm is `TorchRMSNorm` when Transformer Engine is absent.
+
+    hybrid_block.py:215 builds ``TENorm`` whatever the spec says. Can go when HybridStackSubmodules
+    has a field for it. Useful on a GPU without Transformer Engine too.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.hybrid import hybrid_block
+
+    if not HAVE_TE:
+        hybrid_block.TENorm = TorchRMSNorm
+
+
+def resume_distributed_optimizer_with_torch_adam() -> None:
+    """DistributedOptimizer checkpoints load when Adam is torch's own (no Apex, no TE).
+
+    Three lines of distrib_optimizer.py expect a fused Adam: :839 reads one common step from the
+    state of every rank, also of one whose optimizer is fresh or whose shares are all empty; :1223
+    copies "step" from the loaded tensors, which never hold it; :1032 then hands every parameter the
+    same step tensor, so that one update counts once per parameter. Can go when load_state_dict
+    builds a step per parameter. Useful on a GPU without fused Adam too.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class, "_steps_are_unshared"):
+        return
+    optimizer_class._steps_are_unshared = True
+    state_dict = optimizer_class.state_dict
+    sharded_state_dict = optimizer_class.sharded_state_dict
+    set_states = optimizer_class._set_main_param_and_optimizer_states
+    load_state_dict = optimizer_class.load_state_dict
+
+    def state_dict_with_a_step(self) -> dict[str, Any]:
+        adam = self.optimizer
+        if any(group["params"] for group in adam.param_groups):
+            return state_dict(self)
+        # Any step will do: a file has that of the first data-parallel rank, which has shares.
+        adam.state["no parameter"] = {"step": torch.zeros(())}
+        try:
+            return state_dict(self)
+        finally:
+            del adam.state["no parameter"]
+
+    def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
+        if not self.optimizer.state:
+            _allocate_adam_state(self.optimizer)
+        return sharded_state_dict(self, *args, **kwargs)
+
+    def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        # None leaves the step that came with the parameter groups; dp_reshardable brings along
+        # the 0 of the fresh optimizer it was loaded into.
+        set_states(self, model_param, {**tensors, "step": None})
+
+    def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    optimizer_class.state_dict = state_dict_with_a_step
+    optimizer_class.sharded_state_dict = sharded_state_dict_of_a_fresh_optimizer
+    optimizer_class._set_main_param_and_optimizer_states = set_states_without_step
+    optimizer_class.load_state_dict = load_state_dict_with_own_steps
+
+
+def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter Adam state at step 0, without the dummy update that would decay it."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }

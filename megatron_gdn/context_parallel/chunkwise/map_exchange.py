@@ -1,0 +1,189 @@
+"""Chains of affine maps whose links lie on different ranks.
+
+A piece of a sequence turns the state before it into the state after it by an affine map,
+
+    S_out = through @ S_in + local,
+
+and what a piece needs from the others is the state that enters it: the maps of all earlier pieces,
+applied in order to zero. The backward asks the same of the transposed maps from the other end.
+
+Two ways, with the same result up to rounding, each in a fixed order of operations and in fp32,
+since rounding in a chain of maps compounds (how close a GPU comes says
+:func:`~megatron_gdn.ops.state_maps.chains.follow`):
+
+    gather_and_fold   one all-gather of all maps; every rank folds them up to its own nodes.
+                      Traffic, memory and work grow with the number of ranks.
+    share_and_fold    one all-to-all gives every rank all maps of a share of the chains, which it
+                      folds from end to end; another returns the states. Traffic and memory do not
+                      grow, but the fold has as many steps as a chain has nodes.
+
+Legend: n nodes of a chain, h of them on this rank, M chains (one per sequence, batch row and value
+head, say) over the same nodes, m of them in this rank's share, K rows of a state, V columns, X both
+kinds of columns of a map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops.state_maps.chains import NONE, Steps, follow
+
+
+class Nodes(NamedTuple):
+    """Where the nodes of every chain live: node j is the ``slots[j]``-th of rank ``hosts[j]``.
+
+    Every rank hosts the same number of nodes. Chains are followed in the order given here.
+
+    No state passes a node in ``cuts`` (positions in the chain): what leaves it is ``local`` alone.
+    Its ``through`` is zero and is never multiplied, since zero times NaN is NaN and would carry it
+    from one document to another.
+    """
+
+    hosts: tuple[int, ...]
+    slots: tuple[int, ...]
+    cuts: frozenset[int] = frozenset()
+
+    def backwards(self) -> Nodes:
+        last = len(self.hosts) - 1
+        return Nodes(self.hosts[::-1], self.slots[::-1], frozenset(last - j for j in self.cuts))
+
+    def cut_between(self, start: int, stop: int) -> bool:
+        """Whether one of the nodes ``start .. stop - 1`` lets no state pass."""
+        return not self.cuts.isdisjoint(range(start, stop))
+
+    def of(self, rank: int) -> list[tuple[int, int]]:
+        """This rank's nodes as (position in the chain, slot), in the chain's order."""
+        return [
+            (j, slot)
+            for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
+            if host == rank
+        ]
+
+
+def pack(local: Tensor, through: Tensor) -> Tensor:
+    """A map's ``local`` and ``through`` side by side, as both chains below take them.
+
+    A view, where they are the two parts of one contiguous tensor already.
+    """
+    V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
+    whole = (*local.shape[:-1], X)
+    strides = tuple(math.prod(whole[d + 1 :]) for d in range(len(whole)))
+    beside = through.storage_offset() == local.storage_offset() + V
+    one = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    if one and beside and through.stride() == local.stride() == strides:
+        return local.as_strided(whole, strides)
+    return torch.cat([local, through], dim=-1)
+
+
+def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
+    """The states that enter this rank's nodes, from one all-gather.
+
+    Args:
+        maps: ``[h, M, K, X]`` contiguous, local beside through, of this rank's nodes by slot.
+        value_dim: V.
+        nodes: the chain, in the order in which it is followed.
+        group: the ranks it lies on.
+
+    Returns:
+        ``[h, M, K, V]``; zero for the first node.
+    """
+    h, M, K, X = maps.shape
+    gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
+    dist.all_gather_into_tensor(gathered, maps, group=group)
+    local, through = gathered.split([value_dim, X - value_dim], dim=-1)
+    steps = _steps_of_one(nodes, group.rank(), h, maps.device)
+    return follow(local, through, steps, maps.new_empty(h, M, K, value_dim))
+
+
+@lru_cache(maxsize=64)
+def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
+    """Along all nodes, by host, up to the last of ``rank``, whose states are written by slot."""
+    wanted = dict(nodes.of(rank))
+    places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
+    return Steps.build(_stretches(places, wanted, nodes.cuts), device)
+
+
+def _stretches(
+    places: Sequence[int], targets: dict[int, int], cuts: Iterable[int]
+) -> list[list[tuple[int, int]]]:
+    """The steps of one chain, as chains of their own that begin at the nodes in ``cuts``.
+
+    A chain's first map is never multiplied, so a cut costs no product. Every stretch ends with the
+    last state that is asked for in it, that before the next cut's node included; stretches that
+    nobody asks for are left out.
+
+    Args:
+        places: of every node, where its map is.
+        targets: by node, where the state that enters it goes.
+    """
+    starts = sorted({0, *cuts})
+    found = []
+    for start, stop in zip(starts, [*starts[1:], len(places) - 1], strict=True):
+        # The state that enters a cut node was made by the stretch before it.
+        first = start if start == 0 else start + 1
+        asked = [j for j in targets if first <= j <= stop]
+        if asked:
+            of_cut = [] if first == start else [(NONE, places[start])]
+            steps = [(targets.get(j, NONE), places[j]) for j in range(first, max(asked))]
+            found.append([*of_cut, *steps, (targets[max(asked)], NONE)])
+    return found
+
+
+def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`gather_and_fold`, every rank folding a share of the M chains for all."""
+    h, M, K, X = maps.shape
+    size, rank = group.size(), group.rank()
+    shares = [M // size + (r < M % size) for r in range(size)]
+    theirs, mine = [h * share for share in shares], [h * shares[rank]] * size
+    by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
+    links, _ = exchange_rows(by_chain_MhKX, theirs, mine, group)
+    states = maps.new_empty(size * shares[rank] * h, K, value_dim)
+    if shares[rank]:
+        local, through = _by_place(links, shares[rank], h).split([value_dim, X - value_dim], dim=-1)
+        steps = _steps_of_all(nodes, shares[rank], h, maps.device)
+        follow(local, through, steps, _by_place(states, shares[rank], h))
+    returned, _ = exchange_rows(states, mine, theirs, group)
+    return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
+
+
+def _by_place(x: Tensor, m: int, h: int) -> Tensor:
+    """``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: a rank's places lie m * h apart."""
+    K, X = x.shape[1:]
+    return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
+
+
+@lru_cache(maxsize=64)
+def _steps_of_all(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
+    """Along all nodes; every state is written at the place of its node's map."""
+    places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
+    return Steps.build(_stretches(places, dict(enumerate(places)), nodes.cuts), device)
+
+
+def exchange_rows(
+    rows: Tensor,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> tuple[Tensor, dist.Work | None]:
+    """Give ``send_counts[r]`` of the rows, in order, to rank r: point-to-point on NCCL.
+
+    Returns the rows received, by sending rank, and the work to wait for when ``async_op``.
+    """
+    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    work = dist.all_to_all_single(
+        received,
+        rows.contiguous(),
+        output_split_sizes=list(receive_counts),
+        input_split_sizes=list(send_counts),
+        group=group,
+        async_op=async_op,
+    )
+    return received, work

@@ -1,0 +1,108 @@
+"""Chunkwise context parallelism: activations stay where they are, states travel.
+
+Every rank runs the layer over its own pieces of the sequence. What crosses ranks is what a
+recurrence hands from one piece to the next: W - 1 projection rows for the convolution
+(:mod:`.history`) and, in fp32, what each piece does to the state (:mod:`.states`). Heads are not
+split, so their number limits nothing, and the traffic does not grow with the sequence.
+
+Legend: s this rank's tokens, B batch, W conv taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops import Documents
+from ...ops.layout import Layout
+from ...ops.neighbours import Neighbours
+from ...ops.state_maps.state_map import StateShape
+from ..layouts import SequenceLayout, local_indices
+from ..price import exchange_prices
+from ..scheme import Passage, stay
+from .history import HistoryOfPieces, history_route
+from .map_exchange import gather_and_fold, share_and_fold
+from .pieces import pieces_of
+from .states import StatesOfPieces, state_table
+
+EXCHANGES = {"gather": gather_and_fold, "share": share_and_fold}
+
+
+class Chunkwise:
+    """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
+
+    Args:
+        layout: projection columns of one tensor-parallel rank.
+        state: the states of its heads.
+        taps: of the convolution, W.
+        group: the context-parallel group.
+        sequence_layout: how the ranks' tokens were cut from the sequence.
+        exchange: how state maps travel, ``"gather"`` or ``"share"`` (see :mod:`.map_exchange`);
+            None takes the cheaper for each micro-batch, see
+            :mod:`megatron_gdn.context_parallel.price`.
+    """
+
+    name = "chunkwise"
+    moves_rows = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        state: StateShape,
+        taps: int,
+        group: dist.ProcessGroup,
+        sequence_layout: SequenceLayout,
+        exchange: str | None = None,
+    ) -> None:
+        self.size, self.layout = group.size(), layout
+        self._state, self._taps = state, taps
+        self._group, self._sequence_layout = group, sequence_layout
+        self._exchange, self.announced = exchange, False
+
+    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
+        return param
+
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
+        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        lengths = Documents.lengths_of(documents, tokens)
+        return local_indices(lengths, self.size, self._group.rank(), self._sequence_layout)
+
+    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+        """The pieces that this rank holds, and what enters them.
+
+        Raises:
+            ValueError: a length that the layout cannot cut.
+        """
+        lengths = Documents.lengths_of(documents, tokens)
+        exchange, device = self._exchange, like.device
+        if exchange is None:
+            packed = None if documents is None else lengths
+            prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, packed)
+            exchange = min(prices, key=prices.get)
+        where = (lengths, self.size, self._sequence_layout, self._group.rank())
+        history = history_route(*where, self._taps, device)
+        states = state_table(*where, rows, device)
+        neighbours = Neighbours(
+            _local_pieces(*where, device),
+            None if history is None else HistoryOfPieces(history, self._group),
+            None if states is None else StatesOfPieces(states, EXCHANGES[exchange], self._group),
+        )
+        return Passage(stay, stay, neighbours)
+
+
+@lru_cache(maxsize=16)
+def _local_pieces(
+    lengths: tuple[int, ...],
+    cp_size: int,
+    layout: SequenceLayout,
+    rank: int,
+    device: torch.device,
+) -> Documents:
+    """The boundaries of this rank's pieces in one batch row."""
+    pieces = pieces_of(lengths, cp_size, layout)
+    ends = pieces.length[pieces.held_by(rank)].cumsum(0).tolist()
+    return Documents((0, *(ends or [0])), device)

@@ -1,0 +1,219 @@
+"""States across pieces of a sequence that lie on different ranks.
+
+Every rank computes what its pieces do to a state, ``S_out = through @ S_in + local``; one exchange
+of these maps gives it the states that enter its pieces, and the rule runs from there. The backward
+is the same from the other end: d_local, an exchange with the transposed maps, the rule from there.
+
+Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (pieces that
+states enter and leave by), M chains times value heads; H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops import Documents
+from ...ops.host_tables import to_device
+from ...ops.rule import Rule, RuleBackward, RuleForward
+from ...ops.state_maps.state_map import StateMap
+from ..layouts import SequenceLayout
+from .map_exchange import Nodes, pack
+from .pieces import Pieces, pieces_of
+
+Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class StateTable:
+    """Between which pieces states travel, for one rank and all rows of a batch.
+
+    In zigzag every document is a chain of 2 * cp nodes, one piece each. In the layouts that cut
+    the whole buffer there is one chain, of runs: what enters a run enters its first piece, what
+    leaves it leaves its last, and a run of several pieces lets nothing through.
+
+    Attributes:
+        sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
+        nodes: of every chain, which is cut where a run lets nothing through.
+        node_count: h.
+        first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
+            rank's nodes; None where those are all N pieces in this order.
+        leavers: tokens and boundaries of each node's last piece; set only if these are at most half
+            of the tokens. Otherwise the maps of all pieces are computed at once, and the run of the
+            rule uses what that has computed.
+        enters, leaves, passes: ``[h * chains, 1, 1, 1]``, 1 where the first piece goes on with a
+            document, where the last one's goes on elsewhere, where a state gets from end to end;
+            else 0. None if the mask is 1 everywhere except at chain ends, where it is unused.
+    """
+
+    sequences: Documents
+    nodes: Nodes
+    node_count: int
+    first: Tensor | None
+    last: Tensor | None
+    leavers: tuple[Tensor, Documents] | None
+    enters: Tensor | None
+    leaves: Tensor | None
+    passes: Tensor | None
+
+
+def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = frozenset()) -> Nodes:
+    """Where the runs of a layout live, in the order of the stream; no state passes ``cuts``."""
+    ranks = tuple(range(cp_size))
+    if layout is SequenceLayout.CONTIGUOUS:
+        return Nodes(ranks, (0,) * cp_size, cuts)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size, cuts)
+
+
+def _cuts(pieces: Pieces, layout: SequenceLayout) -> frozenset[int]:
+    """The runs that no state passes: those that are not one piece amid a document.
+
+    Every rank finds the same, and of all nodes: the chain is followed through those of others.
+    """
+    if layout is SequenceLayout.ZIGZAG:  # a chain is one document, and its nodes are the pieces
+        return frozenset()
+    alone = pieces.run.bincount() == 1
+    amid = (pieces.seen > 0) & (pieces.left > 0)
+    passed = pieces.run[amid & alone[pieces.run]].tolist()
+    return frozenset(range(len(alone))).difference(passed)
+
+
+@lru_cache(maxsize=16)
+def state_table(
+    lengths: tuple[int, ...],
+    cp_size: int,
+    layout: SequenceLayout,
+    rank: int,
+    rows: int,
+    device: torch.device,
+) -> StateTable | None:
+    """Built once per micro-batch, from host lengths; None when no document is cut."""
+    pieces = pieces_of(lengths, cp_size, layout)
+    if not pieces.any_continues:
+        return None
+    nodes = chain_nodes(cp_size, layout, _cuts(pieces, layout))
+    n, h = len(nodes.hosts), nodes.hosts.count(rank)
+    mine = pieces.held_by(rank)
+    N = len(mine)
+    node, chain = pieces.run[mine] % n, pieces.run[mine] // n
+    chains = int(pieces.run.max()) // n + 1
+    key = torch.tensor(nodes.slots, device="cpu")[node] * chains + chain
+    number = torch.arange(N, device="cpu")
+    first = key.new_full((h * chains,), N).scatter_reduce_(0, key, number, "amin")
+    last = key.new_zeros(h * chains).scatter_reduce_(0, key, number, "amax")
+
+    enters, leaves = pieces.seen[mine][first] > 0, pieces.left[mine][last] > 0
+    passes = enters & leaves & (first == last)
+    starts, ends = node[first] == 0, node[first] == n - 1
+
+    def per_row(x: Tensor) -> Tensor:
+        """``[h * chains]`` of one row to ``[h, rows, chains]``, flat."""
+        return x.view(h, 1, chains).expand(h, rows, chains).flatten()
+
+    def pieces_of_all_rows(x: Tensor) -> Tensor | None:
+        shift = torch.arange(rows, device="cpu").view(1, rows, 1) * N
+        x = (x.view(h, 1, chains) + shift).flatten()
+        every = torch.arange(rows * N, device="cpu")
+        return None if torch.equal(x, every) else to_device(x, device)
+
+    def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
+        if (x | exempt).all():
+            return None
+        return to_device(per_row(x).view(-1, 1, 1, 1).contiguous(), device)
+
+    leavers, leaving = None, pieces.length[mine][last]
+    if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
+        begin = pieces.local_start[mine][last]
+        tokens = [
+            torch.arange(b, b + n, device="cpu")
+            for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
+        ]
+        leavers = (
+            to_device(torch.cat(tokens), device),
+            Documents((0, *leaving.cumsum(0).tolist()), device),
+        )
+    ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
+    return StateTable(
+        sequences=Documents((0, *ends_of_pieces), device),
+        nodes=nodes,
+        node_count=h,
+        first=pieces_of_all_rows(first),
+        last=pieces_of_all_rows(last),
+        leavers=leavers,
+        enters=mask(enters, starts),
+        leaves=mask(leaves, ends),
+        passes=mask(passes, starts | ends),
+    )
+
+
+def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
+    x = x_N if index is None else x_N.index_select(0, index)
+    # Not a product: what does not pass must not pass as NaN either.
+    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
+
+
+def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
+    """The inverse of :func:`_take`: the other of ``count`` entries are zero."""
+    return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+
+
+class StatesOfPieces:
+    """The states that enter this rank's pieces, folded from the maps of all pieces before them.
+
+    A :class:`~megatron_gdn.ops.neighbours.StateLink`.
+
+    Args:
+        table: between which pieces states travel.
+        exchange: :func:`.map_exchange.gather_and_fold`, :func:`.map_exchange.share_and_fold` or
+            :func:`.map_exchange.prefix_scan`.
+        group: the ranks that hold the pieces.
+    """
+
+    def __init__(self, table: StateTable, exchange: Exchange, group: dist.ProcessGroup) -> None:
+        self.documents = table.sequences
+        self._table, self._exchange, self._group = table, exchange, group
+
+    def _chain(self, maps: StateMap, nodes: Nodes) -> Tensor:
+        """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``maps.local``."""
+        packed = pack(*maps)
+        packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
+        entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group)
+        return entering.view(maps.local.shape)
+
+    def _maps(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
+        """What this rank's nodes do to a state, ``[h * chains, H, K, .]``."""
+        table = self._table
+        if table.leavers is None:
+            maps, last = forward.state_map(), table.last
+        else:
+            tokens, pieces = table.leavers
+            theirs = type(inputs)(*(x.index_select(1, tokens) for x in inputs))
+            maps, last = rule.begin(theirs, pieces).state_map(), None
+        local, through = maps
+        return StateMap(_take(local, last, table.leaves), _take(through, last, table.passes))
+
+    @property
+    def _count(self) -> int:
+        return len(self._table.sequences.lengths)
+
+    def entering(
+        self, rule: Rule, forward: RuleForward, inputs: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        maps = self._maps(rule, forward, inputs)
+        entering = self._chain(maps, self._table.nodes)
+        return _put(entering, self._table.first, self._count), (entering, maps.through)
+
+    def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The same from the other end: d_local of the pieces, an exchange of transposed maps."""
+        table, (entering, through) = self._table, kept
+        d_local = _take(backward.d_initial(), table.first, table.enters)
+        maps = StateMap(entering, through).transposed(d_local)
+        leaving = self._chain(maps, table.nodes.backwards())
+        initial = _put(entering, table.first, self._count)
+        return initial, _put(leaving, table.last, self._count)

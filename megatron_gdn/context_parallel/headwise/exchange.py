@@ -1,0 +1,279 @@
+"""The exchange behind headwise context parallelism: a share of the tokens for a share of the heads.
+
+    to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
+    to sequence   [S, B, p] -> [s, B, P]   and gets its own tokens' columns back
+
+Each is the other's gradient. Beside the wire there is one pass over the data, into or out of the
+messages: long runs of rows that are neighbours in the sequence are received into (or sent from)
+their places directly, short ones take a second pass. What a rank keeps is carried while the
+messages travel.
+
+Legend: S tokens of the whole sequence in sequence order, s this rank's share of them in its order,
+B batch, P width of a whole row, p width of one rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layouts import SequenceLayout
+from .route import Wave, route
+from .shares import HeadShares
+
+# Rows travel in waves of at least this many bytes: one is packed (or unpacked) while the other is
+# under way. Fewer bytes are sooner through than a second round of messages is started. On 4 H200,
+# two waves take 0.75 of one wave's time at 600 MB, and 1.3 times it at 150 MB.
+MOST_WAVES = 2
+WAVE_BYTES = 96 << 20
+# Every message costs the host some 30 microseconds, and NCCL is slower with many. Shorter ones
+# are not worth it: the rows are then sent as one message per peer, and put in order by a second
+# pass. On 4 H200, runs of 30 to 100 MB take 0.85 of the blocks' time, runs of 3 MB 3.5 times.
+MESSAGE_BYTES = 28 << 20
+# What a rank keeps is carried while the messages travel, by a kernel of its own. Up to this many
+# bytes it is carried with what it sends: copying them takes less time than the launch.
+OWN_BYTES = 16 << 20
+
+
+def limits() -> tuple[int, ...]:
+    """The settings above, as they are now."""
+    return MOST_WAVES, WAVE_BYTES, MESSAGE_BYTES, OWN_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Who takes part, which columns each rank holds, and where the tokens go.
+
+    Runs of at least ``direct_run`` tokens (on average) travel as messages of their own. Where
+    ``at_once``, there is one wave, and nothing to do while it travels.
+    """
+
+    group: dist.ProcessGroup
+    shares: HeadShares
+    waves: tuple[Wave, ...]
+    direct_run: float
+    at_once: bool
+
+    @classmethod
+    def of(
+        cls,
+        group: dist.ProcessGroup,
+        shares: HeadShares,
+        lengths: tuple[int, ...],
+        layout: SequenceLayout,
+        rows: Tensor,
+    ) -> Exchange:
+        """The exchange of ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of documents of ``lengths``."""
+        row_bytes = max(1, rows.shape[1] * shares.own_width * rows.element_size())
+        sent_bytes = sum(lengths) // shares.ranks * (shares.ranks - 1) * row_bytes
+        waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
+        place = (lengths, shares.ranks, group.rank(), layout, rows.device)
+        at_once = waves == 1 and sum(lengths) // shares.ranks * row_bytes <= OWN_BYTES
+        return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes, at_once)
+
+    def sends_runs(self, wave: Wave) -> bool:
+        return wave.mean_run >= self.direct_run
+
+    @cached_property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @cached_property
+    def own_width(self) -> int:
+        return self.shares.own_width
+
+    @cached_property
+    def whole_width(self) -> int:
+        return self.shares.whole_width
+
+
+def _packing(tensor: Tensor) -> ModuleType:
+    """The Triton kernels, or their plain-torch twins where they cannot run."""
+    return _packing_on(tensor.is_cuda)
+
+
+@cache
+def _packing_on(gpu: bool) -> ModuleType:
+    if gpu and find_spec("triton") is not None:
+        from .scheme import pack
+
+        return pack
+    from .scheme import pack_torch
+
+    return pack_torch
+
+
+def _messages(like: Tensor, exchange: Exchange, wave: Wave) -> Tensor:
+    peers = exchange.shares.ranks - 1
+    return like.new_empty(peers, wave.size, like.shape[1], exchange.own_width)
+
+
+def _rows_of(rows: Tensor, wave: Wave) -> Tensor:
+    return rows if wave.size == rows.shape[0] else rows[wave.tokens]
+
+
+def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
+    """Start sending ``messages`` to the peers and receiving as much from each.
+
+    Where nothing is done meanwhile there is no work to wait for: all is in the stream's order.
+    """
+    received = torch.empty_like(messages)
+    rows = [messages.shape[1]] * messages.shape[0]
+    rows.insert(exchange.rank, 0)
+    work = dist.all_to_all_single(
+        received.flatten(0, 1), messages.flatten(0, 1), rows, rows,
+        group=exchange.group, async_op=not exchange.at_once,
+    )  # fmt: skip
+    return [] if work is None else [work], received
+
+
+def _send_runs(
+    exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
+) -> list[dist.Work]:
+    """Start a message per run, between ``messages`` and the runs' places in ``full``.
+
+    To heads, this rank's runs leave its messages and its peers' arrive in ``full``; to sequence,
+    the reverse. Messages of one pair of ranks are matched in the order they are given.
+    """
+    group, rank = exchange.group, exchange.rank
+    at_home, abroad = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
+    operations = []
+    for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
+        for run in wave.runs[rank]:
+            operations.append(
+                dist.P2POp(at_home, message[run.locally], group=group, group_peer=peer)
+            )
+        for run in wave.runs[peer]:
+            operations.append(
+                dist.P2POp(abroad, full[run.in_sequence], group=group, group_peer=peer)
+            )
+    return dist.batch_isend_irecv(operations)
+
+
+def _wait_for(works: list[dist.Work]) -> Callable[[], None]:
+    """On a GPU only the stream waits, not the host."""
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return finish
+
+
+def _deliver(
+    exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, pack: ModuleType
+) -> Callable[[], None]:
+    """Start carrying every rank's messages to their rows of ``full``; call the result to finish."""
+    if exchange.sends_runs(wave):
+        return _wait_for(_send_runs(exchange, wave, messages, full, to_heads=True))
+    works, received = _swap(exchange, messages)
+
+    def finish() -> None:
+        _wait_for(works)()
+        beside = wave is not exchange.waves[-1]
+        pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
+
+    return finish
+
+
+def _collect(
+    exchange: Exchange, wave: Wave, full: Tensor, pack: ModuleType
+) -> tuple[Tensor, Callable[[], None]]:
+    """The reverse: the messages that rows of ``full`` become on their ranks, and how to finish."""
+    messages = _messages(full, exchange, wave)
+    if exchange.sends_runs(wave):
+        return messages, _wait_for(_send_runs(exchange, wave, messages, full, to_heads=False))
+    beside = wave is not exchange.waves[0]
+    pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
+    works, received = _swap(exchange, messages)
+
+    def finish(sent: Tensor = messages) -> None:  # which must not be freed before it has left
+        _wait_for(works)()
+
+    return received, finish
+
+
+def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
+    pack, shares, rank = _packing(whole), exchange.shares, exchange.rank
+    if whole.stride(-1) != 1:
+        whole = whole.contiguous()
+    s, B, _ = whole.shape
+    full = whole.new_empty(s * shares.ranks, B, exchange.own_width)
+    sent = []
+    for wave in exchange.waves:
+        messages = _messages(whole, exchange, wave)
+        kept = (full, wave.own_place) if exchange.at_once else None
+        pack.pack_peers(
+            _rows_of(whole, wave), messages, shares, rank, own=kept, beside_transfer=bool(sent)
+        )
+        # Messages are kept until they have left: their memory must not be given to others.
+        sent.append((messages, _deliver(exchange, wave, messages, full, pack)))
+    for wave in () if exchange.at_once else exchange.waves:
+        pack.pack_own(_rows_of(whole, wave), full, shares, rank, wave.own_place)
+    for _, finish in sent:
+        finish()
+    return full
+
+
+def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
+    pack, shares, rank = _packing(full), exchange.shares, exchange.rank
+    full = full.contiguous()
+    S, B, _ = full.shape
+    whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
+    coming = [_collect(exchange, wave, full, pack) for wave in exchange.waves]
+    for wave in () if exchange.at_once else exchange.waves:
+        pack.unpack_own(full, _rows_of(whole, wave), shares, rank, wave.own_place)
+    for wave, (messages, finish) in zip(exchange.waves, coming, strict=True):
+        finish()
+        pack.unpack_peers(
+            messages, full, _rows_of(whole, wave), shares, rank, wave.own_place,
+            with_own=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
+        )  # fmt: skip
+    return whole
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_heads(whole, exchange)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if not torch.is_grad_enabled():  # no second derivative is asked for
+            return _to_sequence(grad, ctx.exchange), None
+        return _ToSequence.apply(grad, ctx.exchange), None
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, full: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_sequence(full, exchange)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if not torch.is_grad_enabled():
+            return _to_heads(grad, ctx.exchange), None
+        return _ToHeads.apply(grad, ctx.exchange), None
+
+
+def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
+    """``[s, B, P] -> [S, B, p]``: all tokens in sequence order, this rank's columns.
+
+    The gradient of columns that several ranks hold is the sum of theirs, in the order of the ranks,
+    taken in fp32 and rounded once.
+    """
+    return _ToHeads.apply(whole, exchange)
+
+
+def to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
+    """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` where no column has copies."""
+    return _ToSequence.apply(full, exchange)

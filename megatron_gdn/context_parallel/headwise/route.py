@@ -1,0 +1,119 @@
+"""Where tokens go in a head exchange: tables built once per micro-batch; no communication here.
+
+Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from ...ops.host_tables import to_device
+from ..layouts import SequenceLayout, inverse, rank_order_of_sequence
+
+
+@dataclass(frozen=True)
+class Run:
+    """``tokens`` neighbours in a rank's order that are neighbours in the sequence too."""
+
+    local: int
+    sequence: int
+    tokens: int
+
+    @property
+    def locally(self) -> slice:
+        return slice(self.local, self.local + self.tokens)
+
+    @property
+    def in_sequence(self) -> slice:
+        return slice(self.sequence, self.sequence + self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """The part of a route that travels at one time: the same stretch of every rank's tokens.
+
+    Attributes:
+        tokens: which of a rank's tokens, ``size`` of them.
+        own_place: int32 ``[size]``, sequence positions of this rank's tokens.
+        peer_place: int32 ``[(R - 1) * size]``, likewise of all peers', end to end.
+        positions: int64 ``[R, size]`` on the CPU, likewise of every rank's.
+    """
+
+    tokens: slice
+    own_place: Tensor
+    peer_place: Tensor
+    positions: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    @cached_property
+    def mean_run(self) -> float:
+        """Tokens per run, on the rank with the most runs: every rank finds the same number."""
+        breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
+        return self.size / (1 + int(breaks.max()))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """Every rank's runs; ``local`` counts from the start of the wave."""
+        return tuple(_runs(positions_s) for positions_s in self.positions)
+
+
+def _runs(positions_s: Tensor) -> tuple[Run, ...]:
+    breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*starts[1:], positions_s.numel()]
+    first = positions_s[starts].tolist()
+    return tuple(
+        Run(start, at, end - start) for start, end, at in zip(starts, ends, first, strict=True)
+    )
+
+
+@lru_cache(maxsize=16)
+def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Tensor:
+    """int64 ``[R, s]`` on the CPU: the sequence positions of every rank's tokens, in its order."""
+    order = inverse(rank_order_of_sequence(lengths, cp_size, layout))
+    return order.view(cp_size, -1)
+
+
+@lru_cache(maxsize=16)
+def route(
+    lengths: Sequence[int],
+    cp_size: int,
+    cp_rank: int,
+    layout: SequenceLayout,
+    device: torch.device,
+    waves: int = 1,
+) -> tuple[Wave, ...]:
+    """How rank ``cp_rank`` exchanges the tokens of a buffer of documents.
+
+    Args:
+        lengths: tokens of each document (one entry when not packed).
+        layout: how the buffer was cut.
+        waves: in how many parts of about equal size the tokens travel.
+
+    Raises:
+        ValueError: a length that does not divide, see
+            :func:`~megatron_gdn.context_parallel.layouts.check_lengths`.
+    """
+    table_Rs = positions(lengths, cp_size, layout)
+    tokens = table_Rs.shape[1]
+    bounds = [tokens * wave // waves for wave in range(waves + 1)]
+    peers = [rank for rank in range(cp_size) if rank != cp_rank]
+    made = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        if start == stop:
+            continue
+        part_Rs = table_Rs[:, start:stop]
+        place_Rs = part_Rs.to(torch.int32)
+        own, others = place_Rs[cp_rank].contiguous(), place_Rs[peers].flatten()
+        made.append(
+            Wave(slice(start, stop), to_device(own, device), to_device(others, device), part_Rs)
+        )
+    return tuple(made)

@@ -1,0 +1,135 @@
+"""Headwise (hidden-parallel) context parallelism: trade the sequence split for a head split.
+
+An exchange turns "a share of the tokens, all heads" into "all tokens, a share of the heads", so
+the convolution and the recurrence run over whole sequences; the inverse follows them.
+
+Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, P width of a
+projection row of one tensor-parallel rank, p of one rank's heads, V width of a mixed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops import Documents
+from ...ops.host_tables import to_device
+from ...ops.layout import Layout
+from ...ops.neighbours import Neighbours
+from ..layouts import SequenceLayout
+from ..scheme import Passage
+from .exchange import Exchange, to_heads, to_sequence
+from .route import positions
+from .shares import HeadShares
+
+
+class Headwise:
+    """Hidden-parallel context parallelism over ``group`` for one tensor-parallel rank's heads.
+
+    Every rank gets an equal number of state heads and the heads that serve them. Where ranks
+    outnumber key heads, neighbours share one: its query and key travel to each of them, and what
+    they find as its gradient is summed.
+
+    Args:
+        layout: projection columns of one tensor-parallel rank.
+        group: the context-parallel group.
+        sequence_layout: how the ranks' tokens were cut from the sequence.
+
+    ``layout`` of the object are the columns inside the exchange, on one rank.
+
+    Raises:
+        ValueError: the heads cannot be shared by the group.
+    """
+
+    name = "headwise"
+    moves_rows = True
+
+    def __init__(
+        self, layout: Layout, group: dist.ProcessGroup, sequence_layout: SequenceLayout
+    ) -> None:
+        self.size = group.size()
+        self.layout = layout.share(self.size)
+        self._proj = HeadShares(self.size, layout.widths, layout.copies(self.size))
+        assert self._proj.widths == self.layout.widths
+        shares = zip(layout.widths, layout.copies(self.size), strict=True)
+        self._share_of = dict(zip(layout.names, shares, strict=True))
+        gate = layout.columns("z")
+        self._mixed = HeadShares.even(self.size, (gate.stop - gate.start,))
+        self._group, self._sequence_layout = group, sequence_layout
+        self.announced = False
+
+    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+        """How the rows of one micro-batch get here and back.
+
+        Args:
+            documents: of the packed buffer.
+            tokens: of all ranks.
+            rows: of the batch.
+            like: dtype and device.
+        """
+        lengths = Documents.lengths_of(documents, tokens)
+        local = like.new_empty(1).expand(tokens // self.size, rows, 1)
+        place = (lengths, self._sequence_layout, local)
+        return Passage(
+            # [s, B, P] -> [S, B, p], tokens in sequence order, this rank's heads; and the inverse.
+            open=partial(to_heads, exchange=Exchange.of(self._group, self._proj, *place)),
+            close=partial(to_sequence, exchange=Exchange.of(self._group, self._mixed, *place)),
+            neighbours=Neighbours(documents),
+        )
+
+    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
+        """This rank's share of a parameter along its first dimension.
+
+        Gradients flow into the rows of this rank's heads; summed over the group (which Megatron's
+        data-parallel reduction does) they are the gradient on one rank, also of key heads that
+        several ranks hold.
+
+        Args:
+            param: one row per state head, or with the columns of the sections ``names``.
+            names: of those sections.
+        """
+        if names is None:
+            shares = HeadShares.even(self.size, (param.shape[0],))
+        else:
+            sections, copies = zip(*(self._share_of[name] for name in names), strict=True)
+            shares = HeadShares(self.size, sections, copies)
+        rank = self._group.rank()
+        if len(shares.sections) == 1:
+            return share_of_parameter(param, 0, shares, rank)
+        return _OwnRows.apply(param, _own_rows(shares, rank, param.device))
+
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
+        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        lengths = Documents.lengths_of(documents, tokens)
+        return positions(lengths, self.size, self._sequence_layout)[self._group.rank()]
+
+
+def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -> Tensor:
+    """The rows that ``rank`` holds, a view for one section; gradients reach just those rows."""
+    mine = [param.narrow(dim, piece.whole, piece.width) for piece in shares.pieces(rank)]
+    return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
+
+
+class _OwnRows(torch.autograd.Function):
+    """Distinct rows of a parameter: one pass, and the gradient of all sections another."""
+
+    @staticmethod
+    def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
+        # Kept on ctx: the table is shared, and one made in inference mode could not be saved.
+        ctx.shape, ctx.rows = param.shape, rows
+        return param.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rows, grad), None
+
+
+@lru_cache(maxsize=16)
+def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
+    columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
+    table = torch.tensor([row for rows in columns for row in rows], device="cpu")
+    return to_device(table, device)

@@ -1,0 +1,118 @@
+"""Which context-parallel scheme a micro-batch is cheaper under, from its lengths alone.
+
+Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them);
+compute time is converted to bytes at wire bandwidth.
+
+    headwise    (cp - 1) * s * B * (p + h V) * element size      rows in, mixed rows out
+    chunkwise   map * s * B * SUMMARY + FIXED                    computing the maps, small launches
+                + the cheapest of                                sending them, with b = map * chains
+        gather  (cp - 1) * b + LATENCY + n * STEP                * nodes of a chain on one rank
+        share   (cp - 1) / cp * (1 + V / (K + V)) * b + 2 * LATENCY + n * STEP
+
+where map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 of a rule that does not mix the rows of a
+state; chains are the sequences that states travel along (documents in zigzag, else rows), each of n
+nodes, 2 on every rank or 1 when contiguous.
+
+Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
+head exchange and p the projection width there, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from ..ops.state_maps.state_map import StateShape
+from .layouts import SequenceLayout
+
+# On H200 with flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks, a forward by
+# state passing takes 0.22 ms more than the layer alone as a CUDA graph, and 0.7 where the host is
+# too slow for its launches. The wire carries 128 MiB in 0.46.
+SUMMARY = 1 / 7000  # computing the maps of the pieces: a share of a map's bytes for every token
+FIXED = 128 * 2**20  # small launches and the halo, once per layer
+# One collective more: 57 us, an estimate between the 10 to 28 that GPUs take for a small one and
+# the 300 that a slow host takes to issue it.
+LATENCY = 16 * 2**20
+STEP = 1.5 * 2**20  # one product of a chain more, that waits for the one before: 5.8 us
+GATHER_UP_TO = 8  # ranks: beyond, gathered maps cost memory too
+
+
+class LinearCpMode(StrEnum):
+    """How a linear-attention layer runs under context parallelism."""
+
+    HEADWISE = "headwise"
+    CHUNKWISE = "chunkwise"
+    AUTO = "auto"
+
+    @classmethod
+    def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
+        """The value given, else the config's (newer Megatrons have one), else auto."""
+        if value is None:
+            value = getattr(config, "linear_cp_mode", None) or cls.AUTO
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(
+                f"unknown linear_cp_mode {value!r}; use one of "
+                f"{', '.join(repr(mode.value) for mode in cls)}."
+            ) from None
+
+
+class Price(NamedTuple):
+    """Bytes, or their equal in time, of both schemes."""
+
+    headwise: float
+    chunkwise: float
+
+    @property
+    def cheaper(self) -> LinearCpMode:
+        chunkwise = self.chunkwise < self.headwise
+        return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
+
+
+def exchange_prices(
+    state: StateShape,
+    cp_size: int,
+    layout: SequenceLayout,
+    rows: int,
+    lengths: tuple[int, ...] | None,
+) -> dict[str, float]:
+    """What each exchange of :mod:`.map_exchange` costs; arguments as in :func:`price`."""
+    per_document = layout is SequenceLayout.ZIGZAG and lengths is not None
+    chains = sum(n > 0 for n in lengths) if per_document else rows
+    per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
+    nodes, b = per_rank * cp_size, per_rank * chains * state.map_bytes
+    states = state.columns / state.map_columns
+    prices = {
+        "gather": (cp_size - 1) * b + LATENCY + nodes * STEP,
+        "share": (cp_size - 1) / cp_size * (1 + states) * b + 2 * LATENCY + nodes * STEP,
+    }
+    if cp_size > GATHER_UP_TO:
+        del prices["gather"]
+    return prices
+
+
+def price(
+    state: StateShape,
+    exchanged: int,
+    cp_size: int,
+    layout: SequenceLayout,
+    tokens: int,
+    rows: int,
+    lengths: tuple[int, ...] | None,
+    element_size: int,
+) -> Price:
+    """Price one layer's forward over a micro-batch.
+
+    Args:
+        state: the states of one tensor-parallel rank's heads.
+        exchanged: columns of a projection row and of a mixed row inside the head exchange.
+        tokens: of the whole sequence or packed buffer.
+        rows: of the batch.
+        lengths: of the packed documents; None when not packed.
+        element_size: bytes of an activation.
+    """
+    local = tokens // cp_size * rows
+    headwise = (cp_size - 1) * local * exchanged * element_size
+    sending = min(exchange_prices(state, cp_size, layout, rows, lengths).values())
+    return Price(headwise, sending + state.map_bytes * local * SUMMARY + FIXED)

@@ -1,0 +1,82 @@
+"""Where the rows of a sequence live while a mixer runs on them.
+
+| scheme    | a rank runs on                 | what travels                                      |
+|-----------|--------------------------------|---------------------------------------------------|
+| whole     | whole sequences, all heads     | nothing                                           |
+| headwise  | whole sequences, some heads    | rows, before and after the mixer                  |
+| chunkwise | pieces of sequences, all heads | a few rows for the convolution, maps of the state |
+
+Legend: S tokens of the rows that the mixer runs on, s this rank's tokens, B batch, P projection
+width, V width of a mixed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..ops import Documents
+from ..ops.layout import Layout
+from ..ops.neighbours import Neighbours
+
+
+class Passage(NamedTuple):
+    """How the rows of one micro-batch get to where the mixer runs, and back."""
+
+    open: Callable[[Tensor], Tensor]  # [s, B, P] -> [S, B, p]
+    close: Callable[[Tensor], Tensor]  # [S, B, v] -> [s, B, V]
+    neighbours: Neighbours
+
+
+class Scheme(Protocol):
+    """A way to run a layer over one context-parallel group.
+
+    Attributes:
+        name: as ``linear_cp_mode`` calls it.
+        size: ranks of the group.
+        layout: projection columns where the mixer runs.
+        moves_rows: whether the mixer's output still has to travel.
+        announced: whether the log has said that it was chosen.
+    """
+
+    name: str
+    size: int
+    layout: Layout
+    moves_rows: bool
+    announced: bool
+
+    def passage(
+        self, documents: Documents | None, tokens: int, rows: int, like: Tensor
+    ) -> Passage: ...
+
+    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor: ...
+
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor | range: ...
+
+
+class Whole:
+    """The scheme for sequences that one rank holds whole: nothing to exchange."""
+
+    name = "whole"
+    size = 1
+    moves_rows = False
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.announced = False
+
+    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+        return Passage(stay, stay, Neighbours(documents))
+
+    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
+        return param
+
+    def local_positions(self, documents: Documents | None, tokens: int) -> range:
+        return range(tokens)
+
+
+def stay(rows: Tensor) -> Tensor:
+    """The passage of rows that do not travel."""
+    return rows

@@ -1,0 +1,262 @@
+"""How one micro-batch runs: its documents, its scheme, its rule. Decided here and nowhere else.
+
+Nothing of this is known for sure when a layer is built. Megatron builds models on the CPU
+(``--use-cpu-initialization``) or the meta device and moves them later, ``Float16Module`` casts
+them, a config may say ``bf16=True`` without a ``params_dtype``, and a micro-batch may bring a
+context-parallel group of its own. So a layer chooses when it is built, for what it expects, and
+again when rows of another kind arrive. What is chosen is kept and found again by the identity of
+the documents: hashing and pricing many lengths takes longer than a launch.
+
+Legend: s this rank's tokens, S tokens of the rows that the mixer runs on, B batch, P projection
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from .context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, SequenceLayout, Whole
+from .context_parallel.agreement import number_of_new_layer, require_agreement
+from .context_parallel.price import price
+from .context_parallel.scheme import Passage
+from .observe import log_once
+from .ops import Documents
+from .ops.layout import Layout
+from .ops.rule import Rule
+from .ops.state_maps.state_map import StateShape
+from .packing import context_parallel_group_of, resolve_packed_seq_params
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_MOST_GROUPS = 16  # kept at a time
+_MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device
+
+ChooseRule = Callable[[torch.device, torch.dtype, bool], tuple[Rule, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One micro-batch and how it runs.
+
+    Attributes:
+        documents: packed into the one batch row; None when not packed.
+        tokens: of one batch row, over all context-parallel ranks.
+        rule: the recurrence.
+        scheme: where the mixer runs.
+        passage: how the rows get there and back.
+    """
+
+    documents: Documents | None
+    tokens: int
+    rule: Rule
+    scheme: Scheme
+    passage: Passage
+
+    def local_positions(self) -> Tensor | range:
+        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        return self.scheme.local_positions(self.documents, self.tokens)
+
+
+class _Schemes(NamedTuple):
+    """The schemes that can run over one group with one rule."""
+
+    headwise: Headwise | None = None
+    chunkwise: Chunkwise | None = None
+    whole: Whole | None = None
+
+    def only(self) -> Scheme | None:
+        found = [scheme for scheme in self if scheme is not None]
+        return found[0] if len(found) == 1 else None
+
+
+class MicroBatches:
+    """How one layer runs each micro-batch that comes.
+
+    Deterministic are rules chosen under ``config.deterministic_mode``, or while
+    ``torch.use_deterministic_algorithms`` is on.
+
+    Args:
+        config: says what to expect: its dtype, on a GPU if there is one.
+        layout: projection columns of one tensor-parallel rank.
+        state: the states of its heads.
+        taps: of the convolution.
+        group: the context-parallel group of micro-batches that do not bring their own.
+        sequence_layout: how the ranks' tokens were cut from the sequence.
+        mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
+            :mod:`.context_parallel.price`; None: the config's, else auto.
+        choose_rule: from device, dtype and deterministic or not to a rule and the reason.
+
+    Raises:
+        ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
+            ``choose_rule`` raises for what is expected.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layout: Layout,
+        state: StateShape,
+        taps: int,
+        group: Any,
+        sequence_layout: SequenceLayout,
+        *,
+        mode: str | LinearCpMode | None,
+        choose_rule: ChooseRule,
+    ) -> None:
+        self._config, self._layout, self._state, self._taps = config, layout, state, taps
+        self._group, self._sequence_layout = group, sequence_layout
+        self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
+        self._layer = number_of_new_layer()
+        self._rules: dict[tuple, Rule] = {}
+        self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
+        self._made: dict[tuple, MicroBatch] = {}
+        self.latest_rule = self._rule(_expected_device(), _expected_dtype(config))
+        self._schemes_of(group, self.latest_rule)
+
+    def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor) -> MicroBatch:
+        """What the micro-batch of these projection rows is.
+
+        Args:
+            packed: the documents' boundaries, and maybe a group that goes before the layer's.
+            proj_sBP: ``[s, B, P]``, this rank's tokens.
+
+        Raises:
+            TypeError, ValueError: boundaries that do not fit, see
+                :func:`.packing.resolve_packed_seq_params`.
+            ValueError: ranks that disagree (see :mod:`.context_parallel.agreement`), a batch of
+                packed rows, ``local_cp_size`` that is not the size of ``cp_group``; or as the
+                constructor, for a group, device or dtype seen first here.
+        """
+        group = context_parallel_group_of(packed, self._group)
+        s, B = proj_sBP.shape[:2]
+        tokens = s * (1 if group is None else group.size())
+        device, dtype = proj_sBP.device, proj_sBP.dtype
+        documents = resolve_packed_seq_params(packed, tokens, device)
+        if documents is not None and B != 1:
+            raise ValueError(
+                f"packed documents need a batch of 1, got {B} rows of {s} tokens on this rank. Lay "
+                f"the rows end to end and extend cu_seqlens."
+            )
+        require_agreement(self._layer, group, tokens, B, documents, device)
+        rule = self.latest_rule = self._rule(device, dtype)
+        key = (documents, group, rule, s, B, device, dtype)
+        found = self._made.get(key)
+        if found is None:
+            scheme = self._choose(group, rule, tokens, B, documents, dtype.itemsize)
+            passage = scheme.passage(documents, tokens, B, proj_sBP)
+            found = MicroBatch(documents, tokens, rule, scheme, passage)
+            _keep(self._made, key, found, _MOST_MICRO_BATCHES)
+        return found
+
+    def _rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
+        deterministic = (
+            self._config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+        )
+        key = device.type, dtype, deterministic
+        if key not in self._rules:
+            rule, reason = self._choose_rule(device, dtype, deterministic)
+            log_once(f"GatedDeltaNet: delta rule backend {rule.name!r} ({reason})")
+            self._rules[key] = rule
+        return self._rules[key]
+
+    def _schemes_of(self, group: Any, rule: Rule) -> _Schemes:
+        found = self._schemes.get((group, rule))
+        if found is None:
+            found = self._possible(group, rule)
+            _keep(self._schemes, (group, rule), found, _MOST_GROUPS)
+        return found
+
+    def _possible(self, group: Any, rule: Rule) -> _Schemes:
+        if group is None or group.size() == 1:
+            return _Schemes(whole=Whole(self._layout))
+        headwise = None
+        if self._mode is not LinearCpMode.CHUNKWISE:
+            try:
+                headwise = self._headwise(group, rule)
+            except ValueError as error:
+                if self._mode is LinearCpMode.HEADWISE:
+                    raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
+        if self._mode is LinearCpMode.HEADWISE:
+            return _Schemes(headwise)
+        # One way for maps to travel, whatever is packed: another adds in another order.
+        exchange = "share" if rule.batch_invariant else None
+        return _Schemes(
+            headwise,
+            Chunkwise(
+                self._layout, self._state, self._taps, group, self._sequence_layout, exchange
+            ),
+        )
+
+    def _headwise(self, group: Any, rule: Rule) -> Headwise:
+        scheme = Headwise(self._layout, group, self._sequence_layout)
+        heads = scheme.layout.state_heads
+        why = rule.why_not_heads(heads)
+        if why is not None:
+            raise ValueError(
+                f"context_parallel_size={group.size()} leaves {heads} value heads on a rank, and "
+                f"{why}. Use fewer ranks or backend='fla'."
+            )
+        return scheme
+
+    def _choose(
+        self,
+        group: Any,
+        rule: Rule,
+        tokens: int,
+        rows: int,
+        documents: Documents | None,
+        element_size: int,
+    ) -> Scheme:
+        schemes = self._schemes_of(group, rule)
+        only = schemes.only()
+        if only is not None:
+            self._announce(only, "the only one that these heads and this backend leave")
+            return only
+        lengths = None if documents is None else documents.lengths
+        inside = schemes.headwise.layout
+        gate = inside.columns("z")
+        cost = price(
+            self._state, inside.width + gate.stop - gate.start, group.size(),
+            self._sequence_layout, tokens, rows, lengths, element_size,
+        )  # fmt: skip
+        scheme = getattr(schemes, cost.cheaper)
+        self._announce(
+            scheme,
+            f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
+            f"sequences: bytes received per rank and forward, {cost.headwise / 2**20:.1f} MiB "
+            f"headwise, {cost.chunkwise / 2**20:.1f} MiB chunkwise with its extra work",
+        )
+        return scheme
+
+    def _announce(self, scheme: Scheme, why: str) -> None:
+        """Log what ``auto`` took, the first time that it takes it."""
+        if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
+            scheme.announced = True
+            log_once(f"GatedDeltaNet: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
+
+
+K, V = TypeVar("K"), TypeVar("V")
+
+
+def _keep(cache: dict[K, V], key: K, value: V, most: int) -> None:
+    """Add to a cache, and forget its oldest entry where it is full."""
+    if len(cache) >= most:
+        del cache[next(iter(cache))]
+    cache[key] = value
+
+
+def _expected_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _expected_dtype(config: TransformerConfig) -> torch.dtype:
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 else config.params_dtype

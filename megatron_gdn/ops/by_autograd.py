@@ -1,0 +1,171 @@
+"""A front and a rule from differentiable functions: where a new mixer starts, and its oracle.
+
+Backwards run the function again under autograd. They are as fast as the function is, repeat bit for
+bit where it does, and are what kernels are compared with.
+
+Legend: B batch, S seq, P projection width, N sequences, H heads with a state, K rows of a state,
+V columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .documents import Documents
+from .front.base import Parameters
+from .layout import Layout
+from .rule import RuleOutput, Saved
+from .state_maps.state_map import StateMap
+
+
+class AutogradFront:
+    """A :class:`~.front.base.Front` made of one function.
+
+    Args:
+        layout: the columns of a projection row.
+        make: ``(proj, parameters, documents)`` to the rule's inputs, a NamedTuple. It gets fp32
+            (fp64 for fp64 rows) and its results are rounded to the projection's dtype where they
+            are of a section's size; scalars per head stay as they are.
+        inputs: the NamedTuple's type.
+        convolved: names of the inputs that the convolution makes.
+    """
+
+    cheap: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        layout: Layout,
+        make: Callable[[Tensor, Parameters, Documents | None], Any],
+        inputs: type,
+        convolved: tuple[str, ...],
+    ) -> None:
+        self.layout, self.names, self.convolved = layout, inputs._fields, convolved
+        self._make = make
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> Any:
+        with torch.no_grad():
+            made = self._make(_wide(proj), [_wide(x) for x in parameters], documents)
+        kept = {
+            name: (x.to(proj.dtype) if name in self.convolved else x).contiguous()
+            if only is None or name in only else None
+            for name, x in made._asdict().items()
+        }  # fmt: skip
+        return type(made)(**kept)
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        leaves = [None if x is None else _wide(x).detach().requires_grad_()
+                  for x in (proj, *parameters)]  # fmt: skip
+        given = [x for x in leaves if x is not None]
+        with torch.enable_grad():
+            made = self._make(leaves[0], leaves[1:], documents)
+        d_made = [_wide(getattr(grads, name)) for name in self.names]
+        found = iter(torch.autograd.grad(made, given, d_made, materialize_grads=True))
+        d_rows, *rest = (None if x is None else next(found) for x in leaves)
+        gate = self.layout.columns("z")
+        d_proj[..., : gate.start] = d_rows[..., : gate.start]
+        d_proj[..., gate.stop :] = d_rows[..., gate.stop :]
+        return tuple(
+            None if x is None else d_x.to(x.dtype) for x, d_x in zip(parameters, rest, strict=True)
+        )
+
+
+class AutogradRule:
+    """A :class:`~.rule.Rule` made of a recurrence that decays the rows of a state by factors.
+
+    Args:
+        name: as errors call it.
+        run: ``(inputs, initial, documents)`` to output ``[B, S, H, V]`` and final states
+            ``[N, H, K, V]``, from ``initial`` or, where None, from zero.
+        through: ``(inputs, documents)`` to ``[N, H, K, 1]``, what becomes of an initial state.
+        inputs: type of the inputs, and of their gradients.
+    """
+
+    batch_invariant = True
+    operand_dtype = None
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Any, Tensor | None, Documents | None], tuple[Tensor, Tensor]],
+        through: Callable[[Any, Documents | None], Tensor],
+        inputs: type,
+    ) -> None:
+        self.name, self.reads_again = name, frozenset(inputs._fields)
+        self._run, self._through = run, through
+
+    def why_not_heads(self, heads: int) -> None:
+        """Any number of them can run."""
+
+    def begin(self, inputs: Any, documents: Documents | None) -> _Forward:
+        return _Forward(self, inputs, documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+    ) -> _Backward:
+        return _Backward(self, d_o, inputs, documents)
+
+
+class _Forward:
+    def __init__(self, rule: AutogradRule, inputs: Any, documents: Documents | None) -> None:
+        self._rule, self._inputs, self._documents = rule, inputs, documents
+
+    @torch.no_grad()
+    def state_map(self) -> StateMap:
+        _, local = self._rule._run(self._inputs, None, self._documents)
+        return StateMap(local, self._rule._through(self._inputs, self._documents))
+
+    @torch.no_grad()
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        o, last = self._rule._run(self._inputs, initial, self._documents)
+        return RuleOutput(o, last if final else None, Saved())
+
+
+class _Backward:
+    def __init__(
+        self, rule: AutogradRule, d_o: Tensor, inputs: Any, documents: Documents | None
+    ) -> None:
+        self._rule, self._d_o, self._inputs, self._documents = rule, d_o, inputs, documents
+
+    def _grads(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Any, Tensor]:
+        inputs = type(self._inputs)(*(x.detach().requires_grad_() for x in self._inputs))
+        if initial is None:
+            with torch.no_grad():
+                initial = torch.zeros_like(self._rule._run(inputs, None, self._documents)[1])
+        initial = initial.detach().requires_grad_()
+        with torch.enable_grad():
+            o, final = self._rule._run(inputs, initial, self._documents)
+        d_final = torch.zeros_like(final) if d_final is None else d_final
+        *grads, d_initial = torch.autograd.grad(
+            (o, final), (*inputs, initial), (self._d_o.to(o.dtype), d_final),
+            materialize_grads=True,
+        )  # fmt: skip
+        return type(inputs)(*grads), d_initial
+
+    def d_initial(self) -> Tensor:
+        return self._grads(None, None)[1]
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+        return self._grads(initial, d_final)[0]
+
+
+def _wide(x: Tensor | None) -> Any:
+    return None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))

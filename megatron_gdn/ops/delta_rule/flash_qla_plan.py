@@ -1,0 +1,119 @@
+"""Where FlashQLA cuts the sequences of a batch, made from host offsets and kept by value."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..state_maps.parts import Parts, parts_by_length
+from .flash_qla_fences import fence_bulk_stores
+
+_STAGES = (
+    "chunk_gated_delta_rule_fwd", "build_cp_context", "FlashQLACPContext", "cp_preprocess_bwd",
+    "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
+    "get_warmup_chunks_bidi", "chunk_local_cumsum", "CHUNK_SIZE",
+)  # fmt: skip
+# Of those, the ones whose kernels lack fences, and what tilelang compiles in their modules.
+UNFENCED = {
+    "kkt_solve": "tilelang_kkt_solve",
+    "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
+    "fused_gdr_bwd": "tilelang_fused_chunk_gdr_bwd",
+}
+
+
+@cache
+def stages() -> ModuleType:
+    """FlashQLA's stages, from the module that picked them for this architecture."""
+    from flash_qla.ops.gated_delta_rule import chunk
+
+    missing = [name for name in _STAGES if not hasattr(chunk, name)]
+    if missing:
+        raise ImportError(
+            f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
+            f"Install that, or choose backend='fla'."
+        )
+    modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
+    if all(".hopper." in module.__name__ for module in modules.values()):
+        try:
+            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
+        except (AttributeError, TypeError, ImportError) as error:
+            raise ImportError(
+                f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
+                f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
+                f"those, or choose backend='fla'."
+            ) from error
+    return chunk
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One batch on one device.
+
+    Attributes:
+        context: FlashQLA's own description of it.
+        parts: the same cut; None for batch rows that FlashQLA runs side by side, none of them cut.
+    """
+
+    context: object
+    parts: Parts | None
+
+    @property
+    def part_offsets(self) -> Tensor | None:
+        """What the kernels take for ``cu_seqlens``: the parts are sequences to them."""
+        return None if self.parts is None else self.parts.offsets
+
+
+def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | None:
+    """FlashQLA's choice for the batch as a whole; None: it cuts nothing.
+
+    It reads lengths and heads only, never data, so it repeats.
+    """
+    with torch.device("cpu"):
+        context = stages().build_cp_context(
+            torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
+            chunk_size=stages().CHUNK_SIZE, is_train=True,
+        )  # fmt: skip
+    return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
+
+
+@lru_cache(maxsize=64)
+def plan_of(
+    sequences: tuple[int, ...] | None,
+    value_heads: int,
+    batch_invariant: bool,
+    device: torch.device,
+) -> Plan:
+    """The plan of sequences that begin at these offsets; None: of uncut batch rows.
+
+    Keyed by value: equal batches share one, on every layer and in the backward.
+    """
+    if sequences is None:
+        return Plan(stages().build_cp_context(None), None)
+    choose = parts_by_length if batch_invariant else _cut_by_cost
+    cut = choose(sequences, value_heads)
+    parts = Parts.build(sequences, sequences if cut is None else cut, device)
+    _remember_chunks(parts.sequences, sequences)
+    _remember_chunks(parts.offsets, sequences if cut is None else cut)
+    if cut is None:
+        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
+    # Even where nothing is long enough to be cut: the bits of a short sequence must not depend on
+    # whether a long one beside it brings in the kernels that carry states between parts.
+    context = stages().FlashQLACPContext(
+        is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
+        seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
+        ht_mask_bwd=parts.opens,
+    )  # fmt: skip
+    return Plan(context, parts)
+
+
+def _remember_chunks(on_device: Tensor, offsets) -> None:
+    """Spares the kernels' wrappers from reading lengths back from the device."""
+    from flash_qla.utils.index import prepare_varlen_metadata
+
+    with torch.device("cpu"):
+        prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))

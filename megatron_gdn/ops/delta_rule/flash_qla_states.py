@@ -1,0 +1,140 @@
+"""States in and out of FlashQLA: what parts do to a state, and gradients of states.
+
+FlashQLA's kernel for the states of parts gives, per part and head, ``S_out = through @ S_in +
+local``. Its own driver asks for it where it cuts a sequence; here it serves sequences as well,
+whose maps are the products of their parts'. From one such pass come the transition that context
+parallelism sends around, and, once the entering states are known, the forward itself.
+
+A head whose log-decay sums to less than -20 within a part forgets what entered it: e^-20 = 2e-9,
+less than fp32 keeps of a sum, so ``through`` is zero there and ``local`` needs only the chunks
+since. (FlashQLA's own driver says -10.)
+
+Legend: S tokens, N sequences, P parts, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..rule import Saved
+from ..state_maps.fold import entering_states
+from .base import RuleInputs
+from .flash_qla_plan import Plan, stages
+
+_FORGOTTEN = -20.0
+
+
+@dataclass(frozen=True, eq=False)
+class PartMaps:
+    """What a batch's parts do to a state, and what the other passes can reuse."""
+
+    plan: Plan
+    g_sum: Tensor  # [1, S, H] fp32, log-decay summed within chunks
+    A: Tensor  # [1, S, H, 64], inverse of the chunk's triangular system
+    local: Tensor  # [P, H, K, V] fp32
+    through: Tensor  # [P, H, K, K] fp32
+    chunks_back: Tensor  # [P, H] int32, chunks from a part's start that see what entered it
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """How a forward that carries states was run; it saved :func:`saved_tensors`."""
+
+    plan: Plan
+
+
+def part_maps(
+    inputs: RuleInputs, plan: Plan, g_sum: Tensor | None = None, A: Tensor | None = None
+) -> PartMaps:
+    """One pass over k, v, the gates and beta; ``inputs`` of one row."""
+    parts, sequences = plan.parts, plan.context.cu_seqlens
+    size = stages().CHUNK_SIZE
+    if g_sum is None:
+        g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences, chunk_size=size)
+        A = stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences, chunk_size=size)
+    chunks, chunks_back, *_ = stages().get_warmup_chunks_bidi(
+        g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
+        chunk_size=size, threshold=_FORGOTTEN,
+    )  # fmt: skip
+    # The kernel counts chunks back from a part's end, off the grid of a part that ends inside one.
+    if parts.ragged is not None:
+        chunks = torch.where(parts.ragged, parts.chunks, chunks)
+    local, through = _run_parts(inputs, g_sum, A, parts.offsets, chunks)
+    return PartMaps(plan, g_sum, A, local, through, chunks_back)
+
+
+def _run_parts(
+    inputs: RuleInputs, g_sum: Tensor, A: Tensor, offsets: Tensor, chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``local`` and ``through`` of every part, from its last ``chunks`` chunks."""
+    home = sys.modules[stages().fused_gdr_h.__module__]
+    if ".hopper." in home.__name__:
+        return _run_parts_fp32(home, inputs, g_sum, A, offsets, chunks)
+    _, local, through = stages().fused_gdr_h(
+        k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
+        output_h=False, cu_seqlens=offsets, num_warmup_chunks=chunks,
+    )  # fmt: skip
+    return local.float(), through.float()
+
+
+def _run_parts_fp32(
+    home: ModuleType, inputs: RuleInputs, g_sum: Tensor, A: Tensor, offsets: Tensor, chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The kernel beneath ``fused_gdr_h``, which rounds what it returns to bf16."""
+    k, v, beta = inputs.k, inputs.v, inputs.beta
+    G, K = k.shape[2:]
+    (H, V), P = v.shape[2:], offsets.shape[0] - 1
+    local, through = (k.new_empty(P, H, K, D, dtype=torch.float32) for D in (V, K))
+    no_states = k.new_empty(1, 0, H, K, V)
+    kernel = home.tilelang_prepare_h(
+        H, G, K, V, A.shape[-1], accum_dtype="float32", qkva_dtype=k.dtype, g_dtype=g_sum.dtype,
+        b_dtype=beta.dtype, h0_dtype=local.dtype, ht_dtype=local.dtype, h_dtype=k.dtype,
+        seqlen_dtype=offsets.dtype, use_initial_state=False, store_final_state=True, store_h=False,
+        is_varlen=True, is_cp=True, state_v_first=False,
+    )  # fmt: skip
+    # The initial states and the chunk offsets are not read without use_initial_state and store_h.
+    kernel(k, v, A, g_sum, beta, local, offsets, offsets, chunks, no_states, local, through)
+    return local, through
+
+
+def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Tensor | None, ...]:
+    """g_sum, A, chunks_back, then of cut sequences the maps' ``through`` and what enters parts."""
+    if maps.plan.parts.are_sequences:
+        return maps.g_sum, maps.A, maps.chunks_back
+    return maps.g_sum, maps.A, maps.chunks_back, maps.through, entering
+
+
+def forward(
+    inputs: RuleInputs, initial: Tensor | None, maps: PartMaps, keep: bool, final: bool
+) -> tuple[Tensor, Tensor | None, Saved]:
+    """o ``[1, S, H, V]`` from states ``[N, H, K, V]`` that enter the sequences.
+
+    With ``final`` also the states that leave them.
+    """
+    parts = maps.plan.parts
+    entering = entering_states(maps.local, maps.through, parts, initial)
+    o, _, last = stages().fused_gdr_fwd(
+        q=inputs.q, k=inputs.k, v=inputs.v, a=maps.A, g=maps.g_sum, b=inputs.beta,
+        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, output_final_state=final,
+        cu_seqlens=parts.offsets, cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
+    )  # fmt: skip
+    kept = saved_tensors(maps, entering) if keep else ()
+    return o, last, Saved(kept, Carried(maps.plan))
+
+
+def d_initial_of_parts(
+    d_o: Tensor, inputs: RuleInputs, saved: tuple[Tensor | None, ...], plan: Plan
+) -> Tensor:
+    """``[P, H, K, V]``: the gradient of states that enter parts, if those that leave get none."""
+    g_sum, A, chunks_back, *_ = saved
+    _, d_local = stages().fused_gdr_dh(
+        q=inputs.q, k=inputs.k, a=A, g=g_sum, b=inputs.beta, do=d_o, dht=None, output_dh0=True,
+        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.parts.offsets,
+        num_warmup_chunks=chunks_back,
+    )  # fmt: skip
+    return d_local

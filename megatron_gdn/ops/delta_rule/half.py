@@ -1,0 +1,121 @@
+"""Operands of the delta rule in fp16 where the layer's dtype is bf16.
+
+The GPU rules multiply on tensor cores, in fp32 from operands of 16 bits: whatever goes from one
+product of a chunk into the next (the inverse, gated scores, written values, states and their
+gradients) is rounded to the dtype of q, k and v. bf16 keeps 8 bits of it, fp16 11, at the same
+speed. fp16's price is its range, 2^-14 to 65504 at full precision, and this file pays it:
+
+- q and k have unit length; v is the output of a SiLU, like the state a mean of such values, and o
+  a fraction of the state. They are used as they are. Beyond 65504 they are inf, and the output and
+  the gradients inf or NaN: nothing saturates. Values below 2^-14 lose bits, those below 2^-17 have
+  fewer than in bf16.
+- Gradients may have any size, so d_o is multiplied by a power of two, and the rule's backward,
+  which is linear in it, returns gradients so much larger. Whoever reads them multiplies with the
+  inverse, in fp32 (:class:`.base.RuleGrads`). Both are exact.
+
+The power is chosen for each key head, from the largest |d_o| of its value heads, on the device, and
+brings that below 1. Above, there is room for sums. With g <= 0, beta <= 1 and unit keys no step of
+the backward recurrence makes the state's gradient longer, so over T tokens a column of it is at
+most T / sqrt(K) long: 2^13.5 for K = 128 and T = 2^17 tokens of the largest gradient, all alike.
+What grows further are sums over V of its products with written values, in dk and dbeta. Of 8192
+tokens of the largest gradient, alike in sign in all of V as the values are, in a head that neither
+forgets nor writes (beta = 5e-4), the largest came to 2^15; gradients that agree in a hundredth of
+their largest leave 2^6 more. Beyond, inf comes out, and is seen.
+
+Below, an element under 2^-13 of the largest loses bits and one under 2^-16 has fewer than in bf16;
+the error there is at most 2^-24 of the largest. Where one token in 500 has gradients 2^10 times the
+others', dq, dk, dv and dbeta as a whole still have 0.97 to 1.05 times the plain rule's error, and
+dg at most 1.15 times, in simulation (``benchmarks/rounding.py --loud 10``).
+
+A gradient of final states, given in state passing, is held below 2^5 as well (a column of 2^8.5):
+it may come from tokens of other ranks whose gradients are far larger than any here.
+
+Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N sequences.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..rule import Rule, RuleForward, Saved
+from . import half_torch
+from .base import RuleGrads, RuleInputs
+
+LARGEST_D_O = 0  # log2, after scaling
+LARGEST_D_FINAL = 5
+
+
+class HalfOperands:
+    """A rule that works on fp16, in a layer of another dtype; see the top of this file.
+
+    q, k and v come in fp16 and o leaves in fp16. d_o comes in the layer's dtype. States and their
+    gradients are in true units on this side of the wrapped rule.
+
+    Args:
+        rule: not batch invariant: the power of two depends on all documents of a batch, and which
+            small numbers lose bits depends on it.
+    """
+
+    operand_dtype = torch.float16
+    batch_invariant = False
+
+    def __init__(self, rule: Rule) -> None:
+        assert not rule.batch_invariant
+        self.name, self.reads_again, self._rule = rule.name, rule.reads_again, rule
+
+    def why_not_heads(self, heads: int) -> str | None:
+        return self._rule.why_not_heads(heads)
+
+    def begin(self, inputs: RuleInputs, documents: Documents | None) -> RuleForward:
+        return self._rule.begin(inputs, documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> HalfBackward:
+        return HalfBackward(self._rule, d_o, inputs, saved, documents)
+
+
+class HalfBackward:
+    """Scales d_o on the way into the wrapped rule's backward, and states on the way out."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: Saved,
+        documents: Documents | None,
+    ) -> None:
+        self._key_heads = inputs.k.shape[2]
+        self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
+        del d_o  # frees it where the caller has handed it over
+        self._backward = rule.begin_backward(self._half, inputs, saved, documents)
+
+    def d_initial(self) -> Tensor:
+        return self._backward.d_initial() * _of_states(self._down)
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+        if d_final is not None:
+            ratio, self._up, self._down = _kernels(self._half).lower(
+                self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
+            )
+            self._backward.d_o_was_scaled(_of_states(ratio))
+            d_final = d_final * _of_states(self._up)
+        grads = self._backward.run(initial, d_final)
+        return grads._replace(factor=self._down)
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    if x.is_cuda and x.dtype != torch.float64:
+        from . import half_kernels
+
+        return half_kernels
+    return half_torch
+
+
+def _of_states(x_H: Tensor) -> Tensor:
+    return x_H[:, None, None]

@@ -1,0 +1,167 @@
+"""Two Triton launches that bring gradients to fp16: the largest of every key head, then the rest.
+
+The plain-torch twin, :mod:`.half_torch`, says what they do.
+
+Legend: T rows: tokens (of all batch rows), or for states their own rows, RUN of one key head after
+each other; G key heads, H value heads, K key dim, V value dim, C columns of one key head in a row
+(of all its value heads); N tiles of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.tiles import block_dim
+from .half_torch import BIAS, MANTISSA
+
+_TILES = 64  # whose maxima every program of the second launch reads
+_ELEMENTS = 4096  # of one step of a program
+
+
+@triton.jit
+def _largest_kernel(
+    x_ptr, largest_ptr, T, tokens,
+    G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """grid (N, G): bits of the largest finite |x| in fp32 of one key head in ``tokens`` rows.
+
+    As integers, inf is above every number and NaN above inf.
+    """
+    INFINITY: tl.constexpr = 0x7F800000
+    g = tl.program_id(1)
+    first = tl.program_id(0) * tokens
+    c_C = tl.arange(0, BLOCK_C)
+    largest_RC = tl.zeros((ROWS, BLOCK_C), tl.int32)
+    for start in tl.range(0, tokens, ROWS):
+        t_R = start + tl.arange(0, ROWS)
+        real_RC = ((t_R < tokens) & (first + t_R < T))[:, None] & (c_C < C)[None, :]
+        at_R = tl.cast(first + t_R, tl.int64)
+        at_R = (at_R // RUN * G + g) * (RUN * C) + at_R % RUN * C
+        x_RC = tl.load(x_ptr + at_R[:, None] + c_C[None, :], mask=real_RC, other=0.0)
+        bits_RC = x_RC.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits_RC = tl.where(bits_RC < INFINITY, bits_RC, 0)
+        largest_RC = tl.maximum(largest_RC, bits_RC)
+    largest = tl.max(tl.max(largest_RC, axis=1), axis=0)
+    tl.store(largest_ptr + tl.program_id(0) * G + g, largest)
+
+
+@triton.jit
+def _scale_kernel(
+    x_ptr, largest_ptr, out_ptr, up_ptr, down_ptr, T, N,
+    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
+    G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """grid (tiles of ROWS tokens, G). EXPONENT less the largest's is that of the power of two."""
+    g = tl.program_id(1)
+    n_N = tl.arange(0, TILES)
+    largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
+    exponent = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
+    up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
+    if tl.program_id(0) == 0:
+        down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
+        for member in tl.static_range(RATIO):
+            tl.store(up_ptr + g * RATIO + member, up)
+            tl.store(down_ptr + g * RATIO + member, down)
+    first = tl.program_id(0) * ROWS
+    c_C = tl.arange(0, BLOCK_C)
+    t_R = tl.arange(0, ROWS)
+    base = tl.cast(first, tl.int64) * (G * C) + g * C
+    at_RC = t_R[:, None] * (G * C) + c_C[None, :]
+    real_RC = (first + t_R < T)[:, None] & (c_C < C)[None, :]
+    x_RC = tl.load(x_ptr + base + at_RC, mask=real_RC, other=0.0).to(tl.float32)
+    tl.store(out_ptr + base + at_RC, (x_RC * up).to(tl.float16), mask=real_RC)
+
+
+@triton.jit
+def _lower_kernel(
+    half_ptr, old_ptr, largest_ptr, ratio_ptr, up_ptr, down_ptr, T, N,
+    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
+    G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """grid (tiles of ROWS tokens, G). Where no power changes, nothing is read but the powers."""
+    g = tl.program_id(1)
+    n_N = tl.arange(0, TILES)
+    largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
+    ceiling = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
+    old = tl.load(old_ptr + g * RATIO).to(tl.int32, bitcast=True) >> MANTISSA
+    exponent = tl.minimum(old, ceiling)
+    change = tl.maximum(exponent - old + BIAS, 0)
+    ratio = (change << MANTISSA).to(tl.float32, bitcast=True)
+    if tl.program_id(0) == 0:
+        up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
+        down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
+        for member in tl.static_range(RATIO):
+            tl.store(ratio_ptr + g * RATIO + member, ratio)
+            tl.store(up_ptr + g * RATIO + member, up)
+            tl.store(down_ptr + g * RATIO + member, down)
+    if exponent < old:
+        first = tl.program_id(0) * ROWS
+        c_C = tl.arange(0, BLOCK_C)
+        t_R = tl.arange(0, ROWS)
+        half_ptr += tl.cast(first, tl.int64) * (G * C) + g * C
+        at_RC = t_R[:, None] * (G * C) + c_C[None, :]
+        real_RC = (first + t_R < T)[:, None] & (c_C < C)[None, :]
+        half_RC = tl.load(half_ptr + at_RC, mask=real_RC, other=0.0).to(tl.float32)
+        tl.store(half_ptr + at_RC, (half_RC * ratio).to(tl.float16), mask=real_RC)
+
+
+def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
+    """Bits of the largest |x| of every key head, ``[N, G]``, and N."""
+    T = x.numel() // (key_heads * columns)
+    block = block_dim(columns)
+    rows = max(1, _ELEMENTS // block)
+    tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
+    tiles = triton.cdiv(T, max(1, tokens))
+    found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
+    if T:
+        _largest_kernel[(tiles, key_heads)](
+            x, found, T, tokens, G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run,
+            num_warps=4,
+        )  # fmt: skip
+    return found, tiles
+
+
+def lower(
+    half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`.half_torch.lower`."""
+    B, S, H, V = half.shape
+    assert half.is_contiguous()
+    T, ratio = B * S, H // key_heads
+    found, tiles = _largest_of(
+        states.contiguous(), key_heads, states.shape[3], ratio * states.shape[2]
+    )
+    block = block_dim(ratio * V)
+    rows = max(1, 4 * _ELEMENTS // block)
+    made = torch.empty(3, H, dtype=torch.float32, device=half.device).unbind()
+    _lower_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
+        half, up, found, *made, T, tiles,
+        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
+        C=ratio * V, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`.half_torch.to_half`, for any dtype but fp64."""
+    x = x.contiguous()
+    B, S, H, V = x.shape
+    T, C = B * S, H // key_heads * V
+    found, tiles = _largest_of(x, key_heads, C)
+    block = block_dim(C)
+    rows = max(1, _ELEMENTS // block)
+    half = torch.empty_like(x, dtype=torch.float16)
+    up, down = torch.empty(2, H, dtype=torch.float32, device=x.device)
+    _scale_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
+        x, found, half, up, down, T, tiles,
+        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads,
+        RATIO=H // key_heads, C=C, ROWS=rows, BLOCK_C=block, TILES=_TILES,
+        num_warps=4,
+    )  # fmt: skip
+    return half, up, down

@@ -1,0 +1,69 @@
+"""What a mixer asks of the front: projection rows to the inputs of its rule, and back.
+
+Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..documents import Documents
+from ..layout import Layout
+
+# conv weight [C, 1, W], conv bias [C] or None, then what else the front has.
+Parameters = Sequence[Tensor | None]
+
+
+class Front(Protocol):
+    """Convolution, activation, norms and gates, forward and backward as plain calls.
+
+    Attributes:
+        layout: the columns of a projection row.
+        names: of the rule's inputs that :meth:`forward` makes, in order.
+        convolved: those of them that the convolution makes, ``[B, S, heads, width]`` each. The
+            first W - 1 tokens of a sequence read the rows before it.
+        cheap: those that a mixer had better compute again in the backward than save.
+    """
+
+    layout: Layout
+    names: tuple[str, ...]
+    convolved: tuple[str, ...]
+    cheap: tuple[str, ...]
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> Any:
+        """The rule's inputs, a NamedTuple.
+
+        Args:
+            proj: ``[S, B, P]``, any strides of S and B.
+            parameters: the front's own.
+            documents: boundaries of packed documents, the same in every batch row; None when every
+                row is one sequence. Taps never cross a boundary.
+            only: names to compute, neighbours in :attr:`names`; the others are None.
+        """
+        ...
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters, in their shapes and dtypes.
+
+        Args:
+            grads: of the inputs, as the rule returns them.
+            d_proj: ``[S, B, P]``. Every column is written once, except those that the output norm
+                writes (the gate's).
+        """
+        ...

@@ -1,0 +1,189 @@
+"""Everything between the projection and the delta rule, as one launch each way (Triton).
+
+The plain-torch twin, with the same signatures, is :mod:`.gdn_torch`.
+
+Legend: S seq, B batch, P projection width, G key heads, H value heads, K key dim,
+V value dim, C conv channels, W taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..delta_rule.base import RuleInputs
+from ..documents import Documents
+from ..head_sizes import HeadSizes
+from ..kernels.reduce import sum_rows
+from ..kernels.tiles import (
+    Walk,
+    block_dim,
+    prepare_backward_tile,
+    prepare_forward_tile,
+    within_reach,
+    within_shared_memory,
+)
+from .gdn_backward_kernels import prepare_backward_kernel
+from .gdn_forward_kernels import prepare_forward_kernel
+from .gdn_front import GDNParameterGrads
+
+
+def prepare_forward(
+    proj: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    *,
+    documents: Documents | None = None,
+    normalise_qk: bool = True,
+    eps: float = 1e-6,
+    parts: str = "qkvg",
+    dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    tile: Walk | None = None,
+) -> RuleInputs:
+    """Projection rows to the inputs of the delta rule.
+
+        q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+        g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
+
+    Args:
+        proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha; any strides of the first
+            two dimensions.
+        conv_weight: ``[C, 1, W]`` or ``[C, W]``, W >= 2, contiguous.
+        conv_bias: ``[C]`` or None.
+        A_log, dt_bias: ``[H]``.
+        documents: boundaries of packed documents, the same in every batch row; None when every row
+            is one sequence. Taps never cross a boundary, in either direction.
+        normalise_qk: False leaves q and k as SiLU made them.
+        batch_invariant: let the bits of a packed document not depend on where it lies: one path
+            for tokens near boundaries and far from them, and no fused multiply-add, which a
+            compiler places in one copy of a loop and not in another.
+        parts: what to compute, a stretch of ``"qkvg"`` (g is both gates); the rest is None.
+        dtype: of q, k and v; None is the projection's.
+        tile: overrides the table of :mod:`.tiles`, for tuning and tests. Either is made smaller
+            where tokens lie too far apart for it, see :func:`.tiles.within_reach`.
+
+    Returns:
+        :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
+
+    Raises:
+        ValueError: tokens too far apart for any tile; likewise the backward.
+    """
+    S, B, _ = proj.shape
+    G, H, K, V = sizes
+    assert parts and parts in "qkvg"
+    q = proj.new_empty(B, S, G, K, dtype=dtype) if "q" in parts else None
+    k = proj.new_empty(B, S, G, K, dtype=dtype) if "k" in parts else None
+    v = proj.new_empty(B, S, H, V, dtype=dtype) if "v" in parts else None
+    g = beta = None
+    if "g" in parts:
+        g = torch.empty(B, S, H, dtype=torch.float32, device=proj.device)
+        beta = torch.empty_like(g)
+    slots = {"q": G, "k": G, "v": H, "g": 1}
+    first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
+    one_path = batch_invariant and documents is not None
+    tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    tile = within_reach(tile, S, conv_weight.shape[-1], (proj.stride(0), G * K, H * V))
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
+    position_T = None if documents is None else documents.position_T
+    if S * B:
+        # A pointer that is never followed stands for each part left out: kernels take no None. It
+        # is of the same dtype, so that one compilation serves all choices of parts.
+        heads = next((x for x in (q, k, v) if x is not None), proj)
+        outputs = [heads if x is None else x for x in (q, k, v)]
+        outputs += [A_log if x is None else x for x in (g, beta)]
+        grid = (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B)
+        prepare_forward_kernel[grid](
+            proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
+            *outputs,
+            S, tile.steps, first, proj.stride(0), proj.stride(1), eps,
+            G=G, H=H, K=K, V=V, W=conv_weight.shape[-1],
+            ROWS=tile.rows, STAGES=tile.stages,
+            BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
+            HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
+            ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
+            maxnreg=tile.registers, enable_fp_fusion=not one_path,
+        )  # fmt: skip
+    return RuleInputs(q, k, v, g, beta)
+
+
+def prepare_backward(
+    proj: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dg: Tensor,
+    dbeta: Tensor,
+    d_proj: Tensor,
+    *,
+    documents: Documents | None = None,
+    factor: Tensor | None = None,
+    normalise_qk: bool = True,
+    eps: float = 1e-6,
+    batch_invariant: bool = False,
+    tile: Walk | None = None,
+) -> GDNParameterGrads:
+    """The backward of :func:`prepare_forward`; nothing but its inputs is needed.
+
+    Writes every column of ``d_proj`` except z's, and each exactly once.
+
+    Args:
+        dq, dk: ``[B, S, G, K]``, or ``[B, S, H, K]`` with one gradient per value head: heads that
+            share a key head are summed here, in fp32.
+        dv: ``[B, S, H, V]``.
+        dg, dbeta: ``[B, S, H]``.
+        d_proj: ``[S, B, P]``, written.
+        factor: ``[H]`` fp32, what the gradients of a value head and of its key head are to be
+            multiplied by; value heads of one key head share theirs. None: nothing.
+        batch_invariant: as in :func:`prepare_forward`.
+        tile: overrides the table of :mod:`.tiles`, for tuning and tests.
+    """
+    S, B, _ = proj.shape
+    G, H, K, V = sizes
+    W = conv_weight.shape[-1]
+    tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
+    strides = (proj.stride(0), d_proj.stride(0), dq.shape[2] * K, H * V)
+    tile = within_reach(tile, S, W, strides)
+    size, d_size = proj.element_size(), dv.element_size()
+    of_key_head = block_dim(K) * (size + dq.shape[2] // G * d_size)
+    tile = within_shared_memory(tile, max(of_key_head, block_dim(V) * (size + d_size)))
+    assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
+    position_T = None if documents is None else documents.position_T
+    dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
+    assert dq.shape[2] % G == 0 and dq.shape == dk.shape
+    tiles = triton.cdiv(S, tile.tokens)
+    one_path = batch_invariant and documents is not None
+    channels = sizes.conv_width
+    with_bias = channels if conv_bias is not None else 0
+    partial = torch.empty(
+        B * tiles, channels * W + with_bias + 2 * H, dtype=torch.float32, device=proj.device
+    )
+    if S * B:
+        prepare_backward_kernel[(1 + 2 * G + H, tiles, B)](
+            proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
+            dq, dk, dv, dg, dbeta, factor, d_proj, partial,
+            S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
+            G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G,
+            ROWS=tile.rows, STAGES=tile.stages,
+            BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
+            HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
+            ONE_PATH=one_path, NORMALISE=normalise_qk, SCALED=factor is not None,
+            num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
+        )  # fmt: skip
+    d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split([channels * W, with_bias, H, H])
+    return GDNParameterGrads(
+        d_weight.view(conv_weight.shape).to(conv_weight.dtype),
+        None if conv_bias is None else d_bias.to(conv_bias.dtype),
+        d_A_log.to(A_log.dtype),
+        d_dt_bias.to(dt_bias.dtype),
+    )

@@ -1,0 +1,127 @@
+"""The front of a Gated DeltaNet: conv + SiLU, l2norm and gates in one launch each way.
+
+    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+    g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
+
+:mod:`.gdn` has the Triton kernels, :mod:`.gdn_torch` their plain twins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..delta_rule.base import RuleGrads, RuleInputs
+from ..documents import Documents
+from ..head_sizes import HeadSizes
+from ..layout import Layout
+from ..once import say_once
+from .base import Parameters
+
+
+class GDNParameterGrads(NamedTuple):
+    """Gradients of a front's parameters, in the parameters' shapes and dtypes."""
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class GDNFront:
+    """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``.
+
+    Attributes:
+        sizes: the heads of a projection row.
+        kernels: :mod:`.gdn` or :mod:`.gdn_torch`.
+        normalise_qk: scale q and k to unit length.
+        dtype: of q, k and v; None is the projection's.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+    """
+
+    sizes: HeadSizes
+    kernels: ModuleType
+    normalise_qk: bool = True
+    dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+
+    names: ClassVar[tuple[str, ...]] = RuleInputs._fields
+    convolved: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    # q is the part whose second pass costs least for the bytes that it frees.
+    cheap: ClassVar[tuple[str, ...]] = ("q",)
+
+    @property
+    def layout(self) -> Layout:
+        return self.sizes.layout
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> RuleInputs:
+        return self.kernels.prepare_forward(
+            proj, *parameters, self.sizes,
+            documents=documents, normalise_qk=self.normalise_qk, dtype=self.dtype,
+            batch_invariant=self.batch_invariant, parts="qkvg" if only is None else "".join(only),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: RuleGrads,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> GDNParameterGrads:
+        *of_inputs, factor = grads
+        return self.kernels.prepare_backward(
+            proj, *parameters, self.sizes, *of_inputs, d_proj,
+            documents=documents, factor=factor, normalise_qk=self.normalise_qk,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+
+
+def _why_not_triton(proj: Tensor, taps: int) -> str | None:
+    if not proj.is_cuda:
+        return f"the Triton kernels run on a GPU, not on {proj.device.type}"
+    if proj.dtype == torch.float64:
+        return "the Triton kernels compute in fp32, not in fp64"
+    if not 2 <= taps <= 8:
+        return f"the Triton kernels take 2 to 8 conv taps, not {taps}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> tuple[ModuleType, ModuleType]:
+    """The front and the gated norm: our Triton kernels or their plain-torch twins.
+
+    Args:
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
+            or ``"torch"``.
+    """
+    if kernels not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    if kernels == "auto":
+        why = _why_not_triton(proj, taps)
+        kernels = "triton" if why is None else "torch"
+        if why is not None:
+            say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
+                     proj.device.type)  # fmt: skip
+    if kernels == "triton":
+        from ..gated_norm import norm
+        from . import gdn
+
+        return gdn, norm
+    from ..gated_norm import norm_torch
+    from . import gdn_torch
+
+    return gdn_torch, norm_torch

@@ -1,0 +1,140 @@
+"""The columns of a mixer's input projection: the one table that everything else is read from.
+
+Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint keys
+and Hugging Face maps all follow from the sections listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Section(NamedTuple):
+    """Neighbouring columns of a projection row: ``width`` columns for each head of one kind.
+
+    Attributes:
+        name: as checkpoints call it.
+        heads: kind of the heads, ``"key"`` or ``"value"`` in a Gated DeltaNet.
+        width: columns per head. The heads of a section are contiguous and ascending.
+        conv: whether the columns go through the causal convolution.
+    """
+
+    name: str
+    heads: str
+    width: int
+    conv: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sections of a projection row, and how many heads of every kind it holds.
+
+    Attributes:
+        sections: in storage order. Those that go through the convolution are neighbours.
+        counts: ``(kind, number)`` of heads. The first kind has one recurrent state per head; heads
+            of another kind serve equal numbers of them, neighbours with neighbours.
+    """
+
+    sections: tuple[Section, ...]
+    counts: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        convolved = [section.conv for section in self.sections]
+        first, count = convolved.index(True) if any(convolved) else 0, sum(convolved)
+        assert all(convolved[first : first + count]), "convolved sections must be neighbours"
+
+    @cached_property
+    def _count_of(self) -> dict[str, int]:
+        return dict(self.counts)
+
+    def heads(self, kind: str) -> int:
+        """How many heads of a kind a row holds."""
+        return self._count_of[kind]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(section.name for section in self.sections)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of every section, for ``Tensor.split``."""
+        return tuple(self.heads(section.heads) * section.width for section in self.sections)
+
+    @cached_property
+    def width(self) -> int:
+        return sum(self.widths)
+
+    @cached_property
+    def _columns(self) -> dict[str, slice]:
+        found, start = {}, 0
+        for name, width in zip(self.names, self.widths, strict=True):
+            found[name] = slice(start, start + width)
+            start += width
+        return found
+
+    def columns(self, name: str) -> slice:
+        """Where a section lies in a row."""
+        return self._columns[name]
+
+    @cached_property
+    def _convolved(self) -> list[int]:
+        return [i for i, section in enumerate(self.sections) if section.conv]
+
+    @cached_property
+    def conv_names(self) -> tuple[str, ...]:
+        """The sections that go through the causal convolution."""
+        return tuple(self.names[i] for i in self._convolved)
+
+    @cached_property
+    def conv_widths(self) -> tuple[int, ...]:
+        return tuple(self.widths[i] for i in self._convolved)
+
+    @cached_property
+    def conv_width(self) -> int:
+        """Channels of the convolution."""
+        return sum(self.conv_widths)
+
+    @cached_property
+    def conv_columns(self) -> slice:
+        """Where the convolution's channels lie in a row, in their order."""
+        if not self._convolved:
+            return slice(0, 0)
+        names = self.conv_names
+        return slice(self.columns(names[0]).start, self.columns(names[-1]).stop)
+
+    @property
+    def state_heads(self) -> int:
+        """Heads with a recurrent state of their own."""
+        return self.counts[0][1]
+
+    def shares_among(self, ranks: int) -> bool:
+        """Whether :meth:`share` can give every rank an equal number of state heads."""
+        return self.state_heads % ranks == 0 and all(
+            count % ranks == 0 or ranks % count == 0 for _, count in self.counts[1:]
+        )
+
+    def share(self, ranks: int) -> Layout:
+        """What one of ``ranks`` ranks holds, each with a share of the state heads.
+
+        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve them;
+        one that serves the state heads of several ranks is held by each of them.
+
+        Raises:
+            ValueError: the state heads do not divide, or some rank would get state heads of two
+                other heads in unequal numbers; the message lists the sizes that fit.
+        """
+        if ranks < 1 or not self.shares_among(ranks):
+            legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
+            held = " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
+            raise ValueError(
+                f"context_parallel_size={ranks} cannot share the {held} of a tensor-parallel rank "
+                f"evenly; use one of {', '.join(map(str, legal))}."
+            )
+        counts = ((kind, max(1, count // ranks)) for kind, count in self.counts)
+        return replace(self, counts=tuple(counts))
+
+    def copies(self, ranks: int) -> tuple[int, ...]:
+        """On how many of ``ranks`` ranks each section's columns are held after :meth:`share`."""
+        return tuple(max(1, ranks // self.heads(section.heads)) for section in self.sections)

@@ -1,0 +1,281 @@
+"""A recurrent mixer as one autograd function: projection rows in, mixed rows out.
+
+    inputs = front(rows)            conv, activation, norms, gates: one kernel over strided rows
+    o      = rule(inputs)           the recurrence
+    mixed  = RMSNorm(o) * SiLU(z)   one kernel, written as [S, B, H V]
+
+One function, so that what is saved is only what the backward reads, and every gradient of the
+projection is written once, into its own columns of one buffer. Where the history of the front and
+the state of the rule come from is told by :class:`.neighbours.Neighbours`.
+
+Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .documents import Documents
+from .front.base import Front
+from .front.gdn_front import GDNFront, kernels_for
+from .front.history import ContinuedFront
+from .head_sizes import HeadSizes
+from .neighbours import Neighbours
+from .no_tokens import mix_no_tokens
+from .recompute import RefilledOutput
+from .rule import Rule, Saved
+from .unfilled import unfilled_memory
+
+
+class GatedNorm(NamedTuple):
+    """The output norm: ``RMSNorm(o) * gamma * SiLU(z)``, or ``* (1 + gamma)`` zero-centered."""
+
+    gamma: Tensor  # [V]
+    eps: float = 1e-6
+    zero_centered: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    front: Front
+    rule: Rule
+    neighbours: Neighbours
+    heads: int
+    eps: float | None  # of the output norm; None: no norm here
+    zero_centered: bool
+    norm: ModuleType
+    again: tuple[str, ...]  # inputs of the rule that the backward computes again
+    keep: bool
+    refilled: RefilledOutput | None
+
+    @property
+    def z(self) -> slice:
+        return self.front.layout.columns("z")
+
+
+class _Mixer(torch.autograd.Function):
+    @staticmethod
+    @unfilled_memory()
+    def forward(ctx, plan: _Plan, proj: Tensor, gamma: Tensor | None, *parameters: Tensor | None):
+        front, rule, neighbours = plan.front, plan.rule, plan.neighbours
+        inputs = front.forward(proj, parameters, neighbours.documents)
+        begun = rule.begin(inputs, neighbours.of_rule)
+        initial, linked = None, ()
+        if neighbours.states is not None:
+            initial, linked = neighbours.states.entering(rule, begun, inputs)
+        o, _, saved = begun.run(initial, keep=plan.keep)
+        del begun
+        if plan.keep:
+            kept = (
+                x if name in rule.reads_again and name not in plan.again else None
+                for name, x in zip(front.names, inputs, strict=True)
+            )
+            with_norm = None if plan.eps is None else o
+            ctx.save_for_backward(
+                proj, gamma, with_norm, *parameters, *kept, *linked, *saved.tensors
+            )
+            ctx.plan, ctx.rule_plan, ctx.counts = plan, saved.plan, (len(parameters), len(linked))
+        if plan.eps is None:
+            z = proj[..., plan.z]
+            return o.to(proj.dtype), z.unflatten(-1, (plan.heads, -1)).transpose(0, 1)
+        mixed = plan.norm.gated_norm_forward(
+            o, proj, gamma, plan.z, eps=plan.eps, zero_centered=plan.zero_centered
+        )
+        if plan.refilled is not None:
+
+            def refill(out: Tensor) -> None:
+                plan.norm.gated_norm_forward(
+                    o, proj, gamma, plan.z,
+                    eps=plan.eps, zero_centered=plan.zero_centered, out=out,
+                )  # fmt: skip
+
+            plan.refilled.remember(mixed, refill)
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    @unfilled_memory()
+    def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
+        plan: _Plan = ctx.plan
+        front, rule, neighbours = plan.front, plan.rule, plan.neighbours
+        proj, gamma, o, *rest = ctx.saved_tensors
+        parameters, kept, linked, saved = _split(rest, ctx.counts, len(front.names))
+        d_proj = proj.new_empty(proj.shape)
+        d_gamma = None
+        if plan.eps is None:
+            z_rows = d_proj[..., plan.z]
+            if d_z is None:
+                z_rows.zero_()
+            else:
+                z_rows.copy_(d_z.transpose(0, 1).flatten(2))
+            d_o = d_out.contiguous()
+        else:
+            d_o, d_gamma = plan.norm.gated_norm_backward(
+                d_out, o, proj, gamma, plan.z, d_proj,
+                eps=plan.eps, zero_centered=plan.zero_centered,
+            )  # fmt: skip
+            del d_out
+        gradient = [d_o]
+        del d_o
+        made = front.forward(proj, parameters, neighbours.documents, plan.again)
+        inputs = type(made)(*(x if y is None else y for x, y in zip(kept, made, strict=True)))
+        del made, kept
+        # Handed over, not lent: a rule that makes another form of the gradient can free this one.
+        begun = rule.begin_backward(
+            gradient.pop(), inputs, Saved(saved, ctx.rule_plan), neighbours.of_rule
+        )
+        del inputs
+        initial = d_final = None
+        if neighbours.states is not None:
+            initial, d_final = neighbours.states.leaving(begun, linked)
+        grads = begun.run(initial, d_final)
+        del begun
+        of_parameters = front.backward(proj, parameters, grads, d_proj, neighbours.documents)
+        return None, d_proj, d_gamma, *of_parameters
+
+
+def _split(
+    tensors: Sequence[Tensor | None], counts: tuple[int, int], inputs: int
+) -> tuple[Any, Any, Any, Any]:
+    """Saved tensors as parameters, inputs of the rule, what a state link kept, the rule's own."""
+    parameters, linked = counts
+    ends = [parameters, parameters + inputs, parameters + inputs + linked]
+    starts = [0, *ends]
+    return tuple(
+        tuple(tensors[start:end]) for start, end in zip(starts, [*ends, None], strict=True)
+    )
+
+
+def mix(
+    proj: Tensor,
+    parameters: Sequence[Tensor | None],
+    *,
+    front: Front,
+    rule: Rule,
+    norm: GatedNorm | None,
+    norm_kernels: ModuleType,
+    neighbours: Neighbours | None = None,
+    recompute: Sequence[str] = (),
+    refilled: RefilledOutput | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Everything between in_proj and out_proj, for the heads one rank holds.
+
+    Args:
+        proj: ``[S, B, P]`` in the front's layout; any strides of S and B.
+        parameters: the front's.
+        front: projection rows to the rule's inputs.
+        rule: the recurrence.
+        norm: the gated output norm; its gate is the layout's section ``z``. None stops before it,
+            for a norm that is a module of its own.
+        norm_kernels: :mod:`.gated_norm.norm` or its plain twin.
+        neighbours: boundaries, history and states; None: every batch row is one whole sequence.
+        recompute: the rule's inputs that the backward computes again instead of saving them,
+            beside those that are cheap.
+        refilled: lets the consumer of the result drop it too, see :class:`RefilledOutput`.
+
+    Returns:
+        ``[S, B, H * V]``, ready for out_proj. Without ``norm``: o and z, both ``[B, S, H, V]``
+        (z is a view of ``proj``).
+    """
+    neighbours = Neighbours() if neighbours is None else neighbours
+    if refilled is not None and norm is None:
+        raise ValueError("refilled repeats the gated norm, so it needs norm.")
+    gamma, eps, zero_centered = (None, None, False) if norm is None else norm
+    tensors, heads = (proj, gamma, *parameters), front.layout.state_heads
+    if proj.shape[0] * proj.shape[1] == 0:
+        # On every rank that shares the sequences, so nobody waits for rows of them.
+        z = front.layout.columns("z")
+        return mix_no_tokens(*tensors, z=z, heads=heads, with_norm=norm is not None)
+    if neighbours.history is not None:
+        front = ContinuedFront(front, neighbours.history)
+    wanted = {*front.cheap, *recompute}
+    plan = _Plan(
+        front=front,
+        rule=rule,
+        neighbours=neighbours,
+        heads=heads,
+        eps=eps,
+        zero_centered=zero_centered,
+        norm=norm_kernels,
+        again=tuple(name for name in front.names if name in wanted),
+        keep=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
+        refilled=refilled,
+    )
+    return _Mixer.apply(plan, *tensors)
+
+
+def gated_delta_mixer(
+    proj: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    *,
+    rule: Rule,
+    norm: GatedNorm | None,
+    documents: Documents | None = None,
+    neighbours: Neighbours | None = None,
+    normalise_qk: bool = True,
+    recompute_qkv: bool = False,
+    refilled: RefilledOutput | None = None,
+    kernels: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`mix` with the front of a Gated DeltaNet.
+
+    Args:
+        proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha.
+        conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, fp32.
+        rule: from :func:`.delta_rule.resolve.resolve_rule`.
+        documents: boundaries of documents packed into the one batch row, resolved beforehand.
+        neighbours: takes the place of ``documents``.
+        normalise_qk: scale q and k to unit length.
+        recompute_qkv: compute q, k and v again in the backward instead of saving them: less by
+            ``2 (G K + H V)`` bytes per token in bf16, for one more pass over the projection.
+        kernels: see :func:`.front.gdn_front.kernels_for`.
+
+    Raises:
+        ValueError: shapes that do not fit, packed documents with B > 1, fp16 operands without
+            ``normalise_qk``.
+    """
+    sizes.check_projection(proj)
+    S, B = proj.shape[:2]
+    if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
+        raise ValueError(
+            f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "
+            f"shape {tuple(conv_weight.shape)} and strides {conv_weight.stride()}."
+        )
+    if documents is not None:
+        if B != 1:
+            raise ValueError(
+                f"packed documents need a batch of 1, got a projection of shape "
+                f"{tuple(proj.shape)}. Lay the rows end to end and extend cu_seqlens."
+            )
+        Documents.from_cu_seqlens(documents, S)
+        assert neighbours is None
+    if rule.operand_dtype is not None and not normalise_qk:
+        raise ValueError(
+            f"this rule takes q and k in {rule.operand_dtype}, whose range they may leave without "
+            f"unit length; tell resolve_rule normalise_qk=False too, or choose operands='bf16'."
+        )
+    front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
+    front = GDNFront(sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant)
+    return mix(
+        proj,
+        (conv_weight, conv_bias, A_log, dt_bias),
+        front=front,
+        rule=rule,
+        norm=norm,
+        norm_kernels=norm_kernels,
+        neighbours=Neighbours(documents) if neighbours is None else neighbours,
+        recompute=("q", "k", "v") if recompute_qkv else (),
+        refilled=refilled,
+    )

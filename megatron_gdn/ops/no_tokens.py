@@ -1,0 +1,41 @@
+"""The mixer of a batch without tokens, which no kernel and no core needs to know of.
+
+Legend: S seq, B batch, P projection width, H value heads, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Nothing(torch.autograd.Function):
+    """A tensor without elements, and a zero gradient for all that it would be made of."""
+
+    @staticmethod
+    def forward(ctx, shape: tuple[int, ...], proj: Tensor, *parameters: Tensor | None):
+        ctx.save_for_backward(proj, *parameters)
+        return proj.new_empty(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out: Tensor):
+        return None, *(None if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def mix_no_tokens(
+    proj: Tensor, *parameters: Tensor | None, z: slice, heads: int, with_norm: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What :func:`.mixer.mix` returns for a ``proj`` with S or B zero.
+
+    ``z`` are the gate's columns, of ``heads`` heads.
+
+    The parameters take part, so that they have gradients on this rank as on any other.
+    """
+    S, B, _ = proj.shape
+    width = z.stop - z.start
+    if with_norm:
+        return _Nothing.apply((S, B, width), proj, *parameters)
+    o = _Nothing.apply((B, S, heads, width // heads), proj, *parameters)
+    return o, proj[..., z].unflatten(-1, (heads, -1)).transpose(0, 1)

@@ -1,0 +1,66 @@
+"""What a stretch of tokens does to a recurrent state.
+
+Legend: N stretches, H heads, K rows of a state, V columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StateShape(NamedTuple):
+    """The states that one rank's heads carry: ``[heads, rows, columns]`` per sequence.
+
+    ``diagonal``: a token only decays the rows of a state, it does not mix them.
+    """
+
+    heads: int
+    rows: int
+    columns: int
+    diagonal: bool = False
+
+    @property
+    def map_columns(self) -> int:
+        """Columns of a map's ``local`` and ``through`` side by side."""
+        return self.columns + (1 if self.diagonal else self.rows)
+
+    @property
+    def map_bytes(self) -> int:
+        """Of one fp32 :class:`StateMap` of all heads."""
+        return self.heads * self.rows * self.map_columns * 4
+
+
+class StateMap(NamedTuple):
+    """``S_out = through S_in + local``, one map for each stretch and head.
+
+    The delta rule mixes the rows of a state, so its ``through`` is a matrix. A rule that only
+    decays them has one factor for each row: ``through`` then has one column.
+
+    Attributes:
+        local: ``[N, H, K, V]`` fp32, what leaves when zero enters.
+        through: ``[N, H, K, K]`` or ``[N, H, K, 1]`` fp32.
+    """
+
+    local: Tensor
+    through: Tensor
+
+    @property
+    def is_diagonal(self) -> bool:
+        return self.through.shape[-1] == 1
+
+    def apply(self, state: Tensor) -> Tensor:
+        """The states that leave, from ``[N, H, K, V]`` that enter."""
+        carried = self.through * state if self.is_diagonal else self.through @ state
+        return carried + self.local
+
+    def then(self, later: StateMap) -> StateMap:
+        """This map followed by ``later``."""
+        if self.is_diagonal:
+            return StateMap(later.apply(self.local), later.through * self.through)
+        return StateMap(later.apply(self.local), later.through @ self.through)
+
+    def transposed(self, d_local: Tensor) -> StateMap:
+        """The map of gradients, ``dS_in = through^T dS_out + d_local``."""
+        return StateMap(d_local, self.through if self.is_diagonal else self.through.mT)

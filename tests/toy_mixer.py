@@ -1,0 +1,146 @@
+"""Plain linear attention with a scalar decay, as a Megatron mixer built from the base alone.
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T;  o_t = S_t^T q_t;  y = out_proj(RMSNorm(o) * SiLU(z))
+
+No delta, other sections in another order (the convolved ones in the middle), and key and query
+heads in groups. It shows what a second mixer has to bring: a layout, two functions, a module.
+
+Legend: S seq, B batch, T tokens of one sequence, G groups, H heads, K key dim, V value dim.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from megatron_gdn.checkpoint import mixer_sharded_state_dict
+from megatron_gdn.context_parallel import SequenceLayout
+from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.micro_batch import MicroBatches
+from megatron_gdn.mixer import read_norm
+from megatron_gdn.ops.by_autograd import AutogradFront, AutogradRule
+from megatron_gdn.ops.front.gdn_torch import convolve_rows
+from megatron_gdn.ops.gated_norm import norm_torch
+from megatron_gdn.ops.layout import Layout, Section
+from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.state_maps.state_map import StateShape
+from megatron_gdn.precision import Fp32Parameters, mark_keep_in_fp32
+from megatron_gdn.tensor_parallel import mark_sharded
+
+G, H, K, V, TAPS, HIDDEN = 2, 4, 3, 5, 3, 24
+
+LAYOUT = Layout(
+    (
+        Section("z", "head", V),
+        Section("value", "head", V, conv=True),
+        Section("key", "group", K, conv=True),
+        Section("query", "group", K, conv=True),
+        Section("decay", "head", 1),
+    ),
+    (("head", H), ("group", G)),
+)
+
+
+class Inputs(NamedTuple):
+    q: Tensor  # [B, S, G, K]
+    k: Tensor  # [B, S, G, K]
+    v: Tensor  # [B, S, H, V]
+    g: Tensor  # [B, S, H] fp32, <= 0
+
+
+def front(layout: Layout, proj, parameters, documents) -> Inputs:
+    weight, _, decay_bias = parameters
+    rows = proj.transpose(0, 1)
+    x = convolve_rows(rows[..., layout.conv_columns], weight.flatten(1), None, documents)
+    v, k, q = x.split(layout.conv_widths, dim=-1)
+    v = v.unflatten(-1, (layout.heads("head"), -1))
+    k, q = (x.unflatten(-1, (layout.heads("group"), -1)) for x in (k, q))
+    return Inputs(q, k, v, -F.softplus(rows[..., layout.columns("decay")] + decay_bias))
+
+
+def sequences(inputs: Inputs, documents) -> list[Inputs]:
+    """The inputs of every sequence, in fp32 or wider, q and k repeated for the heads they serve."""
+    flat = [x.flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+    repeat = inputs.v.shape[2] // inputs.k.shape[2]
+    flat[:2] = [x.repeat_interleave(repeat, dim=1) for x in flat[:2]]
+    B, S = inputs.v.shape[:2]
+    lengths = [S] * B if documents is None else [n for n in documents.lengths if n]
+    return [Inputs(*x) for x in zip(*(x.split(lengths) for x in flat), strict=True)]
+
+
+def run(inputs: Inputs, initial, documents) -> tuple[Tensor, Tensor]:
+    outputs, finals = [], []
+    for n, (q, k, v, g) in enumerate(sequences(inputs, documents)):
+        sum_TH = g.cumsum(0)
+        past = torch.ones(len(g), len(g), dtype=torch.bool, device=g.device).tril()
+        between = (sum_TH[:, None] - sum_TH).masked_fill(~past[..., None], -torch.inf).exp()
+        o = torch.einsum("tsh,thk,shk,shv->thv", between, q, k, v)
+        final = torch.einsum("sh,shk,shv->hkv", (sum_TH[-1] - sum_TH).exp(), k, v)
+        if initial is not None:
+            o = o + torch.einsum("th,thk,hkv->thv", sum_TH.exp(), q, initial[n])
+            final = final + sum_TH[-1].exp()[:, None, None] * initial[n]
+        outputs.append(o)
+        finals.append(final)
+    return torch.cat(outputs).view(inputs.v.shape).to(inputs.v.dtype), torch.stack(finals)
+
+
+def through(inputs: Inputs, documents) -> Tensor:
+    decays = torch.stack([x.g.sum(0).exp() for x in sequences(inputs, documents)])
+    return decays[..., None, None].expand(-1, -1, inputs.k.shape[-1], 1)
+
+
+RULE = AutogradRule("linear attention", run, through, Inputs)
+
+
+class ToyMixer(Fp32Parameters, MegatronModule):
+    """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it is."""
+
+    _keep_in_float32_parameter_names = ("decay_bias",)
+
+    def __init__(self, config, pg_collection, *, cp_layout="zigzag", linear_cp_mode=None) -> None:
+        super().__init__(config)
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.layout = LAYOUT.share(pg_collection.tp.size())
+        heads = self.layout.state_heads
+        self.micro_batches = MicroBatches(
+            config, self.layout, StateShape(heads, K, V, diagonal=True), TAPS, pg_collection.cp,
+            SequenceLayout.parse(cp_layout), mode=linear_cp_mode,
+            choose_rule=lambda device, dtype, deterministic: (RULE, "the only one"),
+        )  # fmt: skip
+        linear = {"config": config, "init_method": config.init_method, "is_expert": False,
+                  "tp_group": pg_collection.tp}  # fmt: skip
+        self.in_proj = ColumnParallelLinear(
+            HIDDEN, LAYOUT.width, bias=False, gather_output=False, **linear
+        )
+        channels = self.layout.conv_width
+        self.conv1d = nn.Conv1d(channels, channels, TAPS, groups=channels, bias=False,
+                                dtype=config.params_dtype)  # fmt: skip
+        mark_sharded(self.conv1d.weight, self.layout.conv_widths)
+        self.decay_bias = nn.Parameter(torch.zeros(heads))
+        mark_sharded(self.decay_bias, (heads,))
+        mark_keep_in_fp32(self.decay_bias)
+        self.out_norm = TorchRMSNorm(config, V)
+        self.out_proj = RowParallelLinear(H * V, HIDDEN, bias=False, input_is_parallel=True,
+                                          skip_bias_add=True, **linear)  # fmt: skip
+
+    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
+        proj, _ = self.in_proj(hidden_states)
+        batch = self.micro_batches.of(packed_seq_params, proj)
+        scheme, passage = batch.scheme, batch.passage
+        parameters = (scheme.local(self.conv1d.weight, scheme.layout.conv_names), None,
+                      scheme.local(self.decay_bias))  # fmt: skip
+        made = AutogradFront(scheme.layout, partial(front, scheme.layout), Inputs, ("q", "k", "v"))
+        mixed = mix(
+            passage.open(proj), parameters, front=made, rule=batch.rule,
+            norm=read_norm(self.out_norm), norm_kernels=norm_torch, neighbours=passage.neighbours,
+        )  # fmt: skip
+        return self.out_proj(passage.close(mixed))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
+        return mixer_sharded_state_dict(
+            self, self.layout, ("decay_bias",), prefix, sharded_offsets, metadata, tp_group
+        )
