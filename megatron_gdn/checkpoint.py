@@ -22,8 +22,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from .ops.layout import Layout
 from .compat.upstream_bias import read_upstream_bias
+from .ops.layout import Layout
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -99,8 +99,8 @@ def mixer_sharded_state_dict(
 
     ``in_proj`` and ``conv1d`` are stored section by section, their biases like their weights.
     Upstream splits all but the projection's bias: files of it are read all the same (see
-    :mod:`megatron_gdn.compat.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes one that it
-    reads, without tensor parallelism.
+    :mod:`megatron_gdn.compat.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes one
+    that it reads, without tensor parallelism.
 
     Args:
         layer: has ``in_proj``, ``conv1d`` and ``pg_collection``.

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from .checkpoint import mixer_sharded_state_dict
+from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal
@@ -38,7 +39,6 @@ from .out_norm import apply_gated_norm, summing_group
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
-from .compat.tested_megatron import warn_of_untested
 
 warn_of_untested(megatron_version)
 

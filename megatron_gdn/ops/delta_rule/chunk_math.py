@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunk_table import ChunkGroup, ChunkTable
 from ..gates import least_log_decay
+from .chunk_table import ChunkGroup, ChunkTable
 from .triangular import unit_lower_inverse
 
 
