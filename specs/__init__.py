@@ -10,6 +10,7 @@ from .gpt import gpt_block_spec  # noqa: E402
 from .hybrid import (  # noqa: E402
     gdn_hybrid_stack_spec,
     gdn_hybrid_stack_spec_local,
+    gdn_qk_norm_hybrid_stack_spec,
     hybrid_stack_spec,
 )
 from .layer import gated_delta_net_spec  # noqa: E402
@@ -18,6 +19,7 @@ __all__ = [
     "gated_delta_net_spec",
     "gdn_hybrid_stack_spec",
     "gdn_hybrid_stack_spec_local",
+    "gdn_qk_norm_hybrid_stack_spec",
     "gpt_block_spec",
     "hybrid_stack_spec",
 ]

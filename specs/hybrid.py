@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
@@ -57,8 +58,7 @@ class HybridStackSpec(ModuleSpec):
             backend: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged;
                 ``"local"`` is plain torch (GDN, MLP, attention, experts); ``"auto"`` is ``"te"``
                 where Transformer Engine is installed. Checkpoints of the two are interchangeable.
-            qk_layernorm: norms on query and key in the local '*' layers (``config.qk_layernorm``;
-                with Transformer Engine Megatron's own spec decides).
+            qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             num_moe_experts: builds local 'E' layers for that many experts
                 (``config.num_moe_experts``).
             **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of
@@ -86,21 +86,30 @@ def _hybrid_stack_spec(
     backend = resolve_backend(backend)
     mixer = gated_delta_net_spec(backend, **options)
     if backend == "te":
-        submodules = _te_submodules(mixer)
+        submodules = _te_submodules(mixer, qk_layernorm)
     else:
         attention = local_attention_spec(qk_layernorm, options.get("cp_layout", "zigzag"))
         submodules = _local_submodules(mixer, attention, num_moe_experts)
     return HybridStackSpec(module=HybridStack, submodules=submodules)
 
 
-def _te_submodules(mixer: ModuleSpec) -> HybridStackSubmodules:
+def _te_submodules(mixer: ModuleSpec, qk_layernorm: bool) -> HybridStackSubmodules:
     gdn_layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=mixer, self_attn_bda=get_bias_dropout_add
         ),
     )
-    return replace(hybrid_layer_specs.hybrid_stack_spec.submodules, gdn_layer=gdn_layer)
+    stack = replace(hybrid_layer_specs.hybrid_stack_spec.submodules, gdn_layer=gdn_layer)
+    if qk_layernorm:
+        # Megatron's own stack has no place for these norms, whatever the config asks for.
+        layer = stack.attention_layer
+        mixer = layer.submodules.self_attention
+        norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm}
+        mixer = replace(mixer, submodules=replace(mixer.submodules, **norms))
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
+        stack = replace(stack, attention_layer=layer)
+    return stack
 
 
 def _local_submodules(
@@ -161,3 +170,5 @@ def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSp
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec
 gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")
+# For models with --qk-layernorm, as Qwen3-Next and Qwen3.5 are.
+gdn_qk_norm_hybrid_stack_spec = _hybrid_stack_spec("auto", qk_layernorm=True)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_gdn.hf.checkpoint_files import find_checkpoint
 from pretraining import places, settings
 from pretraining.failures import rank, refuse
+from pretraining.hf_model import take_sizes
 
 LAYER_SYMBOLS = "G-*ME"
 
@@ -87,6 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("model")
+    group.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="FOLDER",
+        help="Hugging Face folder whose config.json gives every size of the model",
+    )
     group.add_argument(
         "--hybrid-layer-pattern",
         default="G-G-G-*-",
@@ -169,6 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--save-interval", type=int, default=50, help="steps; 0: only at the end")
     group.add_argument("--load", type=Path, help="continue in a new folder from these checkpoints")
     group.add_argument(
+        "--pretrained-checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of checkpoints whose weights a new run starts from; --load comes before it",
+    )
+    group.add_argument(
         "--resume",
         action="store_true",
         help="continue the run in --output-dir, with the settings of its checkpoint where the "
@@ -187,6 +201,10 @@ def _parser() -> argparse.ArgumentParser:
 def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults that depend on others, and refuse what cannot work with the way out."""
     _require_positive(args)
+    if args.hf_config:
+        take_sizes(args, _parser())
+    if args.pretrained_checkpoint and not args.load:
+        find_checkpoint(args.pretrained_checkpoint)
     _complete_model(args)
     _complete_parallelism(args)
     _complete_data(args)
@@ -226,7 +244,7 @@ def _complete_model(args: argparse.Namespace) -> None:
         )
     args.num_layers = len(args.hybrid_layer_pattern.replace("|", ""))
     args.ffn_hidden_size = args.ffn_hidden_size or 3 * args.hidden_size
-    if args.hidden_size % args.num_attention_heads:
+    if not args.hf_config and args.hidden_size % args.num_attention_heads:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads "
             f"{args.num_attention_heads}."

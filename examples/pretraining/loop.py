@@ -15,6 +15,7 @@ from pretraining.corpus import read_paths, standard_library
 from pretraining.failures import fail, full_disk, refuse
 from pretraining.feed import Feed
 from pretraining.held_out import held_out_loss, hold_out
+from pretraining.hf_model import load_pretrained
 from pretraining.report import Report, closing_words, how_to_go_on
 from pretraining.sampling import sample
 from pretraining.stopping import Stop
@@ -153,6 +154,8 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
 def start_from(args, training, feed: Feed) -> int:
     """Steps already done: what the checkpoint to continue from says, or none."""
     if not args.start:
+        if args.pretrained_checkpoint:
+            load_pretrained(args.pretrained_checkpoint, training)
         return 0
     try:
         return load_checkpoint(args.start, args, training, feed)

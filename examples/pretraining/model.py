@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_gdn.specs import hybrid_stack_spec
+from pretraining import hf_model
 from pretraining.corpus import VOCAB_SIZE
 
 
@@ -25,8 +26,11 @@ class Training:
 def build_training(args: argparse.Namespace) -> Training:
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
-    config = model_config(args)
-    model = build_model(args, config)
+    if args.hf_config:
+        model, config = hf_model.build(args)
+    else:
+        config = model_config(args)
+        model = build_model(args, config)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     if args.bf16:

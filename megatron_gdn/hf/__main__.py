@@ -1,18 +1,26 @@
-"""``python -m megatron_gdn.hf import | export | compare``."""
+"""``python -m megatron_gdn.hf import | export | compare | flags``."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 
+from .checkpoint_folder import export_folder, import_folder
 from .compare import compare_folders
-from .imported_folder import export_folder, import_folder
+from .megatron_arguments import megatron_flags
+from .model_config import read_hf_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: done, or equal. 1: the compared weights differ. 2: said by name on stderr."""
     arguments = _parser().parse_args(argv)
+    # What Megatron's import has to say of packages that are absent is of no account here.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         return arguments.run(arguments)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
@@ -22,52 +30,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_gdn.hf", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="import | export | compare")
+    commands = parser.add_subparsers(required=True, metavar="import | export | compare | flags")
 
-    command = commands.add_parser("import", help="Hugging Face folder to Megatron shards")
+    command = commands.add_parser("import", help="Hugging Face folder to a Megatron checkpoint")
     command.add_argument("source", help="folder with config.json and safetensors weights")
-    command.add_argument("target", help="new folder for the shards")
-    command.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="RANKS")
-    command.add_argument("--model", choices=("hybrid", "gpt"), default="hybrid")
-    command.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=1,
-        metavar="ROWS",
-        help="pad the vocabulary to a multiple of ROWS * RANKS (default: 1)",
-    )
-    command.add_argument(
-        "--plain-norms",
-        action="store_true",
-        help="for a model without layernorm_zero_centered_gamma",
-    )
+    command.add_argument("target", help="new folder, for Megatron's --load")
+    _add_model(command)
     command.set_defaults(run=_import)
 
-    command = commands.add_parser("export", help="Megatron shards back to the same files")
-    command.add_argument("source", help="a folder that import made")
+    command = commands.add_parser("export", help="a Megatron checkpoint to Hugging Face files")
+    command.add_argument("source", help="folder of checkpoints, or of one iteration")
     command.add_argument("target", help="new Hugging Face folder")
+    command.add_argument(
+        "--like", required=True, metavar="FOLDER", help="the Hugging Face folder it was made from"
+    )
     command.add_argument(
         "--fp32-gates",
         action="store_true",
         help="write A_log and dt_bias as F32 even where the source had BF16",
     )
+    command.add_argument(
+        "--plain-norms",
+        action="store_true",
+        help="the checkpoint is of a model without layernorm_zero_centered_gamma",
+    )
     command.set_defaults(run=_export)
 
-    command = commands.add_parser("compare", help="bits and dtypes of two folders of either kind")
+    command = commands.add_parser("flags", help="flags of a Megatron launch that builds the model")
+    command.add_argument("source", help="folder with config.json")
+    _add_model(command)
+    command.set_defaults(run=_flags)
+
+    command = commands.add_parser(
+        "compare", help="bits and dtypes of a folder and another, or a checkpoint"
+    )
     command.add_argument("left")
     command.add_argument("right")
     command.set_defaults(run=_compare)
     return parser
 
 
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", choices=("hybrid", "gpt"), default="hybrid")
+    command.add_argument(
+        "--plain-norms",
+        action="store_true",
+        help="for a model without layernorm_zero_centered_gamma",
+    )
+
+
 def _import(arguments: argparse.Namespace) -> int:
     import_folder(
         arguments.source,
         arguments.target,
-        tp_size=arguments.tensor_model_parallel_size,
         model=arguments.model,
         zero_centered_gamma=not arguments.plain_norms,
-        vocab_divisible_by=arguments.make_vocab_size_divisible_by,
         progress=True,
     )
     print(f"imported {arguments.source} to {arguments.target}")
@@ -75,8 +92,21 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    export_folder(arguments.source, arguments.target, arguments.fp32_gates, progress=True)
+    export_folder(
+        arguments.source,
+        arguments.target,
+        like=arguments.like,
+        fp32_gates=arguments.fp32_gates,
+        zero_centered_gamma=False if arguments.plain_norms else None,
+        progress=True,
+    )
     print(f"exported {arguments.source} to {arguments.target}")
+    return 0
+
+
+def _flags(arguments: argparse.Namespace) -> int:
+    config = read_hf_config(arguments.source)
+    print(shlex.join(megatron_flags(config, arguments.model, not arguments.plain_norms)))
     return 0
 
 

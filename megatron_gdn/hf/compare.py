@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .imported_folder import MANIFEST, ImportedFolder
+from .checkpoint_files import is_checkpoint
+from .checkpoint_folder import CheckpointWeights
 from .progress import progress_bar
 from .safetensors_reader import SafetensorsFolder
 from .tensor_map import bits_of
@@ -25,17 +26,28 @@ class Difference:
         return f"{self.key}: {self.what}"
 
 
-def open_weights(folder: str | Path) -> SafetensorsFolder | ImportedFolder:
-    """A Hugging Face folder or an imported one, whichever it is."""
-    imported = (Path(folder) / MANIFEST).is_file()
-    return ImportedFolder(folder) if imported else SafetensorsFolder(folder)
+def open_weights(
+    folder: str | Path, like: str | Path | None = None
+) -> SafetensorsFolder | CheckpointWeights:
+    """A Hugging Face folder, or a Megatron checkpoint seen as the folder ``like``."""
+    if not is_checkpoint(folder):
+        return SafetensorsFolder(folder)
+    if like is None or is_checkpoint(like):
+        raise ValueError(
+            f"{folder} is a Megatron checkpoint, which is compared with the Hugging Face folder "
+            f"it came from. To compare two checkpoints, export both."
+        )
+    return CheckpointWeights(folder, like)
 
 
 def compare_folders(
     left: str | Path, right: str | Path, progress: bool = False
 ) -> Iterator[Difference]:
-    """Differences in keys, dtypes, shapes and bits; none means every tensor is the same."""
-    one, other = open_weights(left), open_weights(right)
+    """Differences in keys, dtypes, shapes and bits; none means every tensor is the same.
+
+    One of the two may be a Megatron checkpoint; it is compared as what it would be exported to.
+    """
+    one, other = open_weights(left, right), open_weights(right, left)
     missing = set(other)
     for key in progress_bar(one, "compare", progress, len(one)):
         if key not in missing:

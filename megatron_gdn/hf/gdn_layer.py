@@ -79,6 +79,7 @@ def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage)
         split=split,
         shard_dim=0,
         sections=layout.widths,
+        section_names=layout.names,
     )
 
 
@@ -115,6 +116,7 @@ def gdn_layer_maps(
             conv_shape,
             shard_dim=0,
             sections=dims.layout.conv_widths,
+            section_names=dims.layout.conv_names,
         ),
         one("A_log", "A_log", (heads,), shard_dim=0, fp32=True),
         one("dt_bias", "dt_bias", (heads,), shard_dim=0, fp32=True),

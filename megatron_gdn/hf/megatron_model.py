@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .imported_folder import pad_rows, write_hf_files
 from .legal_weights import check_dtypes, read_pieces
 from .model_config import HFModelConfig
 from .model_map import Architecture
 from .plan import Plan, check_aliases
 from .progress import progress_bar
-from .safetensors_reader import FileSpec, SafetensorsFolder
-from .safetensors_writer import new_folder, refuse_existing
+from .safetensors_reader import SafetensorsFolder
+from .safetensors_writer import new_folder, refuse_existing, write_hf_files
 from .tensor_map import TensorMap
 from .view import HFView, SourceRecord
 
@@ -175,15 +174,11 @@ def save_hf_weights(
         for key in source:
             read(key)
         return
-    files = [
-        FileSpec(file.name, {key: record.spec(key) for key in file.tensors}, file.metadata)
-        for file in source.files
-    ]
     with new_folder(folder) as scratch:
         for path in source.other_files():
             (scratch / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.folder / path, scratch / path)
-        write_hf_files(scratch, files, read, progress)
+        write_hf_files(scratch, record.files(source.files), read, progress)
     view.warn_of_rounded_gates()
 
 
@@ -281,7 +276,7 @@ def _local_piece(
                 f"the vocabulary has {full.shape[0]} rows, the model's embedding only {rows}; set "
                 f"its vocab_size to at least {full.shape[0]}, padded to a multiple of {size}."
             )
-        full = pad_rows(full, rows)
+        full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
     return entry.shards(full, size)[rank]
 
 

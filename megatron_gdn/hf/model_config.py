@@ -148,11 +148,19 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
         )
     if field("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={field('hidden_act')!r} is not supported; it must be 'silu'.")
+    if not field("attn_output_gate", True):
+        raise ValueError("attn_output_gate=false is not supported: these weights have the gate.")
+    rope = field("rope_parameters", None) or field("rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"rope_type={kind!r} is not supported: the model would be built without the scaling. "
+            f"Set it to 'default' to build it so all the same."
+        )
     is_linear = _linear_layers(field)
     is_moe = _moe_layers(field, len(is_linear))
     if any(is_moe) and not field("norm_topk_prob", True):
         raise ValueError("norm_topk_prob=false is not supported: routing weights must sum to one.")
-    rope = field("rope_parameters", None) or {}
     return HFModelConfig(
         architecture=architecture,
         storage="interleaved" if architecture == "Qwen3NextForCausalLM" else "flat",

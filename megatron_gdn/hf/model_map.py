@@ -199,13 +199,15 @@ def _moe_maps(
             sources=up,
             shard_dim=0,
             sections=(ffn, ffn),
-            is_expert=True,
+            expert=e,
+            num_experts=experts,
         )
         yield TensorMap(
             names=_expert_names(prefix, e, "linear_fc2"),
             sources=(down,),
             shard_dim=1,
-            is_expert=True,
+            expert=e,
+            num_experts=experts,
         )
     shared = config.shared_expert_ffn_size
     yield from _mlp_maps(f"{prefix}shared_experts.", f"{hf}shared_expert.", hidden, shared)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from .safetensors_reader import FileSpec
+from .progress import progress_bar
+from .safetensors_reader import INDEX_NAME, FileSpec
 
 # The format wants tensor data to start on this boundary.
 _ALIGNMENT = 8
@@ -103,3 +104,29 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def write_hf_files(
+    folder: Path, files: Sequence[FileSpec], read: Callable[[str], Tensor], progress: bool = False
+) -> None:
+    """Write weight files with the tensors that ``read(key)`` gives; correct the index's size."""
+    total = sum(len(file.tensors) for file in files)
+    keys = ((file, key) for file in files for key in file.tensors)
+    writer: StreamingWriter | None = None
+    with ExitStack() as stack:
+        for file, key in progress_bar(keys, "export", progress, total):
+            if writer is None or writer.spec is not file:
+                stack.close()
+                writer = stack.enter_context(StreamingWriter(folder, file))
+            writer.write(key, read(key))
+    index = folder / INDEX_NAME
+    if index.is_file():
+        content = json.loads(index.read_text())
+        size = sum(
+            torch.Size(spec.shape).numel() * spec.torch_dtype.itemsize
+            for file in files
+            for spec in file.tensors.values()
+        )
+        if content.get("metadata", {}).get("total_size", size) != size:
+            content["metadata"]["total_size"] = size
+            index.write_text(json.dumps(content, indent=2) + "\n")

@@ -51,9 +51,12 @@ class TensorMap:
         shard_dim: the dimension that tensor-parallel ranks share; None means every rank has all.
         sections: sizes along ``shard_dim`` that are shared out separately, so that a rank's rows
             are ``[section 0 of rank | section 1 of rank | ...]``; empty means one section.
+        section_names: where a distributed checkpoint stores every section by itself, what it
+            appends to the name for each.
         shift: +1 or -1 where the two sides store a norm gain around different centres.
         fp32: the Megatron tensor is fp32 whatever the file holds.
-        is_expert: shared over the expert-tensor-parallel group instead.
+        expert, num_experts: which expert of how many this tensor belongs to; it is shared over
+            the expert-tensor-parallel group instead.
         pad_rows: the full tensor may be padded with zero rows at its end (vocabulary).
     """
 
@@ -63,14 +66,20 @@ class TensorMap:
     split: Callable[[Tensor], Sequence[Tensor]] | None = None
     shard_dim: int | None = None
     sections: tuple[int, ...] = ()
+    section_names: tuple[str, ...] = ()
     shift: float = 0.0
     fp32: bool = False
-    is_expert: bool = False
+    expert: int | None = None
+    num_experts: int = 0
     pad_rows: bool = False
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def is_expert(self) -> bool:
+        return self.expert is not None
 
     def check_dtype(self, dtype: torch.dtype, where: str) -> None:
         """Refuse a source tensor of ``dtype``; ``where`` names it and its file.

@@ -14,7 +14,7 @@ from .fp32_contract import is_gated_delta_net_fp32_param_key
 from .model_config import HFModelConfig, read_hf_config
 from .model_map import Architecture
 from .plan import Plan, make_plan
-from .safetensors_reader import SafetensorsFolder, TensorSpec
+from .safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
 from .tensor_map import HFRef, TensorMap
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,13 @@ class SourceRecord:
 
     def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
         return make_plan(self.config, self.specs, model, zero_centered_gamma)
+
+    def files(self, like: Sequence[FileSpec]) -> list[FileSpec]:
+        """The files an export writes: those of ``like`` with the dtypes of `spec`."""
+        return [
+            FileSpec(file.name, {key: self.spec(key) for key in file.tensors}, file.metadata)
+            for file in like
+        ]
 
     def spec(self, key: str) -> TensorSpec:
         """Dtype and shape that an export gives ``key``."""

@@ -24,6 +24,7 @@ INSTALLED = (
     "tests/examples/test_fresh_install.py::test_the_quickstart_runs_from_an_installed_{}_alone"
 )
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
+WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
 EXAMPLE = ".venv/bin/torchrun --nproc_per_node={} examples/pretrain_hybrid.py"
@@ -43,9 +44,17 @@ RUN_BY = {
     EXAMPLE.format(2) + " --resume --train-iters 800": IN_ORDER,
     EXAMPLE.format(4)
     + " --tensor-model-parallel-size 2 --sequence-parallel --linear-num-key-heads 4": IN_ORDER,
-    "python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER --tensor-model-parallel-size 2": HF,
-    "python -m megatron_gdn.hf export MEGATRON_FOLDER HF_FOLDER": HF,
-    "python -m megatron_gdn.hf compare HF_FOLDER OTHER_FOLDER": HF,
+    "python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER": HF,
+    "python -m megatron_gdn.hf flags HF_FOLDER": HF,
+    "python -m megatron_gdn.hf export MEGATRON_FOLDER NEW_FOLDER --like HF_FOLDER": HF,
+    "python -m megatron_gdn.hf compare HF_FOLDER NEW_FOLDER": HF,
+    EXAMPLE.format(2) + " --hf-config HF_FOLDER --context-parallel-size 1 --no-packing "
+    "--pretrained-checkpoint MEGATRON_FOLDER --train-iters 3 --output-dir RUN": WAY_ROUND,
+    "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": WAY_ROUND,
+    "python benchmarks/loss_curves.py": (
+        "tests/examples/test_evidence.py"
+        "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"
+    ),
     "pip install .": INSTALLED.format("clone"),
     "pip wheel --no-deps --wheel-dir dist . && pip install dist/megatron_gdn-*.whl": (
         INSTALLED.format("wheel")
@@ -96,6 +105,7 @@ def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp
     """From `make demo` on, one after the other in one folder, as they stand but tiny."""
     (tmp_path / "my_texts").symlink_to(text)
     lines = [c for c in commands_of(ROOT / "README.md") if c == "make demo" or "torchrun" in c]
+    lines = [command for command in lines if "--hf-config" not in command]
     lines = list(dropwhile(lambda command: command != "make demo", lines))
     assert len(set(lines)) == 5
     for command in dict.fromkeys(lines):

@@ -6,13 +6,19 @@ from dataclasses import dataclass, fields
 
 import megatron.core
 import pytest
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
 from megatron_gdn import GatedDeltaNet, specs, tested_megatron
-from megatron_gdn.specs import gpt_block_spec, hybrid, hybrid_stack_spec
+from megatron_gdn.specs import (
+    gated_delta_net_spec,
+    gpt_block_spec,
+    hybrid,
+    hybrid_stack_spec,
+)
 from tests.examples import spec_laws
 from tests.parallel import make_config
 
@@ -30,6 +36,19 @@ def test_local_modules_write_the_checkpoint_keys_of_transformer_engine(pools):
         "decoder.final_norm.weight",
     } <= keys
     assert not any("layernorm." in key for key in keys)
+
+
+def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
+    """Megatron's own stack has none, whatever ``config.qk_layernorm`` says."""
+    mixer = gated_delta_net_spec("local")
+    with_norms, without = (hybrid._te_submodules(mixer, asked) for asked in (True, False))
+    for stack, norm in ((with_norms, te.TENorm), (without, None)):
+        attention = stack.attention_layer.submodules.self_attention.submodules
+        assert attention.q_layernorm is attention.k_layernorm is norm
+        assert attention.linear_qkv is te.TELayerNormColumnParallelLinear
+    named = import_module(["megatron_gdn.specs", "gdn_qk_norm_hybrid_stack_spec"])
+    parts = named.submodules.attention_layer.submodules.self_attention.submodules
+    assert parts.q_layernorm is parts.k_layernorm is not None
 
 
 def test_options_reach_the_layer(pools):

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megatron_gdn.hf import (
-    ImportedFolder,
     compare_folders,
     gdn_layer_from_hf,
     load_hf_weights,
@@ -16,6 +15,7 @@ from megatron_gdn.hf import (
     read_hf_config,
     save_hf_weights,
 )
+from megatron_gdn.hf.checkpoint_files import find_checkpoint
 from tests.hf.float64_layer import float64_layer
 from tests.hf.megatron_models import build_megatron, logits_of
 from tests.hf.tiny_models import model_class
@@ -157,34 +157,64 @@ def packed_documents_agree(folder: Path, lengths: tuple[int, ...], tp: int = 1) 
     return _compare_logits(ours, torch.cat(theirs, 1), torch.cat(noise, 1))
 
 
-def loaded_shards(folder: Path, imported: Path, kind: str, tp: int = 1, pp: int = 1, ep: int = 1):
-    """Load on this rank and compare with the imported folder's shards; the names it holds."""
-    from megatron.core import parallel_state
+def load_dist_checkpoint(model, folder: Path) -> None:
+    """What Megatron's ``--load`` does with a model's weights."""
+    from megatron.core import dist_checkpointing
 
+    state = {"model": model.sharded_state_dict()}
+    model.load_state_dict(dist_checkpointing.load(state, str(find_checkpoint(folder)))["model"])
+
+
+def _model_of_stage(config, kind: str, dtype: torch.dtype, tp: int, pp: int):
+    pattern = config.hybrid_layer_pattern
+    if kind == "hybrid" and pp == 2:
+        middle = len(pattern) // 2
+        pattern = f"{pattern[:middle]}|{pattern[middle:]}"
+    pattern = {"layer_pattern": pattern} if kind == "hybrid" else {}
+    return build_megatron(config, kind, params_dtype=dtype, sequence_parallel=tp > 1, **pattern)
+
+
+def checkpoint_loads(
+    folder: Path, checkpoint: Path, kind: str, tp: int = 1, pp: int = 1, ep: int = 1
+) -> list[str]:
+    """The checkpoint and the Hugging Face folder fill this rank alike; the names it holds."""
     config = read_hf_config(folder)
     with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
-        sizes = {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "expert_model_parallel_size": ep,
-            "sequence_parallel": tp > 1,
-            "pipeline_dtype": torch.float32,
-        }
-        stage = {}
-        if pp > 1:
-            stage["pre_process"] = parallel_state.is_pipeline_first_stage()
-            stage["post_process"] = parallel_state.is_pipeline_last_stage()
-        model = build_megatron(config, kind, stage=stage, **sizes)
-        load_hf_weights(model, folder)
-        expected = ImportedFolder(imported).rank_state(
-            parallel_state.get_tensor_model_parallel_rank()
-        )
-        held = {_canonical(name): tensor for name, tensor in megatron_state(model).items()}
+        filled = _model_of_stage(config, kind, torch.float32, tp, pp)
+        load_hf_weights(filled, folder)
+        loaded = _model_of_stage(config, kind, torch.float32, tp, pp)
+        load_dist_checkpoint(loaded, checkpoint)
+        expected, held = megatron_state(filled), megatron_state(loaded)
+    assert held.keys() == expected.keys()
     for name, tensor in held.items():
-        if name == "output_layer.weight" and config.tied:
-            name = "embedding.word_embeddings.weight"
-        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
-    return sorted(held)
+        assert torch.equal(tensor, expected[name]), name
+    return sorted(map(_canonical, held))
+
+
+def load_and_save(
+    checkpoint: Path,
+    folder: Path,
+    target: Path,
+    kind: str,
+    dtype: torch.dtype,
+    change: tuple[str, float] = ("", 0.0),
+    **sizes: int,
+) -> None:
+    """A run of ``dtype`` that loads a checkpoint and saves it again, as Megatron saves.
+
+    ``change`` names one parameter and what is added to it in between.
+    """
+    from megatron.core import dist_checkpointing
+
+    tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))
+    with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
+        model = _model_of_stage(read_hf_config(folder), kind, dtype, tp, pp)
+        load_dist_checkpoint(model, checkpoint)
+        name, amount = change
+        if name:
+            megatron_state(model)[name].add_(amount)
+        target.mkdir(exist_ok=True)
+        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(target))
 
 
 def _canonical(name: str) -> str:
@@ -203,8 +233,7 @@ def save_gives_the_source_back(
 
     config = read_hf_config(folder)
     with parallel(tp):
-        bf16 = dtype == torch.bfloat16
-        model = build_megatron(config, kind, bf16=bf16, params_dtype=dtype)
+        model = build_megatron(config, kind, params_dtype=dtype)
         if wrap:
             model = Float16Module(model.config, model)
         record = load_hf_weights(model, folder)
@@ -222,9 +251,7 @@ def save_trained_gates(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Load, move the gates of layer 0 off bf16, save; this rank's gates and its warnings."""
     with parallel(tp), _warnings_of("megatron_gdn.hf") as said:
-        model = build_megatron(
-            read_hf_config(folder), "hybrid", bf16=True, params_dtype=torch.bfloat16
-        )
+        model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
         record = load_hf_weights(model, folder)
         layer = model.decoder.layers[0].self_attention
         gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}

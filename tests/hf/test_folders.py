@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_gdn.hf import (
-    ImportedFolder,
     SourceRecord,
     compare_folders,
     export_folder,
@@ -21,8 +21,10 @@ from megatron_gdn.hf import (
     state_dict_to_hf,
 )
 from megatron_gdn.hf.__main__ import main
+from megatron_gdn.hf.checkpoint_files import CheckpointReader
 from megatron_gdn.hf.compare import open_weights
 from megatron_gdn.hf.safetensors_reader import SafetensorsFolder
+from tests.hf.model_laws import load_and_save
 
 
 def digests(folder):
@@ -33,32 +35,43 @@ def digests(folder):
     }
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_export_gives_the_source_files_back_byte_for_byte(any_folder, tmp_path, tp_size):
-    import_folder(any_folder, tmp_path / "shards", tp_size)
-    export_folder(tmp_path / "shards", tmp_path / "back")
+@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+def test_export_gives_the_source_files_back_byte_for_byte(any_folder, tmp_path, kind):
+    import_folder(any_folder, tmp_path / "imported", kind)
+    export_folder(tmp_path / "imported", tmp_path / "back", like=any_folder)
     assert digests(tmp_path / "back") == digests(any_folder)
-    assert list(compare_folders(any_folder, tmp_path / "shards")) == []
+    assert list(compare_folders(any_folder, tmp_path / "imported")) == []
 
 
-@pytest.mark.parametrize("options", [{"model": "gpt"}, {"zero_centered_gamma": False}])
 @pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])
-def test_other_model_kinds_round_trip_too(hf_folder, tmp_path, name, options):
-    import_folder(hf_folder(name), tmp_path / "shards", 2, vocab_divisible_by=16, **options)
-    export_folder(tmp_path / "shards", tmp_path / "back")
-    assert digests(tmp_path / "back") == digests(hf_folder(name))
+def test_plain_norms_round_trip_too_and_are_not_taken_for_others(hf_folder, tmp_path, capsys, name):
+    folder, imported = hf_folder(name), tmp_path / "imported"
+    import_folder(folder, imported, zero_centered_gamma=False)
+    export_folder(imported, tmp_path / "back", like=folder)
+    assert digests(tmp_path / "back") == digests(folder)
+    gains = CheckpointReader(imported).read("decoder.final_norm.weight")
+    source = open_weights(folder)
+    assert torch.equal(gains, source.read("model.norm.weight").float() + 1.0)
+    zero_centred = tmp_path / "zero-centred"
+    import_folder(folder, zero_centred)
+    command = ["export", str(zero_centred), str(tmp_path / "x"), "--like", str(folder)]
+    assert main([*command, "--plain-norms"]) == 2
+    assert "leave out --plain-norms" in capsys.readouterr().err
 
 
-def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder, tmp_path):
+def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
     """What training code sees: all weights bf16 but the gates, then an export."""
-    import_folder(any_folder, tmp_path / "shards", 2)
-    imported = ImportedFolder(tmp_path / "shards")
-    ranks = [
-        {n: t if n.endswith(("A_log", "dt_bias")) else t.bfloat16() for n, t in state.items()}
-        for state in map(imported.rank_state, range(2))
-    ]
     source = open_weights(any_folder)
-    exported = dict(state_dict_to_hf(ranks, SourceRecord.from_folder(any_folder)))
+    record = SourceRecord.from_folder(any_folder)
+    ranks = [{}, {}]
+    for entry in record.plan("hybrid", True).maps:
+        full = entry.to_megatron([source.read(ref.key, ref.expert) for ref in entry.sources])
+        if entry.pad_rows:
+            full = torch.cat([full, full.new_zeros(5, full.shape[1])])
+        full = full if entry.fp32 else full.bfloat16()
+        for rank, shard in zip(ranks, entry.shards(full, 2), strict=True):
+            rank[entry.name] = shard
+    exported = dict(state_dict_to_hf(ranks, record))
     for key in source:
         if key.startswith(("mtp.", "model.visual.")):
             assert key not in exported
@@ -67,78 +80,37 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder, tmp_path):
         assert torch.equal(exported[key], source.read(key)), key
 
 
-def test_shards_hold_megatron_names_and_sizes(hf_folder, tmp_path):
-    import_folder(hf_folder("moe"), tmp_path / "shards", 4, vocab_divisible_by=8)
-    state = ImportedFolder(tmp_path / "shards").rank_state(3)
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    mixer, moe = "decoder.layers.0.self_attention.", "decoder.layers.1.mlp."
-    expected = {
-        "embedding.word_embeddings.weight": (24, 24),
-        "output_layer.weight": (24, 24),
-        f"{mixer}in_proj.weight": ((2 * 24 + 2 * 40 + 2 * 8) // 4, 24),
-        f"{mixer}in_proj.layer_norm_weight": (24,),
-        f"{mixer}conv1d.weight": (22, 1, 4),
-        f"{mixer}A_log": (2,),
-        f"{mixer}dt_bias": (2,),
-        f"{mixer}out_norm.weight": (5,),
-        f"{mixer}out_proj.weight": (24, 10),
-        f"{moe}router.weight": (4, 24),
-        f"{moe}experts.linear_fc1.weight3": (6, 24),
-        f"{moe}experts.linear_fc2.weight0": (24, 3),
-        f"{moe}shared_experts.linear_fc1.weight": (8, 24),
-        f"{moe}shared_experts.gate_weight": (1, 24),
-        "decoder.layers.1.pre_mlp_layernorm.weight": (24,),
-        "decoder.layers.6.self_attention.linear_qkv.weight": ((2 * 12 + 2 * 4) * 8 // 4, 24),
-        "decoder.layers.6.self_attention.q_layernorm.weight": (8,),
-        "decoder.final_norm.weight": (24,),
-    }
-    assert expected.items() <= shapes.items()
-    assert state[f"{mixer}A_log"].dtype == state[f"{mixer}dt_bias"].dtype == torch.float32
-    assert state[f"{mixer}in_proj.weight"].dtype == torch.bfloat16
-
-
-def test_padded_vocabulary_rows_are_zero_and_leave_no_trace(hf_folder, tmp_path):
-    import_folder(hf_folder("dense"), tmp_path / "shards", 4, vocab_divisible_by=32)
-    imported = ImportedFolder(tmp_path / "shards")
-    rows = torch.cat(
-        [imported.rank_state(rank)["embedding.word_embeddings.weight"] for rank in range(4)]
-    )
-    assert rows.shape[0] == 128
-    assert not rows[67:].any()
-    assert rows[:67].any(dim=1).all()
-    assert list(compare_folders(hf_folder("dense"), tmp_path / "shards")) == []
-
-
 def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
-    import_folder(hf_folder("next"), tmp_path / "shards")
-    export_folder(tmp_path / "shards", tmp_path / "back", fp32_gates=True)
-    before, after = open_weights(hf_folder("next")), open_weights(tmp_path / "back")
+    folder = hf_folder("next")
+    import_folder(folder, tmp_path / "imported")
+    export_folder(tmp_path / "imported", tmp_path / "back", like=folder, fp32_gates=True)
+    before, after = open_weights(folder), open_weights(tmp_path / "back")
     for key in before:
         is_gate = key.endswith(("A_log", "dt_bias"))
         assert after.spec(key).dtype == ("F32" if is_gate else "BF16")
         assert torch.equal(after.read(key), before.read(key).to(after.read(key).dtype))
-    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    sizes = [
+        json.loads((at / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+        for at in (folder, tmp_path / "back")
+    ]
     # Three GDN layers of 8 value heads: 2 gates, each grown by 2 bytes a head.
-    grown = (
-        index["metadata"]["total_size"]
-        - json.loads((hf_folder("next") / "model.safetensors.index.json").read_text())["metadata"][
-            "total_size"
-        ]
-    )
-    assert grown == 3 * 8 * 2 * 2
+    assert sizes[1] - sizes[0] == 3 * 8 * 2 * 2
 
 
 @pytest.mark.parametrize("options", [[], ["--fp32-gates"]], ids=["", "fp32 gates"])
-def test_the_command_line_says_which_trained_gates_it_rounds(hf_folder, tmp_path, caplog, options):
-    shards, back = tmp_path / "shards", tmp_path / "back"
-    import_folder(hf_folder("next"), shards)
-    (layer,) = shards.glob("tp_rank_00_of_01/layer_0000.safetensors")
-    tensors = load_file(layer)
-    trained = tensors["decoder.layers.0.self_attention.dt_bias"].add_(2.0**-12)
-    save_file(tensors, layer)
-    assert main(["export", str(shards), str(back), *options]) == 0
+def test_the_command_line_says_which_trained_gates_it_rounds(
+    pools, hf_folder, tmp_path, caplog, options
+):
+    folder, imported = hf_folder("next"), tmp_path / "imported"
+    trained, back = tmp_path / "trained", tmp_path / "back"
+    import_folder(folder, imported)
+    name = "decoder.layers.0.self_attention.dt_bias"
+    change = (name, 2.0**-12)
+    pools(1).run(load_and_save, imported, folder, trained, "hybrid", torch.bfloat16, change)
+    assert main(["export", str(trained), str(back), "--like", str(folder), *options]) == 0
     key = "model.layers.0.linear_attn.dt_bias"
-    assert torch.equal(open_weights(back).read(key).float(), trained) == bool(options)
+    expected = CheckpointReader(imported).read(name) + 2.0**-12
+    assert torch.equal(open_weights(back).read(key).float(), expected) == bool(options)
     said = [r.getMessage() for r in caplog.records if "rounded from" in r.getMessage()]
     assert len(said) == (not options)
     assert all(f"the source files have: {key}. " in text for text in said)
@@ -147,11 +119,12 @@ def test_the_command_line_says_which_trained_gates_it_rounds(hf_folder, tmp_path
 def test_transformers_loads_the_exported_folder(hf_folder, tmp_path):
     import transformers
 
-    import_folder(hf_folder("moe packed"), tmp_path / "shards", 2)
-    export_folder(tmp_path / "shards", tmp_path / "back")
+    folder = hf_folder("moe packed")
+    import_folder(folder, tmp_path / "imported")
+    export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
     load = transformers.Qwen3_5MoeForCausalLM.from_pretrained
     ours = load(tmp_path / "back", dtype=torch.float32).state_dict()
-    theirs = load(hf_folder("moe packed"), dtype=torch.float32).state_dict()
+    theirs = load(folder, dtype=torch.float32).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -280,32 +253,27 @@ BROKEN = {
 def test_a_broken_source_is_named_and_leaves_nothing_behind(
     copy, tmp_path, capsys, breakage, message
 ):
-    import re
-
     breakage(copy)
-    assert main(["import", str(copy), str(tmp_path / "shards")]) == 2
+    assert main(["import", str(copy), str(tmp_path / "imported")]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, monkeypatch):
-    from megatron_gdn.hf import imported_folder
+    read, count = SafetensorsFolder.read, iter(range(1000))
 
-    layers = iter(range(3))
-    write = imported_folder._write_layer
+    def read_some(*args):
+        if next(count) == 20:
+            raise OSError("Input/output error")
+        return read(*args)
 
-    def write_two_layers(*args):
-        if next(layers) == 2:
-            raise OSError("No space left on device")
-        write(*args)
-
-    monkeypatch.setattr(imported_folder, "_write_layer", write_two_layers)
-    assert main(["import", str(copy), str(tmp_path / "shards")]) == 2
+    monkeypatch.setattr(SafetensorsFolder, "read", read_some)
+    assert main(["import", str(copy), str(tmp_path / "imported")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_target_that_exists_is_not_touched(copy, tmp_path, capsys):
-    target = tmp_path / "shards"
+    target = tmp_path / "imported"
     target.mkdir()
     (target / "precious").write_text("data")
     assert main(["import", str(copy), str(target)]) == 2
@@ -313,24 +281,44 @@ def test_a_target_that_exists_is_not_touched(copy, tmp_path, capsys):
     assert (target / "precious").read_text() == "data"
 
 
-def test_heads_that_do_not_split_are_refused(copy, tmp_path, capsys):
-    command = ["import", str(copy), str(tmp_path / "x"), "--tensor-model-parallel-size", "3"]
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        (lambda f: f.write_bytes(f.read_bytes()[:100]), r"cannot be read from __2_0.distcp"),
+        (lambda f: f.unlink(), "__2_0.distcp"),
+        (lambda f: (f.parent / "metadata.json").unlink(), "is no distributed checkpoint: it has"),
+        (
+            lambda f: (f.parent / ".metadata").write_bytes(b"half"),
+            r"\.metadata is truncated",
+        ),
+        (
+            lambda f: (f.parents[1] / "latest_checkpointed_iteration.txt").write_text(""),
+            "latest_checkpointed_iteration.txt says ''",
+        ),
+    ],
+    ids=["truncated", "missing", "no format", "no metadata", "empty tracker"],
+)
+def test_a_broken_checkpoint_is_named_on_export(copy, tmp_path, capsys, breakage, message):
+    import_folder(copy, tmp_path / "imported")
+    breakage(tmp_path / "imported" / "release" / "__2_0.distcp")
+    command = ["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--like", str(copy)]
     assert main(command) == 2
-    assert "3 cannot split 4 key heads" in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "back").exists()
 
 
-def test_broken_shards_are_named_on_export(copy, tmp_path, capsys):
-    shards = tmp_path / "shards"
-    import_folder(copy, shards, 2)
-    path = shards / "tp_rank_01_of_02" / "layer_0002.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-    assert main(["export", str(shards), str(tmp_path / "back")]) == 2
-    assert "layer_0002.safetensors is truncated" in capsys.readouterr().err
-    shutil.rmtree(path.parent)
-    assert main(["export", str(shards), str(tmp_path / "back")]) == 2
-    assert "tp_rank_01_of_02 is missing" in capsys.readouterr().err
-    assert main(["export", str(copy), str(tmp_path / "back")]) == 2
-    assert "is no imported folder" in capsys.readouterr().err
+def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, capsys):
+    import_folder(copy, tmp_path / "imported")
+    for name, message in {
+        "only gdn": r"not the same model: the checkpoint has no decoder.layers.6.*",
+        "dense ratio 3": r"0.self_attention.A_log has shape \(8,\) in .*asks for \(12,\)",
+        "dense tied": "no place for output_layer.weight",
+    }.items():
+        command = ["export", str(tmp_path / "imported"), str(tmp_path / "back")]
+        assert main([*command, "--like", str(hf_folder(name))]) == 2
+        assert re.search(message, capsys.readouterr().err), name
+    assert main(["export", str(copy), str(tmp_path / "back"), "--like", str(copy)]) == 2
+    assert "is no distributed checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
 
@@ -354,8 +342,8 @@ def test_compare_tells_equal_from_different(copy, tmp_path, capsys):
 
 def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
     """An elementwise tolerance of 0.1 passes a permuted N(0, 0.02) weight; bits do not."""
-    shards = tmp_path / "shards"
-    import_folder(copy, shards)
+    imported = tmp_path / "imported"
+    import_folder(copy, imported)
     gate_rows = "model.layers.0.linear_attn.in_proj_a.weight"
 
     def change(tensors):
@@ -364,10 +352,15 @@ def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
             if key == gate_rows:
                 tensors[key] = tensors[key].flip(0).contiguous()
 
+    source = tmp_path / "unchanged"
+    shutil.copytree(copy, source)
     edit_weights(copy, change)
-    found = {difference.key: difference.what for difference in compare_folders(copy, shards)}
+    found = {difference.key: difference.what for difference in compare_folders(copy, source)}
     assert found[A_LOG] == "BF16 [8] against F32 [8]"
     assert set(found) <= {A_LOG, gate_rows}
+    assert list(compare_folders(source, imported)) == []
+    with pytest.raises(ValueError, match="export both"):
+        list(compare_folders(imported, imported))
 
 
 def test_the_command_runs_as_a_module(copy, tmp_path):
@@ -375,10 +368,11 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
         command = [sys.executable, "-m", "megatron_gdn.hf", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
-    done = run("import", copy, tmp_path / "shards", "--tensor-model-parallel-size", 2)
+    done = run("import", copy, tmp_path / "imported")
     assert done.returncode == 0, done.stderr
-    assert run("export", tmp_path / "shards", tmp_path / "back").returncode == 0
+    assert run("export", tmp_path / "imported", tmp_path / "back", "--like", copy).returncode == 0
     assert run("compare", copy, tmp_path / "back").stdout == "every tensor is equal\n"
+    assert "--hidden-dropout 0.0 " in run("flags", copy).stdout
     broken = run("import", tmp_path / "nowhere", tmp_path / "x")
     assert (broken.returncode, "Traceback" in broken.stderr) == (2, False)
 
@@ -387,21 +381,23 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
 def test_conversion_holds_one_layer_at_a_time(hf_folder, tmp_path, monkeypatch, name):
     """Bytes of tensors read and still alive never exceed the largest layer."""
     alive, peak = 0, 0
-    read = SafetensorsFolder.read
 
-    def counted(self, key, expert=None):
-        nonlocal alive, peak
-        tensor = read(self, key, expert).clone()
-        size = tensor.numel() * tensor.element_size()
+    def counting(read):
+        def counted(*args, **kwargs):
+            nonlocal alive, peak
+            tensor = read(*args, **kwargs).clone()
+            size = tensor.numel() * tensor.element_size()
 
-        def freed():
-            nonlocal alive
-            alive -= size
+            def freed():
+                nonlocal alive
+                alive -= size
 
-        weakref.finalize(tensor, freed)
-        alive += size
-        peak = max(peak, alive)
-        return tensor
+            weakref.finalize(tensor, freed)
+            alive += size
+            peak = max(peak, alive)
+            return tensor
+
+        return counted
 
     source = SafetensorsFolder(hf_folder(name))
     layers = Counter()
@@ -409,9 +405,11 @@ def test_conversion_holds_one_layer_at_a_time(hf_folder, tmp_path, monkeypatch, 
         layer = key.split("layers.")[-1].split(".")[0] if "layers." in key else key
         layers[layer] += source.read(key).nbytes
     whole, largest = sum(layers.values()), max(layers.values())
-    monkeypatch.setattr(SafetensorsFolder, "read", counted)
-    import_folder(hf_folder(name), tmp_path / "shards", 2)
+    monkeypatch.setattr(SafetensorsFolder, "read", counting(SafetensorsFolder.read))
+    import_folder(hf_folder(name), tmp_path / "imported")
     assert 0 < peak <= largest < whole / 3
+    monkeypatch.setattr(CheckpointReader, "read", counting(CheckpointReader.read))
+    originals = sum(t.nbytes for t in SourceRecord.from_folder(hf_folder(name)).originals.values())
     peak = 0
-    export_folder(tmp_path / "shards", tmp_path / "back")
-    assert 0 < peak <= largest
+    export_folder(tmp_path / "imported", tmp_path / "back", like=hf_folder(name))
+    assert 0 < peak <= largest + originals

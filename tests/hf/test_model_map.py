@@ -123,6 +123,19 @@ def test_rotary_settings_old_and_new():
         assert (config.rope_theta, config.rotary_fraction) == (5.0, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"attn_output_gate": False}, "attn_output_gate=false"),
+    ],
+)
+def test_a_setting_that_the_built_model_would_lack_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        parse_hf_config(CONFIG | setting)
+
+
 def test_a_folder_without_one_text_model_is_refused():
     config = parse_hf_config(CONFIG)
     for keys in ([], ["model.embed_tokens.weight", "model.language_model.embed_tokens.weight"]):

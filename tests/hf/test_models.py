@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from megatron_gdn.hf import ImportedFolder, import_folder
 from megatron_gdn.hf.compare import open_weights
 from tests.hf.model_laws import (
     layer_agrees,
-    loaded_shards,
     loading_fails,
     logits_agree,
     packed_documents_agree,
@@ -146,27 +144,6 @@ def test_packed_documents_have_the_logits_of_each_alone(pools, hf_folder, length
     """A model of GDN layers and MLPs: Megatron's local attention takes no packed sequences."""
     for found in pools(tp).run(packed_documents_agree, hf_folder("only gdn"), lengths, tp):
         assert_logits_agree(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("moe packed", {"tp": 2}),
-        ("next", {"ep": 2}),
-        ("moe packed", {"pp": 2}),
-        ("moe", {"pp": 2, "ep": 2}),
-    ],
-)
-def test_every_rank_loads_its_share(pools, hf_folder, tmp_path, name, sizes):
-    """The same shards as the import of the whole folder, and all of them over the ranks."""
-    folder, imported = hf_folder(name), tmp_path / "imported"
-    tp_size = sizes.get("tp", 1)
-    import_folder(folder, imported, tp_size, model="gpt", vocab_divisible_by=8 // tp_size)
-    world = sizes.get("pp", 1) * max(tp_size, sizes.get("ep", 1))
-    held = pools(world).run(loaded_shards, folder, imported, "gpt", **sizes)
-    assert set().union(*held) == ImportedFolder(imported).rank_state(0).keys()
-    if set(sizes) - {"tp"}:
-        assert all(set(names) < set().union(*held) for names in held)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""A run of the model that a Hugging Face ``config.json`` describes, from its weights or from none.
+
+    python -m megatron_gdn.hf import HF_FOLDER IMPORTED
+    torchrun ... examples/pretrain_hybrid.py --hf-config HF_FOLDER --pretrained-checkpoint IMPORTED
+    python -m megatron_gdn.hf export OUTPUT_DIR/checkpoints NEW_FOLDER --like HF_FOLDER
+
+The text stays what it is for every model of this example, bytes as tokens 0 to 256: no tokenizer is
+read. So this continues a model of bytes; for others it shows the way round, not a finetuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretraining.corpus import VOCAB_SIZE
+
+
+def take_sizes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in the model's sizes from ``--hf-config``; flags that would say otherwise are refused.
+
+    Raises:
+        ValueError: such a flag, or a vocabulary without room for bytes.
+        FileNotFoundError: no ``config.json``.
+    """
+    from megatron_gdn.hf import read_hf_config
+
+    hf = read_hf_config(args.hf_config)
+    if hf.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"--hf-config {args.hf_config} has a vocabulary of {hf.vocab_size} tokens; this "
+            f"example's text needs {VOCAB_SIZE}, a byte each and the end of a document."
+        )
+    sizes: dict[str, Any] = {
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.ffn_size or hf.expert_ffn_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "linear_num_key_heads": hf.gdn.num_key_heads,
+        "linear_num_value_heads": hf.gdn.num_value_heads,
+        "linear_key_head_dim": hf.gdn.key_head_dim,
+        "linear_value_head_dim": hf.gdn.value_head_dim,
+        "linear_conv_kernel_dim": hf.gdn.conv_kernel_dim,
+    }
+    pattern = args.hybrid_layer_pattern
+    if pattern.replace("|", "") != hf.hybrid_layer_pattern:
+        # One with '|' in it cuts the model's own into pipeline stages.
+        sizes["hybrid_layer_pattern"] = hf.hybrid_layer_pattern
+    for name, size in sizes.items():
+        given = getattr(args, name)
+        if given not in (parser.get_default(name), size):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given} is not the {size} of --hf-config "
+                f"{args.hf_config}; leave it out."
+            )
+        setattr(args, name, size)
+
+
+def build(args: argparse.Namespace) -> tuple[Any, Any]:
+    """This rank's part of the HybridModel, with random weights, and its config."""
+    from megatron_gdn.hf import build_model
+
+    return build_model(
+        args.hf_config,
+        modules="te" if args.transformer_impl == "transformer_engine" else "local",
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        max_sequence_length=args.seq_length,
+        layer_pattern=args.hybrid_layer_pattern,
+        sequence_parallel=args.sequence_parallel,
+        calculate_per_token_loss=True,
+        deterministic_mode=args.deterministic,
+    )
+
+
+def load_pretrained(folder: str | Path, training: Any) -> None:
+    """Fill the model with a checkpoint's weights; optimizer, schedule and data start afresh."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    from megatron_gdn.hf.checkpoint_files import find_checkpoint
+
+    model = unwrap_model(training.model)
+    state = dist_checkpointing.load(
+        {"model": model.sharded_state_dict()}, str(find_checkpoint(folder))
+    )
+    model.load_state_dict(state["model"])
+    # The optimizer holds fp32 copies of what was there before.
+    training.optimizer.reload_model_params()

@@ -1,0 +1,156 @@
+"""From ``config.json`` to a Megatron model and its configuration, in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .model_config import HFModelConfig, read_hf_config
+from .model_map import Architecture
+
+
+def build_model(
+    source: str | Path | HFModelConfig,
+    model: Architecture = "hybrid",
+    *,
+    modules: Literal["auto", "te", "local"] = "auto",
+    dtype: torch.dtype | None = None,
+    max_sequence_length: int = 4096,
+    vocab_divisible_by: int = 8,
+    layer_pattern: str | None = None,
+    vp_stage: int | None = None,
+    parallel_output: bool = True,
+    layer_options: dict[str, Any] | None = None,
+    spec: Any = None,
+    **changes: Any,
+) -> tuple[nn.Module, Any]:
+    """This rank's part of a Megatron model that computes what the Hugging Face model computes.
+
+    Megatron's parallel state and random seeds must have been set up. Weights are random until
+    `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred), epsilon, output
+    gates, rotary settings, experts, tied embeddings and dropout 0 come from ``config.json``.
+
+    Args:
+        source: a folder with ``config.json``, or what `read_hf_config` returned for it.
+        model: "hybrid" for a HybridModel, two Megatron layers for each layer of the config; "gpt"
+            for a GPTModel, one for each.
+        modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
+            "auto" takes Transformer Engine where it is installed.
+        dtype: of the parameters, except ``A_log`` and ``dt_bias``, which are fp32. None: bf16
+            where there is a GPU, else fp32.
+        max_sequence_length: tokens of the longest sequence.
+        vocab_divisible_by: pads the vocabulary to a multiple of this times the tensor-parallel
+            size. Megatron's softmax counts the padding; published sizes need none.
+        layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: uncut.
+        vp_stage: which virtual pipeline stage to build.
+        parallel_output: leave the logits cut over tensor-parallel ranks, as Megatron's loss wants.
+        layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
+        spec: a spec to build from in place of this package's: of a HybridStack, or of a GPT block.
+        **changes: fields of ``TransformerConfig`` to set otherwise, such as ``sequence_parallel``.
+
+    Returns:
+        The model, on the CPU or the current GPU as Megatron's layers decide, and its
+        ``TransformerConfig``.
+
+    Raises:
+        FileNotFoundError, ValueError: ``config.json`` is missing or describes another model;
+            ``layer_pattern`` is not the config's.
+        ImportError: ``modules="te"`` without Transformer Engine.
+    """
+    from megatron.core import parallel_state
+
+    from ..specs import gpt_block_spec, hybrid_stack_spec
+    from ..specs.layer import resolve_backend
+
+    hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
+    modules = resolve_backend(modules)
+    config = transformer_config(hf, model, modules=modules, dtype=dtype, **changes)
+    multiple = vocab_divisible_by * config.tensor_model_parallel_size
+    arguments: dict[str, Any] = {
+        "vocab_size": -(-hf.vocab_size // multiple) * multiple,
+        "max_sequence_length": max_sequence_length,
+        "share_embeddings_and_output_weights": hf.tied,
+        "position_embedding_type": "rope",
+        "rotary_percent": hf.rotary_fraction,
+        "rotary_base": hf.rope_theta,
+        "parallel_output": parallel_output,
+        "pre_process": parallel_state.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        "post_process": parallel_state.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        "vp_stage": vp_stage,
+    }
+    options = layer_options or {}
+    if spec is not None and options:
+        raise ValueError("layer_options are this package's; put them into the spec that is given.")
+    if model == "gpt":
+        from megatron.core.models.gpt import GPTModel
+
+        spec = spec or gpt_block_spec(config, vp_stage, **options)
+        return GPTModel(config, spec, **arguments), config
+
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    spec = spec or hybrid_stack_spec(
+        modules, qk_layernorm=True, num_moe_experts=hf.num_experts or None, **options
+    )
+    pattern = layer_pattern or hf.hybrid_layer_pattern
+    if pattern.replace("|", "") != hf.hybrid_layer_pattern:
+        raise ValueError(
+            f"layer_pattern={layer_pattern!r} is not the model's, which is "
+            f"{hf.hybrid_layer_pattern!r}; only '|' may be put in, to cut pipeline stages."
+        )
+    return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments), config
+
+
+def transformer_config(
+    hf: HFModelConfig,
+    model: Architecture = "hybrid",
+    *,
+    modules: Literal["te", "local"] = "local",
+    dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> Any:
+    """The ``TransformerConfig`` of `build_model`; its parallel sizes are Megatron's current ones.
+
+    Rotary settings, vocabulary and tied embeddings are not in it: Megatron's models take them as
+    arguments.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    has_gpu = torch.cuda.is_available()
+    if dtype is None:
+        dtype = torch.bfloat16 if has_gpu else torch.float32
+    settings = hf.megatron_settings() | {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "transformer_impl": "transformer_engine" if modules == "te" else "local",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu_initialization": not has_gpu,
+        "gradient_accumulation_fusion": False,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    if hf.num_experts and modules == "te":
+        settings["moe_grouped_gemm"] = True
+    if model == "hybrid":
+        # The layer pattern says what each layer is; these would count layers of the config.
+        settings |= {
+            "num_layers": len(hf.hybrid_layer_pattern),
+            "linear_attention_freq": 1,
+            "moe_layer_freq": 1,
+            "is_hybrid_model": True,
+        }
+    return TransformerConfig(**(settings | changes))

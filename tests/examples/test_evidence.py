@@ -1,0 +1,44 @@
+"""The command behind docs/evidence.md runs, and the page says what its record says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "loss_curves.py")]
+    command += ["--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    record, *steps = map(json.loads, (tmp_path / "small.jsonl").read_text().splitlines())
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert set(record["parting"]) < set(steps[0])
+    assert record["parting"].keys() > {"megatron-core", "transformers"}
+    # A forward pass in fp32, and then two steps: far from what another equation would give.
+    for apart in record["parting"].values():
+        assert apart["first"] < 1e-6
+        assert apart["largest"] < 1e-5
+    assert steps[2]["megatron_gdn"] < steps[0]["megatron_gdn"]
+    assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_states_what_was_recorded():
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    record, *steps = map(json.loads, (ROOT / "docs" / "evidence.jsonl").read_text().splitlines())
+    assert len(steps) == record["steps"]
+    assert record["date"] in page
+    for name, version in record["versions"].items():
+        assert f"{name} {version}" in page
+    for name, apart in record["parting"].items():
+        numbers = [f"{apart[key]:.1e}" for key in ("first", "largest", "last tenth's mean")]
+        row = rf"\| {re.escape(name)} +\|" + r" \|".join(f" +{re.escape(n)}" for n in numbers)
+        assert re.search(row, page), row
+    assert f"{steps[-1]['megatron_gdn']:.3f}" in page

@@ -1,0 +1,204 @@
+"""An import is a Megatron checkpoint: real models load it, at any size, and save what exports."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+
+from megatron_gdn.hf import (
+    build_model,
+    compare_folders,
+    import_folder,
+    load_hf_weights,
+    megatron_flags,
+    read_hf_config,
+)
+from megatron_gdn.hf.checkpoint_files import CheckpointReader
+from tests.hf.megatron_models import build_megatron
+from tests.hf.model_laws import checkpoint_loads, load_and_save
+from tests.parallel import parallel
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def imported(hf_folder, tmp_path_factory):
+    """``imported(name, kind)``: the folder and its import; do not write into them."""
+    made = {}
+
+    def make(name: str, kind: str):
+        if (name, kind) not in made:
+            made[name, kind] = tmp_path_factory.mktemp("imported") / "checkpoint"
+            import_folder(hf_folder(name), made[name, kind], model=kind)
+        return hf_folder(name), made[name, kind]
+
+    return make
+
+
+def stored_by_a_model(folder, kind: str) -> tuple[dict, set]:
+    """Keys and whole shapes that a model's own save would write, and its object keys."""
+    with parallel(1):
+        state = build_megatron(read_hf_config(folder), kind).sharded_state_dict()
+        apply_factories(state)
+    values = list(nested_values(state))
+    tensors = {v.key: tuple(v.global_shape) for v in values if isinstance(v, ShardedTensor)}
+    objects = {v.unique_key for v in values if isinstance(v, ShardedObject)}
+    return tensors, objects
+
+
+def written_by_import(checkpoint) -> tuple[dict, set]:
+    reader = CheckpointReader(checkpoint)
+    tensors = {key: tuple(stored.size) for key, stored in reader.tensors.items()}
+    return tensors, reader.objects
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+@pytest.mark.parametrize("name", ["next dense layer", "dense tied", "moe packed", "vision"])
+def test_an_import_has_the_keys_and_shapes_that_megatron_saves(pools, imported, name, kind):
+    folder, checkpoint = imported(name, kind)
+    ((tensors, objects),) = pools(1).run(stored_by_a_model, folder, kind)
+    found, found_objects = written_by_import(checkpoint)
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if key in tensors:
+            # The model pads 67 rows to 72, and loads either.
+            assert (found.pop(key), tensors.pop(key)) == ((67, 24), (72, 24))
+    assert found == tensors
+    # Transformer Engine's modules ask for more of these than local ones.
+    assert objects < found_objects
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        ("next", "hybrid", {}),
+        ("next dense layer", "gpt", {}),
+        ("dense tied", "hybrid", {"tp": 2}),
+        ("moe packed", "gpt", {"tp": 2}),
+        ("next", "gpt", {"ep": 2}),
+        ("dense tied", "hybrid", {"pp": 2}),
+        ("moe packed", "gpt", {"pp": 2}),
+        ("moe", "gpt", {"pp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_every_rank_loads_its_share_at_any_size(pools, imported, name, kind, sizes):
+    """What `load_hf_weights` fills it with, bit for bit, and all of it over the ranks."""
+    folder, checkpoint = imported(name, kind)
+    world = sizes.get("pp", 1) * max(sizes.get("tp", 1), sizes.get("ep", 1))
+    held = pools(world).run(checkpoint_loads, folder, checkpoint, kind, **sizes)
+    if "pp" in sizes or "ep" in sizes:
+        assert all(set(names) < set().union(*held) for names in held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        ("next", "hybrid", {"tp": 2}),
+        ("dense tied", "hybrid", {"pp": 2}),
+        ("moe packed", "gpt", {"ep": 2}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_megatron_saved_exports_to_the_bits_of_the_source(
+    pools, imported, tmp_path, name, kind, sizes, dtype
+):
+    folder, checkpoint = imported(name, kind)
+    pools(2).run(load_and_save, checkpoint, folder, tmp_path / "iter_0000001", kind, dtype, **sizes)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert list(compare_folders(folder, tmp_path)) == []
+
+
+def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
+    """Load with Megatron's own command line and loader; settings it would build otherwise."""
+    import megatron.training.arguments as arguments
+    from megatron.core import num_microbatches_calculator as micro_batches
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import checkpointing
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.global_vars import set_args
+
+    # There device="cuda" is the CPU, as in the files of Megatron-Core.
+    checkpointing.torch = schedules.torch
+    config = read_hf_config(folder)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    here = ["--no-rope-fusion", "--transformer-impl=local", "--no-gradient-accumulation-fusion"]
+    launch = ["--load", str(checkpoint), "--seq-length=64", "--micro-batch-size=1", *here]
+    args = parser.parse_args([*megatron_flags(config, kind), *launch])
+    # What Megatron's start of a run works out from these.
+    args.num_layers = args.num_layers or len(args.hybrid_layer_pattern)
+    args.rank, args.world_size, args.data_parallel_size = 0, 1, 1
+    args.params_dtype, args.use_dist_ckpt = torch.float32, True
+    set_args(args)
+    micro_batches.destroy_num_microbatches_calculator()
+    micro_batches.init_num_microbatches_calculator(0, None, 1, 1, 1)
+    with parallel(1):
+        loaded, ours = build_model(folder, kind)
+        assert checkpointing.load_checkpoint([loaded], None, None)[0] == 0
+        filled, _ = build_model(folder, kind)
+        load_hf_weights(filled, folder)
+        theirs = core_transformer_config_from_args(args)
+    for (name, one), other in zip(loaded.named_parameters(), filled.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    names = [*config.megatron_settings(), "hidden_dropout", "attention_dropout"]
+    pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("moe", "hybrid"), ("dense tied", "hybrid"), ("next dense layer", "gpt")]
+)
+def test_megatrons_own_loader_takes_an_import_and_our_flags_build_its_model(
+    pools, imported, name, kind
+):
+    (different,) = pools(1).run(megatron_loads, *imported(name, kind), kind)
+    if kind == "hybrid":
+        # The layer pattern says it there.
+        for setting in ("experimental_attention_variant", "linear_attention_freq"):
+            different.pop(setting)
+    assert different == {}
+
+
+def run_readme(source: Path, target: Path) -> dict:
+    """The README's lines between ``config.json`` and a model, as they stand; what they leave."""
+    section = README.read_text().split("## Hugging Face weights")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {"HF_FOLDER": source, "NEW_FOLDER": target}
+    with parallel(1):
+        exec(compile(code, "README.md", "exec"), names)
+    config = names["config"]
+    return {name: getattr(config, name) for name in ("hidden_dropout", "attention_dropout")}
+
+
+def test_the_readmes_call_builds_fills_and_saves_a_model(pools, hf_folder, tmp_path):
+    folder = hf_folder("next dense layer")
+    (found,) = pools(1).run(run_readme, folder, tmp_path / "back")
+    assert found == {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    assert list(compare_folders(folder, tmp_path / "back")) == []
+
+
+def building_fails(folder: Path, **options) -> str:
+    with parallel(1):
+        try:
+            build_model(folder, **options)
+        except (ValueError, ImportError) as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_pattern": "G-G-G-G-"}, "layer_pattern='G-G-G-G-' is not the model's"),
+        ({"modules": "transformers"}, "unknown spec backend 'transformers'"),
+        ({"spec": "mine", "layer_options": {"bias": True}}, "put them into the spec"),
+    ],
+    ids=["pattern", "modules", "two specs"],
+)
+def test_a_model_that_is_not_the_configs_is_not_built(pools, hf_folder, options, message):
+    (found,) = pools(1).run(building_fails, hf_folder("dense"), **options)
+    assert message in found
