@@ -1,4 +1,4 @@
-"""Every requirement of fla is checked when a rule is chosen, for the layer and for the function.
+"""Every requirement of fla is checked when a rule is chosen, which the layer and the function share.
 
 Without a GPU: what torch would say of one is replaced, fla itself is the installed one.
 """
@@ -6,9 +6,8 @@ Without a GPU: what torch would say of one is replaced, fla itself is the instal
 import pytest
 import torch
 
-from megatron_gdn.ops import resolve_backend
 from megatron_gdn.ops.delta_rule import fla_functions, obstacles
-from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.once import say_once
 
@@ -28,28 +27,21 @@ def ampere(monkeypatch):
         cached.cache_clear()
 
 
-def choose_core(name, dtype=torch.bfloat16):
-    return resolve_core(name, device="cuda", dtype=dtype, sizes=SIZES, operands="bf16")
-
-
-def choose_backend(name, dtype=torch.bfloat16):
-    return resolve_backend(name, device="cuda", dtype=dtype, key_dim=SIZES.key_dim)
+def choose(name, dtype=torch.bfloat16):
+    return resolve_rule(name, device="cuda", dtype=dtype, sizes=SIZES, operands="bf16")
 
 
 def refused(why):
     """``auto`` passes fla over and says why; asked for by name it raises."""
-    core = choose_core("auto")
-    assert core.core.name == "reference" and why in core.reason
-    backend = choose_backend("auto")
-    assert backend.name == "reference" and why in backend.reason
-    for choose in (choose_core, choose_backend):
-        with pytest.raises(ImportError) as error:
-            choose("fla")
-        assert why in str(error.value)
+    choice = choose("auto")
+    assert choice.rule.name == "reference" and why in choice.reason
+    with pytest.raises(ImportError) as error:
+        choose("fla")
+    assert why in str(error.value)
 
 
 def test_the_installed_fla_is_taken(ampere):
-    assert choose_core("auto").core.name == choose_backend("auto").name == "fla"
+    assert choose("auto").rule.name == "fla"
 
 
 @pytest.mark.parametrize("package", ["flash-linear-attention", "fla-core"])

@@ -1,79 +1,26 @@
-"""The gated delta rule behind one name: arguments, shapes and the choice of backend."""
+"""The gated delta rule as a function of tensors, differentiable in all of them.
+
+It chooses its implementation as the layer does, by :func:`.resolve.resolve_rule`, and runs it in
+the same stages; only the oracle, token by token, is not a layer's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..documents import Documents
+from ..head_sizes import HeadSizes
+from ..norm import l2norm
+from ..rule import Rule, Saved
+from .base import RuleGrads, RuleInputs
+from .checks import check_rule_inputs
 from .chunk import torch_chunk_gated_delta_rule
-from .fla_op import fla_chunk_gated_delta_rule
-from .obstacles import FLA_IS_TIMED, why_not_fla
 from .recurrent import recurrent_gated_delta_rule
-
-BACKENDS: dict[str, Callable] = {
-    "reference": torch_chunk_gated_delta_rule,
-    "recurrent": recurrent_gated_delta_rule,
-    "fla": fla_chunk_gated_delta_rule,
-}
-
-
-class Backend(NamedTuple):
-    """A chosen implementation of the rule: its name, the function, and why it was chosen."""
-
-    name: str
-    rule: Callable
-    reason: str
-
-
-def resolve_backend(
-    backend: str = "auto",
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    key_dim: int | None = None,
-    deterministic: bool = False,
-) -> Backend:
-    """Choose the implementation of the gated delta rule.
-
-    Args:
-        backend: ``"reference"`` (plain torch, in chunks), ``"recurrent"`` (plain torch, token by
-            token), ``"fla"`` (GPU kernels), or ``"auto"``: fla for bf16 and fp16 on a GPU where it
-            works, otherwise the reference. A name that is not ``"auto"`` is never replaced by
-            another.
-        device, dtype: where and in what the rule will run.
-        key_dim: K, where it is known.
-        deterministic: ``"auto"`` then takes the reference; ``"fla"`` is refused.
-
-    Raises:
-        ValueError: an unknown name, or one that the other arguments rule out.
-        ImportError: the backend's package is missing, not of a known version, or known to compute
-            wrong results here.
-    """
-    device = torch.device(device)
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(
-            f"unknown backend {backend!r}; use 'auto' or one of "
-            f"{', '.join(repr(name) for name in BACKENDS)}."
-        )
-    obstacle = why_not_fla(device, dtype, key_dim) if backend in ("auto", "fla") else None
-    if backend == "auto":
-        if deterministic:
-            return Backend("reference", BACKENDS["reference"], "deterministic mode")
-        if obstacle is not None:
-            return Backend("reference", BACKENDS["reference"], obstacle.why)
-        return Backend("fla", BACKENDS["fla"], f"{dtype} on a GPU")
-    if backend == "fla" and deterministic:
-        raise ValueError(
-            f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use backend='auto' or "
-            f"'reference'."
-        )
-    if obstacle is not None:
-        raise obstacle.error(f"backend='fla': {obstacle.why}; use backend='reference'.")
-    return Backend(backend, BACKENDS[backend], "requested")
+from .resolve import RULES, resolve_rule
 
 
 def gated_delta_rule(
@@ -111,9 +58,10 @@ def gated_delta_rule(
         cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
             or an already resolved :class:`~megatron_gdn.ops.Documents`. The state starts anew at
             every document.
-        chunk_size: tokens per chunk; does not change the result.
-        backend: see :func:`resolve_backend`; under ``torch.use_deterministic_algorithms`` as with
-            ``deterministic=True``.
+        chunk_size: tokens per chunk; does not change the result. Kernels have 64.
+        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
+            :func:`.resolve.resolve_rule`, under ``torch.use_deterministic_algorithms`` as with
+            ``deterministic=True``; or ``"recurrent"``, plain torch token by token.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -121,27 +69,112 @@ def gated_delta_rule(
 
     Raises:
         ValueError: shapes that do not fit, offsets that do not cover the tokens, an unknown
-            backend.
+            backend, a chunk size that a kernel does not have.
         ImportError: the backend's package is missing.
     """
-    chosen = resolve_backend(
+    if backend not in ("auto", "recurrent", *RULES):
+        raise ValueError(
+            f"unknown backend {backend!r}; use 'auto', 'recurrent' or one of "
+            f"{', '.join(repr(name) for name in RULES)}."
+        )
+    common = {
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "scale": scale,
+    }
+    documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
+    inputs = RuleInputs(query, key, value, g, beta)
+    if backend == "recurrent":
+        return recurrent_gated_delta_rule(*inputs, cu_seqlens=documents, **common)
+    rule = resolve_rule(
         backend,
         device=value.device,
         dtype=value.dtype,
-        key_dim=key.shape[-1],
+        sizes=HeadSizes(key.shape[2], value.shape[2], key.shape[3], value.shape[3]),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        operands="bf16",
+    ).rule
+    if rule.name == "reference":
+        return torch_chunk_gated_delta_rule(
+            *inputs, cu_seqlens=documents, chunk_size=chunk_size, **common
+        )
+    if chunk_size != 64:
+        raise ValueError(
+            f"chunk_size={chunk_size}: the kernels of backend {rule.name!r} have chunks of 64 "
+            f"tokens. Leave it at 64, or use backend='reference'."
+        )
+    return run_rule(rule, inputs, documents, **common)
+
+
+def run_rule(
+    rule: Rule,
+    inputs: RuleInputs,
+    documents: Documents | None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`gated_delta_rule` by a given rule."""
+    q, k, v, g, beta = inputs
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if scale is not None:
+        q = q * (scale * k.shape[-1] ** 0.5)
+    filled = None
+    if documents is not None and 0 in documents.lengths:
+        # A rule counts non-empty documents; the state of an empty one passes it by.
+        filled = torch.tensor([n > 0 for n in documents.lengths], device=v.device)
+    initial = initial_state if filled is None or initial_state is None else initial_state[filled]
+    o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
+    if final is None or filled is None:
+        return o, final
+    whole = final.new_zeros(len(filled), *final.shape[1:])
+    whole = whole if initial_state is None else initial_state.to(final.dtype)
+    return o, whole.masked_scatter(filled[:, None, None, None], final)
+
+
+class _RunRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
+        inputs = RuleInputs(q.contiguous(), k.contiguous(), v.contiguous(), g.float(), beta.float())
+        o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
+        ctx.save_for_backward(*inputs, initial, *saved.tensors)
+        ctx.rule, ctx.documents, ctx.plan = rule, documents, saved.plan
+        ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
+        return o, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o: Tensor, d_final: Tensor | None):
+        *inputs, initial = ctx.saved_tensors[:6]
+        inputs, saved = RuleInputs(*inputs), Saved(ctx.saved_tensors[6:], ctx.plan)
+        read = inputs._replace(
+            **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
+        )
+        begun = ctx.rule.begin_backward(d_o.contiguous(), read, saved, ctx.documents)
+        d_initial = None
+        if ctx.needs_input_grad[8]:
+            d_initial = begun.d_initial()
+            if d_final is not None:
+                maps = ctx.rule.begin(inputs, ctx.documents).state_map()
+                d_initial = maps.transposed(d_initial).apply(d_final)
+        grads = of_key_heads(begun.run(initial, d_final), inputs.k.shape[2])
+        grads = (x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True))
+        return None, None, None, *grads, d_initial
+
+
+def of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
+    """The true gradients: dq and dk summed over value heads of a key head, factors applied."""
+    dq, dk, dv, dg, dbeta, factor = grads
+    if factor is not None:
+        dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))
+        dg, dbeta = dg * factor, dbeta * factor
+    wide = torch.promote_types(dq.dtype, torch.float32)
+    dq, dk = (
+        x if x.shape[2] == key_heads else x.unflatten(2, (key_heads, -1)).sum(3, dtype=wide)
+        for x in (dq, dk)
     )
-    arguments = {} if chosen.name == "recurrent" else {"chunk_size": chunk_size}
-    return chosen.rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        **arguments,
-    )
+    return dq, dk, dv, dg, dbeta

@@ -17,10 +17,6 @@ _SEQUENCES = {"cu_seqlens", "chunk_indices"}
 
 # Module, function: the arguments that are passed by name.
 _CALLED = {
-    (_RULE, "chunk_gated_delta_rule"): {
-        "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens",
-        "cu_seqlens_cpu",
-    },
     (_CHUNK, "chunk_gated_delta_rule_fwd"): {
         "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", *_SEQUENCES,
     },
