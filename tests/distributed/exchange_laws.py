@@ -266,7 +266,7 @@ def shared_key_heads_have_their_rows_on_every_rank_that_uses_them() -> None:
     sections = dims.layout.conv_widths
     weight = torch.arange(float(sum(sections) * 3)).view(-1, 1, 3).requires_grad_()
     columns = [c for c in _columns(dims, rank, size) if c < sum(sections)]
-    local = scheme.local(weight, sections)
+    local = scheme.local(weight, dims.layout.conv_names)
     assert torch.equal(local, weight[columns])
     local.sum().backward()
     gradient = weight.grad.clone()
