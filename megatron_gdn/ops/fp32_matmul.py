@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +19,62 @@ def full_fp32_matmul(device_type: str) -> Iterator[None]:
 
     ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.set_float32_matmul_precision`` are for
     the model's own projections; sums over thousands of tokens with 11-bit factors are another
-    model. The switches are torch's global ones: they are read when a product is launched, and put
-    back at the end.
+    model. The switches are torch's, for the whole process, and are read when a product is
+    launched. So the first thread that comes in turns them and the last one that leaves puts them
+    back; other products of the process are in full fp32 meanwhile.
     """
-    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
-    matmul = getattr(backend, "matmul", None)
     # Entering autocast costs more than a small product, so it is left alone where it is off.
     autocasts = torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False) if autocasts else nullcontext():
-        if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
-            with _legacy_full_fp32():
-                yield
-        elif (kept := matmul.fp32_precision) not in _REDUCED:
+        with _lock:
+            users = _users.setdefault(device_type, _Users())
+            if users.count == 0:
+                users.put_back = _turn(device_type)
+            users.count += 1
+        try:
             yield
-        elif device_type == "cuda" and (old := _old_switch()) is not None:
-            # By the switch it was set with: torch refuses to read it while a new one contradicts.
-            host = torch.backends.mkldnn.matmul
-            kept_host = host.fp32_precision
-            matmul.allow_tf32 = False
-            try:
-                yield
-            finally:
-                torch.set_float32_matmul_precision(old)
-                _put_back(host, kept_host)
-        else:
-            matmul.fp32_precision = "ieee"
-            try:
-                yield
-            finally:
-                _put_back(matmul, kept)
+        finally:
+            with _lock:
+                users.count -= 1
+                if users.count == 0:
+                    users.put_back()
+
+
+@dataclass
+class _Users:
+    """How many are inside :func:`full_fp32_matmul`, and what the last of them has to call."""
+
+    count: int = 0
+    put_back: Callable[[], None] = lambda: None
+
+
+_lock = threading.Lock()
+_users: dict[str, _Users] = {}  # by device type: each has switches of its own
+
+
+def _turn(device_type: str) -> Callable[[], None]:
+    """Turn the switches to full fp32; returns what puts them back."""
+    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    matmul = getattr(backend, "matmul", None)
+    if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
+        precision = torch.get_float32_matmul_precision()
+        if precision == "highest":
+            return _nothing
+        torch.set_float32_matmul_precision("highest")
+        return lambda: torch.set_float32_matmul_precision(precision)
+    kept = matmul.fp32_precision
+    if kept not in _REDUCED:
+        return _nothing
+    if device_type == "cuda" and (old := _old_switch()) is not None:
+        # By the switch it was set with: torch refuses to read it while a new one contradicts.
+        matmul.allow_tf32 = False
+        return lambda: _put_back_old(old)
+    matmul.fp32_precision = "ieee"
+    return lambda: _put_back(matmul, kept)
+
+
+def _nothing() -> None:
+    """The switches were in full fp32 already."""
 
 
 def _old_switch() -> str | None:
@@ -56,21 +85,16 @@ def _old_switch() -> str | None:
         return None
 
 
+def _put_back_old(precision: str) -> None:
+    """torch's old switch turns the host's as well, which shall stay as it is."""
+    host = torch.backends.mkldnn.matmul
+    kept_host = host.fp32_precision
+    torch.set_float32_matmul_precision(precision)
+    _put_back(host, kept_host)
+
+
 def _put_back(switch: Any, kept: str) -> None:
     """A switch that followed a more general one shall follow it again."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != kept:
         switch.fp32_precision = kept
-
-
-@contextmanager
-def _legacy_full_fp32() -> Iterator[None]:
-    kept = torch.get_float32_matmul_precision()
-    if kept == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(kept)

@@ -1,5 +1,7 @@
 """Chunks are computed in groups; how they are grouped is not seen in the results."""
 
+import threading
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,6 +182,31 @@ def test_who_uses_torchs_old_switches_can_read_them_inside_and_has_them_back(
         assert inside[3] == before[3]
     else:
         assert inside == (*before[:3], "ieee")
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_thread_turns_the_switches_back_under_another(switches, device, precision):
+    """The first thread leaves while the second is inside: autograd's thread beside the main one."""
+    switch = switches.cuda.matmul if device == "cuda" else switches.mkldnn.matmul
+    torch.set_float32_matmul_precision(precision)
+    before = switch.fp32_precision
+    entered, left = threading.Event(), threading.Event()
+
+    def first():
+        with full_fp32_matmul(device):
+            entered.set()
+            assert left.wait(60)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert entered.wait(60)
+    with full_fp32_matmul(device):
+        left.set()
+        thread.join()
+        assert switch.fp32_precision not in ("tf32", "bf16")
+    assert switch.fp32_precision == before
+    assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -21,6 +21,7 @@ from ..kernels.tiles import (
     block_dim,
     prepare_backward_tile,
     prepare_forward_tile,
+    within_grid,
     within_reach,
     within_shared_memory,
 )
@@ -71,7 +72,7 @@ def prepare_forward(
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
 
     Raises:
-        ValueError: tokens too far apart for any tile; likewise the backward.
+        ValueError: tokens too far apart for any tile, more than 65535 rows; likewise the backward.
     """
     S, B, _ = proj.shape
     G, H, K, V = sizes
@@ -87,6 +88,7 @@ def prepare_forward(
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
     one_path = batch_invariant and documents is not None
     tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    tile = within_grid(tile, S, B)
     tile = within_reach(tile, S, conv_weight.shape[-1], (proj.stride(0), G * K, H * V))
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
@@ -152,7 +154,7 @@ def prepare_backward(
     W = conv_weight.shape[-1]
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
     strides = (proj.stride(0), d_proj.stride(0), dq.shape[2] * K, H * V)
-    tile = within_reach(tile, S, W, strides)
+    tile = within_reach(within_grid(tile, S, B), S, W, strides)
     size, d_size = proj.element_size(), dv.element_size()
     of_key_head = block_dim(K) * (size + dq.shape[2] // G * d_size)
     tile = within_shared_memory(tile, max(of_key_head, block_dim(V) * (size + d_size)))

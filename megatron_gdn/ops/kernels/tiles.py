@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MOST_PROGRAMS = 65535  # of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
 _STEPS_OF_A_STAGE = 4  # walk.UNROLL, which only machines with Triton have
 # Of shared memory for the copies ahead: two programs of a Hopper multiprocessor have that much, and
@@ -94,6 +95,25 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
             f"{(2**31 - 1) // (tile.tokens + taps - 2)} elements. Use a smaller batch, or "
             f"kernels='torch'."
         )
+    return tile
+
+
+def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
+    """``tile``, or a longer one where a GPU could not count the tiles of a row.
+
+    The second and third axis of a grid have at most 65535 programs: tiles of a row, and rows. A
+    tile of 128 tokens reaches that at 8.4 million tokens.
+
+    Raises:
+        ValueError: more rows than that.
+    """
+    if batch > MOST_PROGRAMS:
+        raise ValueError(
+            f"a batch of {batch} rows, where the Triton kernels take at most {MOST_PROGRAMS}. Use "
+            f"a smaller batch, or lay the rows end to end as packed documents."
+        )
+    while -(-tokens // tile.tokens) > MOST_PROGRAMS:
+        tile = tile._replace(steps=2 * tile.steps)
     return tile
 
 

@@ -23,9 +23,9 @@ def _follow_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
     GIVEN: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
-    """grid (H, N, tiles of columns)."""
-    h = tl.cast(tl.program_id(0), tl.int64)
-    n = tl.cast(tl.program_id(1), tl.int64)
+    """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs."""
+    n = tl.cast(tl.program_id(0), tl.int64)
+    h = tl.cast(tl.program_id(1), tl.int64)
     i_K = tl.arange(0, K)
     x_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     real_1C, of_local_1C = (x_C < X)[None, :], (x_C < V)[None, :]
@@ -66,7 +66,7 @@ def follow(
     given = start if isinstance(start, Tensor) else local  # any pointer: it is not followed
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     start = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
-    _follow_kernel[(H, N, triton.cdiv(X, _COLUMNS))](
+    _follow_kernel[(N, H, triton.cdiv(X, _COLUMNS))](
         local, through, given, out, steps.table, L, V, X,
         *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3],
         K=K, COLUMNS=_COLUMNS, START=start, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,

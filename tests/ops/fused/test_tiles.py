@@ -9,6 +9,7 @@ from megatron_gdn.ops.kernels.tiles import (
     Walk,
     prepare_backward_tile,
     prepare_forward_tile,
+    within_grid,
     within_reach,
     within_shared_memory,
 )
@@ -60,3 +61,19 @@ def test_stages_are_fewer_where_their_copies_would_not_fit(group, stages):
     """A head of 128 in bf16, whose key head has ``group`` gradients."""
     usual = prepare_backward_tile(8192, 128)
     assert within_shared_memory(usual, 2 * 128 * (1 + group)) == usual._replace(stages=stages)
+
+
+@pytest.mark.parametrize("table", TABLE)
+@pytest.mark.parametrize("tokens", [1, 65535 * 128, 65535 * 128 + 1, 10**8])
+def test_any_number_of_tokens_is_counted_by_a_grid(table, tokens):
+    tile = table(tokens, 128)
+    longer = within_grid(tile, tokens, 1)
+    assert -(-tokens // longer.tokens) <= 65535 and longer.steps % 4 == 0
+    assert longer == tile or -(-tokens // tile.tokens) > 65535
+
+
+def test_more_rows_than_a_grid_counts_are_refused():
+    tile = prepare_forward_tile(8, 128)
+    assert within_grid(tile, 8, 65535) == tile
+    with pytest.raises(ValueError, match="65536 rows.*at most 65535.*packed documents"):
+        within_grid(tile, 8, 65536)

@@ -120,6 +120,24 @@ def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):
     assert torch.equal(narrow[2:7], whole[2:7, ..., :7])
 
 
+def test_any_number_of_chains_is_counted_by_a_grid(device, monkeypatch):
+    """Of its three axes the last two count to 65535, and documents that are cut may be more."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(chains_kernels, "_follow_kernel", Kernel())
+    n, (H, K, V) = 70_000, SIZES[0]
+    steps = Steps.build([[(0, NONE)]] * n, device)
+    state = torch.zeros(1, H, K, V, device=device)
+    chains_kernels.follow(state, torch.zeros(1, H, K, K, device=device), steps, state, None)
+    (grid,) = launched
+    assert grid[0] == n and max(grid[1:]) <= 65535
+
+
 def test_heads_of_128_are_followed_in_fp32(device):
     """The size that matters, over a chain of 16 maps, by the same measure."""
     H, K, V, n = 2, 128, 128, 16
