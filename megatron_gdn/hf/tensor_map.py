@@ -81,14 +81,15 @@ class TensorMap:
     def is_expert(self) -> bool:
         return self.expert is not None
 
-    def check_dtype(self, dtype: torch.dtype, where: str) -> None:
+    def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
         """Refuse a source tensor of ``dtype``; ``where`` names it and its file.
 
         Raises:
-            ValueError: no floating-point dtype of at least 16 bits, or one that `fp32` rounds.
+            ValueError: no floating-point dtype of at least 16 bits, or one that `fp32` rounds
+                (unless ``may_round``).
         """
         legal = (torch.bfloat16, torch.float16, torch.float32)
-        legal += () if self.fp32 else (torch.float64,)
+        legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
             names = ", ".join(str(one).removeprefix("torch.") for one in legal)
             raise ValueError(

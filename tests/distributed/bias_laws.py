@@ -2,7 +2,9 @@
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests import upstream
 from tests.distributed.model_laws import metadata
@@ -15,7 +17,8 @@ def build(theirs: bool):
         spec = upstream.layer_spec(bias=True)
     finally:
         upstream.TESTING_UPSTREAM = before
-    return build_module(spec, config=make_config(), layer_number=1)
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    return build_module(spec, config=make_config(), layer_number=1, pg_collection=groups)
 
 
 def bias_of(tp: int) -> torch.Tensor:
@@ -44,7 +47,7 @@ def outcome_of_loading(folder: str, tp: int, theirs: bool, **changes) -> str:
         state = layer.sharded_state_dict("layer.", metadata=metadata() | changes)
         try:
             state = dist_checkpointing.load(state, folder)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        except CheckpointException as error:
+            return str(error)
         layer.load_state_dict({k.removeprefix("layer."): v for k, v in state.items()})
         return "equal" if torch.equal(layer.in_proj.bias, bias_of(tp)) else "scrambled"

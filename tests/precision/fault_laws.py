@@ -1,10 +1,11 @@
 """Run on every rank: Megatron's own way with mixed dtypes, with and without our remedy."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from megatron.core import parallel_state
 
+from megatron_gdn.compat.empty_shares import with_empty_shares
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
@@ -103,9 +104,14 @@ def wrapping_is_reversible() -> None:
 
     def methods():
         return [
-            getattr(owner, name)
+            getattr(owner, name, None)
             for owner in (DistributedOptimizer, Float16OptimizerWithFloat16Params)
-            for name in ("__init__", "load_state_dict", "sharded_state_dict")
+            for name in (
+                "__init__",
+                "load_state_dict",
+                "sharded_state_dict",
+                "sharded_param_state_dp_reshardable",
+            )
         ]
 
     restore_mixed_dtype_optimizers()
@@ -114,10 +120,14 @@ def wrapping_is_reversible() -> None:
     during = methods()
     repair_mixed_dtype_optimizers()
     assert methods() == during
-    assert sum(a is not b for a, b in zip(before, during, strict=True)) == 4
+    assert sum(a is not b for a, b in zip(before, during, strict=True)) == 5
     restore_mixed_dtype_optimizers()
     assert methods() == before
     repair_mixed_dtype_optimizers()
+
+
+def _unrelated_failure(optimizer) -> None:
+    raise AssertionError
 
 
 def a_repaired_optimizer_is_left_alone() -> None:
@@ -147,4 +157,8 @@ def a_repaired_optimizer_is_left_alone() -> None:
         order = sharded.model_param_group_index_map
         ours._with_true_order(lambda self: None)(sharded)
         assert sharded.model_param_group_index_map is order
+        assert with_empty_shares(lambda self: calls)(sharded) is calls
+        with suppress(AssertionError):
+            with_empty_shares(_unrelated_failure)(sharded)
+            raise RuntimeError("an assertion that is none of ours was swallowed")
     assert not parallel_state.is_initialized()
