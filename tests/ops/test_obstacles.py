@@ -1,4 +1,4 @@
-"""Every requirement of fla is checked when a rule is chosen, which the layer and the function share.
+"""Every requirement of fla is checked when a rule is chosen, by the layer and by the function.
 
 Without a GPU: what torch would say of one is replaced, fla itself is the installed one.
 """
