@@ -59,8 +59,8 @@ bits() {
 
 case $part in
 check)
-  kernels=tests/ops/fused/kernels prepare=tests/ops/fused/kernels/test_prepare.py
-  mixer=tests/ops/fused/test_gpu_mixer.py
+  kernels=tests/kernels prepare=tests/kernels/test_front.py
+  mixer=tests/ops/test_gpu_mixer.py
   # fla tunes sixty kernels for each number of heads, and needs nothing that is compiled here.
   fla='fla and not flash_qla and not fp16' ratios='(-1-fla or -3-fla or -4-fla)'
   beside laws fla 560 $mixer -k "$fla and not $ratios"
@@ -77,7 +77,7 @@ check)
   pids=("${slow[@]}")
   beside laws fp16 310 $mixer -k fp16
   beside laws mixer 310 $mixer -k "not fp16 and not ($fla)"
-  beside laws states 310 tests/ops/fused/test_gpu_states.py
+  beside laws states 310 tests/ops/delta_rule/test_gpu_states.py
   beside laws one-gpu 310 tests/gpu/test_determinism.py tests/gpu/test_padding.py tests/gpu/test_exact_resume.py
   finish
   ;;

@@ -20,7 +20,7 @@ from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.delta_rule.resolve import Choice
 from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
-from tests.ops.fused.states import InHalf
+from tests.ops.delta_rule.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel
 
 

@@ -12,7 +12,7 @@ from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.testing import check_batch_invariance, check_repeats  # noqa: E402
-from tests.ops.test_gated_delta_rule import (  # noqa: E402
+from tests.ops.delta_rule.test_gated_delta_rule import (  # noqa: E402
     FP32,
     NAMES,
     OFFSETS,

@@ -14,8 +14,7 @@ from megatron_gdn.ops.state_maps.fold import (
     leaving_gradients,
 )
 from megatron_gdn.ops.state_maps.parts import CHUNK, FULL_GPU, Parts, parts_by_length
-
-from .states import Oracle
+from tests.ops.delta_rule.states import Oracle
 
 CPU = torch.device("cpu")
 

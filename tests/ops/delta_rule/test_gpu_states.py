@@ -13,6 +13,7 @@ import torch
 from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
+from tests.ops.test_gpu_mixer import errors
 
 from .states import (
     NAMES,
@@ -24,7 +25,6 @@ from .states import (
     run_on_ranks,
     run_whole,
 )
-from .test_gpu_mixer import errors
 
 pytestmark = [
     pytest.mark.gpu,

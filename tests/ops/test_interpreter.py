@@ -1,4 +1,4 @@
-"""Runs the kernel tests of ``kernels/`` in Triton's interpreter, on machines without a GPU."""
+"""Runs the kernel tests of ``tests/kernels`` in Triton's interpreter, on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels/ runs compiled, marked gpu")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels runs compiled, marked gpu")
 def test_the_kernels_pass_their_tests_in_the_interpreter():
     """In three processes of like length: the interpreter uses one core each."""
     pytest.importorskip("triton")
-    root = HERE.parents[2]
+    root = HERE.parents[1]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    kernels, longest = HERE / "kernels", HERE / "kernels" / "test_prepare.py"
+    kernels = HERE.parent / "kernels"
+    longest = kernels / "test_front.py"
     part = "every_gradient"
     runs = [
         subprocess.Popen(

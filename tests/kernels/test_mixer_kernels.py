@@ -9,8 +9,8 @@ from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from tests.ops.delta_rule.states import InHalf
 
-from ..states import InHalf
 from .kernel_cases import Case, assert_close
 
 

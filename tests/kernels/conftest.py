@@ -1,7 +1,7 @@
 """The kernels of this folder run compiled on a GPU, or in Triton's interpreter without one.
 
 The interpreter must be switched on before triton is first imported, so without a GPU this folder
-is skipped here and ``../test_interpreter.py`` runs it in a process of its own.
+is skipped here and ``tests/ops/test_interpreter.py`` runs it in a process of its own.
 """
 
 from __future__ import annotations
