@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Headwise, Passage, inverse, rank_order_of_sequence
-from megatron_gdn.context_parallel.headwise.scheme import exchange
+from megatron_gdn.context_parallel.headwise import exchange
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

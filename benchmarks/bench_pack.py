@@ -16,8 +16,8 @@ import torch
 from measure import copy_bandwidth, table, time_ms
 
 from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn.context_parallel.headwise import pack
 from megatron_gdn.context_parallel.headwise.route import route
-from megatron_gdn.context_parallel.headwise.scheme import pack
 from megatron_gdn.context_parallel.headwise.shares import HeadShares
 
 

@@ -170,7 +170,9 @@ class MicroBatches:
         found = self._schemes.get((group, rule))
         if found is None:
             found = self._possible(group, rule)
-            _keep(self._schemes, (group, rule), found, _MOST_GROUPS)
+            gone = _keep(self._schemes, (group, rule), found, _MOST_GROUPS)
+            if gone is not None:  # what was made for it would keep its schemes alive
+                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
         return found
 
     def _possible(self, group: Any, rule: Rule) -> _Schemes:
@@ -245,11 +247,11 @@ class MicroBatches:
 K, V = TypeVar("K"), TypeVar("V")
 
 
-def _keep(cache: dict[K, V], key: K, value: V, most: int) -> None:
-    """Add to a cache, and forget its oldest entry where it is full."""
-    if len(cache) >= most:
-        del cache[next(iter(cache))]
+def _keep(cache: dict[K, V], key: K, value: V, most: int) -> V | None:
+    """Add to a cache; where it is full, its oldest entry is forgotten and returned."""
+    gone = cache.pop(next(iter(cache))) if len(cache) >= most else None
     cache[key] = value
+    return gone
 
 
 def _expected_device() -> torch.device:

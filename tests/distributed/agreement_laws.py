@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gdn import GDNDims, SequenceLayout
-from megatron_gdn.context_parallel import ContextParallel, LinearCpMode, agreement
-from megatron_gdn.ops.delta_rule.resolve import resolve_core
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import agreement
+from megatron_gdn.micro_batch import MicroBatches
+from megatron_gdn.ops.delta_rule.resolve import choose_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from tests.distributed.layer_laws import build_layer, thd
 from tests.parallel import make_config, parallel
@@ -106,31 +108,26 @@ def one_layer_compares_and_knows_contents_that_it_has_seen() -> None:
 
 def schemes_alive_while_groups_come_and_go(groups: int, micro_batches: int) -> int:
     """How many schemes a layer keeps after each micro-batch came with one of many groups."""
-    dims = GDNDims(
-        hidden_size=8, num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=4,
-        conv_kernel_dim=4,
+    sizes = HeadSizes(2, 4, 4, 4)
+    chooser = MicroBatches(
+        make_config(), sizes.layout, sizes.state, 4, None, SequenceLayout.ZIGZAG, mode="auto",
+        choose_rule=partial(choose_rule, "reference", sizes, operands="bf16", normalise_qk=True),
     )  # fmt: skip
-    core = resolve_core("reference", device="cpu", dtype=torch.float32, sizes=HeadSizes(2, 4, 4, 4))
-    chooser = ContextParallel(
-        dims, None, SequenceLayout.ZIGZAG, mode=LinearCpMode.AUTO, core=core.core, element_size=4
-    )
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(groups)]
     seen = []
-    rows = torch.zeros(8, 1, 8)
+    rows = torch.zeros(8, 1, sizes.width)
     gc.disable()  # what a cycle keeps alive counts as alive
     try:
-        for batch in range(micro_batches):
+        for number in range(micro_batches):
             packed = thd((4, 12))
-            packed.cp_group = made[batch % groups]
-            scheme, documents, _ = chooser.resolve(packed, rows, 1)
-            scheme.local_positions(16, documents)
-            if scheme.moves_rows:
-                scheme.open(torch.zeros(8, 1, dims.layout.width), documents)
-            else:
-                scheme.split(rows, documents)
+            packed.cp_group = made[number % groups]
+            batch = chooser.of(packed, rows)
+            batch.local_positions()
+            batch.passage.open(rows)
+            scheme = batch.scheme
             if not any(known() is scheme for known in seen):
                 seen.append(weakref.ref(scheme))
-        del scheme, packed
+        del scheme, packed, batch
         return sum(known() is not None for known in seen)
     finally:
         gc.enable()

@@ -17,8 +17,8 @@ from megatron_gdn import (
     tensor_a2a_hp2cp,
 )
 from megatron_gdn.context_parallel import Headwise, local_indices
+from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
-from megatron_gdn.context_parallel.headwise.scheme import exchange
 from megatron_gdn.init import take_share
 from tests.distributed.layer_laws import parallel_equals_one_rank
 

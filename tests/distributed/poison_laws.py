@@ -6,8 +6,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import local_indices, schemes
+from megatron_gdn import SequenceLayout, micro_batch
+from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import build_layer, by_way_of, randomise_, thd
 from tests.parallel import group_of_one, make_config, parallel
 
@@ -31,7 +31,7 @@ def documents_keep_their_bits(
         document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[mine]
         for exchange in exchanges:
             torch.manual_seed(7)
-            with patch.object(schemes, "Chunkwise", by_way_of(exchange)):
+            with patch.object(micro_batch, "Chunkwise", by_way_of(exchange)):
                 options = {"linear_cp_mode": mode, "cp_layout": layout}
                 layer = build_layer(make_config(context_parallel_size=cp), groups, options)
             randomise_(layer)

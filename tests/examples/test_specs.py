@@ -12,7 +12,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
-from megatron_gdn import GatedDeltaNet, specs, tested_megatron
+from megatron_gdn import GatedDeltaNet, specs
+from megatron_gdn.compat import tested_megatron
 from megatron_gdn.specs import (
     gated_delta_net_spec,
     gpt_block_spec,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.headwise.scheme import pack, pack_torch
+from megatron_gdn.context_parallel.headwise import pack, pack_torch
 from megatron_gdn.context_parallel.headwise.shares import HeadShares
 
 from .conftest import INTERPRETED

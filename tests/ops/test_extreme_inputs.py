@@ -9,7 +9,7 @@ from megatron_gdn.ops import (
     torch_chunk_gated_delta_rule,
 )
 from megatron_gdn.ops.gates import least_log_decay
-from tests.ops.test_gated_delta_rule import (
+from tests.ops.delta_rule.test_gated_delta_rule import (
     FP32,
     assert_agree,
     carried,
