@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -152,7 +152,9 @@ class MicroBatches:
             scheme = self._choose(group, rule, tokens, B, documents, dtype.itemsize)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
-            _keep(self._made, key, found, _MOST_MICRO_BATCHES)
+            if len(self._made) >= _MOST_MICRO_BATCHES:
+                del self._made[next(iter(self._made))]
+            self._made[key] = found
         return found
 
     def _rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
@@ -169,11 +171,15 @@ class MicroBatches:
     def _schemes_of(self, group: Any, rule: Rule) -> _Schemes:
         found = self._schemes.get((group, rule))
         if found is None:
-            found = self._possible(group, rule)
-            gone = _keep(self._schemes, (group, rule), found, _MOST_GROUPS)
-            if gone is not None:  # what was made for it would keep its schemes alive
-                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
+            if len(self._schemes) >= _MOST_GROUPS:
+                self._forget_oldest_group()
+            found = self._schemes[group, rule] = self._possible(group, rule)
         return found
+
+    def _forget_oldest_group(self) -> None:
+        """And the micro-batches over it, which would keep its schemes alive."""
+        gone = self._schemes.pop(next(key for key in self._schemes if key[0] is not self._group))
+        self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
 
     def _possible(self, group: Any, rule: Rule) -> _Schemes:
         if group is None or group.size() == 1:
@@ -242,16 +248,6 @@ class MicroBatches:
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True
             log_once(f"GatedDeltaNet: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
-
-
-K, V = TypeVar("K"), TypeVar("V")
-
-
-def _keep(cache: dict[K, V], key: K, value: V, most: int) -> V | None:
-    """Add to a cache; where it is full, its oldest entry is forgotten and returned."""
-    gone = cache.pop(next(iter(cache))) if len(cache) >= most else None
-    cache[key] = value
-    return gone
 
 
 def _expected_device() -> torch.device:
