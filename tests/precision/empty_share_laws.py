@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel import parallel
+from tests.precision.fault_laws import raised
 from tests.precision.training import Training, build, load, made_up_step, save, sharded_state
 
 # One layer of two heads. The fp32 bucket is [parameter: 0, 1] [gap: 2 .. 63] [parameter: 64, 65]
@@ -30,8 +31,10 @@ def train_and_save(kind: str, folder: str, ddp: dict) -> int:
     """How many fp32 parameters have a share on this rank."""
     with parallel():
         training = trained(kind, ddp)
-        sharded_state(training)  # raises where a rank cannot say what it saves; saving would wait
-        dist.barrier()
+        # Where one rank cannot say what it saves, the others would wait for it in the save.
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, raised(lambda: sharded_state(training)))
+        assert not any(errors), errors
         save(training, folder)
         return sum(map(len, training.megatron_optimizer.model_fp32_groups))
 

@@ -57,10 +57,10 @@ def outcome_of_saving(kind: str, remedied: bool) -> str | None:
     with parallel(tp=2):
         training = stepped(kind, remedied, tp=2)
         with remedy(remedied):
-            return _raised(lambda: sharded_state(training))
+            return raised(lambda: sharded_state(training))
 
 
-def _raised(call) -> str | None:
+def raised(call) -> str | None:
     try:
         call()
     except Exception as error:
@@ -85,7 +85,7 @@ def outcome_of_loading(kind: str, remedied: bool, folder: str) -> str | None:
         training = stepped(kind, tp=2)
         save(training, folder)
         with remedy(remedied):
-            return _raised(lambda: load(training, folder))
+            return raised(lambda: load(training, folder))
 
 
 def replicas_after_loading_upstream(kind: str, remedied: bool, folder: str) -> list[list[float]]:
