@@ -108,7 +108,9 @@ class TorchAttention(DotProductAttention):
         self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
         if attention_bias is not None:
             raise NotImplementedError("TorchAttention adds no attention_bias; pass None.")
-        require_causal(attention_mask, lambda: micro_batch.positions)
+        rows = 1 if packed else query.shape[1]
+        tokens = query.shape[0] * micro_batch.size
+        require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)

@@ -140,7 +140,7 @@ def state_table(
         )
     ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
     return StateTable(
-        sequences=Documents((0, *ends_of_pieces), device),
+        sequences=Documents((0, *(ends_of_pieces or [0])), device),
         nodes=nodes,
         node_count=h,
         first=pieces_of_all_rows(first),

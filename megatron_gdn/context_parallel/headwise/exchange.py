@@ -102,10 +102,10 @@ def _packing(tensor: Tensor) -> ModuleType:
 @cache
 def _packing_on(gpu: bool) -> ModuleType:
     if gpu and find_spec("triton") is not None:
-        from .scheme import pack
+        from . import pack
 
         return pack
-    from .scheme import pack_torch
+    from . import pack_torch
 
     return pack_torch
 

@@ -76,7 +76,7 @@ class Headwise:
         place = (lengths, self._sequence_layout, local)
         return Passage(
             # [s, B, P] -> [S, B, p], tokens in sequence order, this rank's heads; and the inverse.
-            open=partial(to_heads, exchange=Exchange.of(self._group, self._proj, *place)),
+            open=partial(open_rows, exchange=Exchange.of(self._group, self._proj, *place)),
             close=partial(to_sequence, exchange=Exchange.of(self._group, self._mixed, *place)),
             neighbours=Neighbours(documents),
         )
@@ -112,6 +112,11 @@ def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -
     """The rows that ``rank`` holds, a view for one section; gradients reach just those rows."""
     mine = [param.narrow(dim, piece.whole, piece.width) for piece in shares.pieces(rank)]
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
+
+
+@torch.compiler.disable  # Dynamo takes the handles of point-to-point messages for tensors
+def open_rows(proj_sBP: Tensor, exchange: Exchange) -> Tensor:
+    return to_heads(proj_sBP, exchange)
 
 
 class _OwnRows(torch.autograd.Function):
