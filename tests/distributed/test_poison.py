@@ -5,7 +5,10 @@ import pytest
 from tests.distributed.poison_laws import documents_keep_their_bits
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
-EXCHANGES = ("gather", "share", "scan")
+EXCHANGES = (
+    "gather",
+    "share",
+)
 
 
 def test_the_layer_alone(pools):

@@ -64,6 +64,13 @@ RUN_BY = {
     "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
     "python3 benchmarks/bench_determinism.py --out determinism.jsonl": GPU,
 }
+# Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
+LAUNCH = "tests/examples/test_readme.py::test_a_launch_is_parsed_built_and_trained"
+RUN_BY |= {
+    command: LAUNCH
+    for command in commands_of(ROOT / "README.md")
+    if "torchrun" in command and "--spec megatron_gdn.specs" in command
+}
 
 
 def _on_pages() -> list[str]:
