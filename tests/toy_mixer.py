@@ -21,13 +21,13 @@ from megatron_gdn.checkpoint import mixer_sharded_state_dict
 from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.micro_batch import MicroBatches
-from megatron_gdn.mixer import read_norm
 from megatron_gdn.ops.by_autograd import AutogradFront, AutogradRule
 from megatron_gdn.ops.front.gdn_torch import convolve_rows
 from megatron_gdn.ops.gated_norm import norm_torch
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.state_maps.state_map import StateShape
+from megatron_gdn.out_norm import read_norm
 from megatron_gdn.precision import Fp32Parameters, mark_keep_in_fp32
 from megatron_gdn.tensor_parallel import mark_sharded
 
@@ -136,7 +136,8 @@ class ToyMixer(Fp32Parameters, MegatronModule):
         made = AutogradFront(scheme.layout, partial(front, scheme.layout), Inputs, ("q", "k", "v"))
         mixed = mix(
             passage.open(proj), parameters, front=made, rule=batch.rule,
-            norm=read_norm(self.out_norm), norm_kernels=norm_torch, neighbours=passage.neighbours,
+            norm=read_norm(self.out_norm, None), norm_kernels=norm_torch,
+            neighbours=passage.neighbours,
         )  # fmt: skip
         return self.out_proj(passage.close(mixed))
 

@@ -57,18 +57,19 @@ def _ba_rows(dims: GDNDims) -> list[int]:
 def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage) -> TensorMap:
     """The map of ``in_proj.weight``; ``prefix`` and ``hf_prefix`` end in a dot."""
     layout, hidden = dims.layout, dims.hidden_size
+    width = dict(zip(layout.names, layout.widths, strict=True))
     if storage == "interleaved":
         rows = {
-            "in_proj_qkvz": layout.query + layout.key + layout.value + layout.z,
-            "in_proj_ba": layout.beta + layout.alpha,
+            "in_proj_qkvz": width["query"] + width["key"] + width["value"] + width["z"],
+            "in_proj_ba": width["beta"] + width["alpha"],
         }
         join, split = partial(fuse_interleaved, dims=dims), partial(unfuse_interleaved, dims=dims)
     else:
         rows = {
             "in_proj_qkv": layout.conv_width,
-            "in_proj_z": layout.z,
-            "in_proj_b": layout.beta,
-            "in_proj_a": layout.alpha,
+            "in_proj_z": width["z"],
+            "in_proj_b": width["beta"],
+            "in_proj_a": width["alpha"],
         }
         # Flat storage is the fused projection cut in four.
         join = split = None
