@@ -8,12 +8,12 @@ import megatron.core
 import pytest
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
 from megatron_gdn import GatedDeltaNet, specs
 from megatron_gdn.compat import tested_megatron
+from megatron_gdn.local_self_attention import TorchSelfAttention
 from megatron_gdn.specs import (
     gated_delta_net_spec,
     gpt_block_spec,
@@ -131,7 +131,7 @@ def test_transformer_engine_is_never_replaced_in_silence():
 def test_gpt_blocks_know_both_names_of_the_variant(pools, variant):
     """Megatron-Core after 0.19 turns the first into the second."""
     assert pools(1).run(spec_laws.gpt_mixers_of_variant, variant) == [
-        [GatedDeltaNet, GatedDeltaNet, GatedDeltaNet, SelfAttention]
+        [GatedDeltaNet, GatedDeltaNet, GatedDeltaNet, TorchSelfAttention]
     ]
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_gdn.hf import load_hf_weights, read_hf_config, save_hf_weights
-from tests.hf.megatron_models import build_megatron
+from megatron_gdn.hf import build_model, load_hf_weights, read_hf_config, save_hf_weights
 from tests.parallel import parallel
 from tests.precision.training import (
     ADAM,
@@ -21,14 +20,14 @@ from tests.precision.training import (
 
 
 def build(hf_folder: Path, tp: int):
-    return build_megatron(
+    model, _ = build_model(
         read_hf_config(hf_folder),
         "hybrid",
-        stage={"parallel_output": True},
+        dtype=torch.bfloat16,
         tensor_model_parallel_size=tp,
         bf16=True,
-        params_dtype=torch.bfloat16,
     )
+    return model
 
 
 class Fp32Adam:
