@@ -111,7 +111,7 @@ def test_pipeline_cuts_are_no_other_model(trained, monkeypatch):
     monkeypatch.chdir(trained)
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = ["--resume", "--hybrid-layer-pattern=G-|*-", "--pipeline-model-parallel-size=2"]
-    assert parse_args(flags).hybrid_layer_pattern == "G-|G-"
+    assert parse_args(flags).hybrid_layer_pattern == "G-|*-"
 
 
 def test_going_back_is_refused_where_it_would_overwrite(refused):
