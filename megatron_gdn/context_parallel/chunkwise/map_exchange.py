@@ -54,10 +54,6 @@ class Nodes(NamedTuple):
         last = len(self.hosts) - 1
         return Nodes(self.hosts[::-1], self.slots[::-1], frozenset(last - j for j in self.cuts))
 
-    def cut_between(self, start: int, stop: int) -> bool:
-        """Whether one of the nodes ``start .. stop - 1`` lets no state pass."""
-        return not self.cuts.isdisjoint(range(start, stop))
-
     def of(self, rank: int) -> list[tuple[int, int]]:
         """This rank's nodes as (position in the chain, slot), in the chain's order."""
         return [
