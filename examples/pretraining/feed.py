@@ -71,6 +71,26 @@ class Feed:
     _first: int = field(default=0, init=False)
     _plan: Sequence[Any] = field(default=(), init=False)
 
+    @classmethod
+    def of(cls, args: Any, corpus: Corpus, device: torch.device, shuffle: bool = True) -> Feed:
+        """The feed of this rank's place in Megatron's parallel state."""
+        from megatron.core import parallel_state
+
+        return cls(
+            corpus,
+            seed=args.seed,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            packing=args.packing,
+            multiple=args.pad_multiple,
+            cp_size=args.context_parallel_size,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            dp_size=args.data_parallel_size,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            device=device,
+            shuffle=shuffle,
+        )
+
     def __post_init__(self) -> None:
         self._stream = token_stream(self.corpus)
         if self.packing:

@@ -44,19 +44,7 @@ def held_out_loss(
 
     if not held_out.documents:
         return f"no held-out loss: a corpus of fewer than {ONE_IN} documents is trained on whole"
-    feed = Feed(
-        held_out,
-        seed=args.seed,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        packing=args.packing,
-        multiple=args.pad_multiple,
-        cp_size=args.context_parallel_size,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_size=args.data_parallel_size,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        device=device,
-    )
+    feed = Feed.of(args, held_out, device)
     per_rank = feed.micro_batches_per_epoch // args.data_parallel_size
     rows = 1 if args.packing else args.micro_batch_size
     training.model.eval()

@@ -102,26 +102,12 @@ def start_distributed(args) -> torch.device:
 
 
 def train(args, corpus, device: torch.device, stop: Stop) -> None:
-    from megatron.core import parallel_state
 
     from pretraining.model import build_training
 
     training = build_training(args)
     training_corpus, held_out = hold_out(corpus)
-    feed = Feed(
-        training_corpus,
-        seed=args.seed,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        packing=args.packing,
-        multiple=args.pad_multiple,
-        cp_size=args.context_parallel_size,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_size=args.data_parallel_size,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        device=device,
-        shuffle=args.shuffle,
-    )
+    feed = Feed.of(args, training_corpus, device, shuffle=args.shuffle)
     first = start_from(args, training, feed)
     report = Report(
         args.output_dir,

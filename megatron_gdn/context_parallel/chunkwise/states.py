@@ -170,8 +170,7 @@ class StatesOfPieces:
 
     Args:
         table: between which pieces states travel.
-        exchange: :func:`.map_exchange.gather_and_fold`, :func:`.map_exchange.share_and_fold` or
-            :func:`.map_exchange.prefix_scan`.
+        exchange: :func:`.map_exchange.gather_and_fold` or :func:`.map_exchange.share_and_fold`.
         group: the ranks that hold the pieces.
     """
 

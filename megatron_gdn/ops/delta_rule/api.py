@@ -139,7 +139,9 @@ def run_rule(
 class _RunRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
-        inputs = RuleInputs(q.contiguous(), k.contiguous(), v.contiguous(), g.float(), beta.float())
+        heads = (x.contiguous() for x in (q, k, v))
+        gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
+        inputs = RuleInputs(*heads, *gates)
         o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
         ctx.save_for_backward(*inputs, initial, *saved.tensors)
         ctx.rule, ctx.documents, ctx.plan = rule, documents, saved.plan
@@ -149,8 +151,8 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        *inputs, initial = ctx.saved_tensors[:6]
-        inputs, saved = RuleInputs(*inputs), Saved(ctx.saved_tensors[6:], ctx.plan)
+        *tensors, initial = ctx.saved_tensors[:6]
+        inputs, saved = RuleInputs(*tensors), Saved(ctx.saved_tensors[6:], ctx.plan)
         read = inputs._replace(
             **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
         )
