@@ -32,7 +32,12 @@ from .init import device_for, init_share_
 from .micro_batch import MicroBatches
 from .mixer import Mixer
 from .observe import span
-from .ops import decay_and_write_gates, gated_delta_rule, l2norm
+from .ops import (
+    decay_and_write_gates,
+    gated_delta_rule,
+    l2norm,
+    torch_chunk_gated_delta_rule,
+)
 from .ops.delta_rule.resolve import choose_rule
 from .ops.rule import Rule
 from .out_norm import apply_gated_norm, summing_group
@@ -203,6 +208,8 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
     @property
     def gated_delta_rule(self) -> Callable:
         """The rule under upstream's name and signature, for tools that look it up on the layer."""
+        if self.backend == "reference":
+            return torch_chunk_gated_delta_rule
         return partial(gated_delta_rule, backend=self.backend)
 
     def _build(
