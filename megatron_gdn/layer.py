@@ -6,7 +6,7 @@ of the projection, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -32,18 +32,12 @@ from .init import device_for, init_share_
 from .micro_batch import MicroBatches
 from .mixer import Mixer
 from .observe import span
-from .ops import (
-    decay_and_write_gates,
-    gated_delta_rule,
-    l2norm,
-    torch_chunk_gated_delta_rule,
-)
 from .ops.delta_rule.resolve import choose_rule
 from .ops.rule import Rule
-from .out_norm import apply_gated_norm, summing_group
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
+from .upstream_names import UpstreamNames
 
 warn_of_untested(megatron_version)
 
@@ -63,7 +57,7 @@ class GatedDeltaNetSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
+class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronModule):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -204,13 +198,6 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
     @property
     def backend(self) -> str:
         return self.rule.name
-
-    @property
-    def gated_delta_rule(self) -> Callable:
-        """The rule under upstream's name and signature, for tools that look it up on the layer."""
-        if self.backend == "reference":
-            return torch_chunk_gated_delta_rule
-        return partial(gated_delta_rule, backend=self.backend)
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
@@ -354,33 +341,6 @@ class GatedDeltaNet(MarkedParameters, Fp32Parameters, MegatronModule):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         release(out_sBD)
         return out_sBD, out_bias
-
-    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
-        return apply_gated_norm(self.out_norm, x, gate, summing_group(self))
-
-    def _prepare_qkv_for_gated_delta_rule(
-        self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Cut convolved rows into heads and normalise query and key; for tools, not the forward.
-
-        Returns:
-            query and key ``[B, S, G, K]`` (not repeated for the value heads that share them),
-            value and gate ``[B, S, H, V]``, beta and alpha ``[B, S, H]``.
-        """
-        dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
-        q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
-        q, k = (x.reshape(batch, seq_len, -1, self.key_head_dim) for x in (q, k))
-        if self.use_qk_l2norm:
-            q, k = l2norm(q), l2norm(k)
-        v, gate = (x.reshape(batch, seq_len, -1, self.value_head_dim) for x in (v, gate))
-        return q, k, v, gate, beta, alpha
-
-    def _compute_g_and_beta(
-        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Likewise log-decay and write strength: ``megatron_gdn.ops.decay_and_write_gates``."""
-        return decay_and_write_gates(alpha, beta, A_log_local_cp, dt_bias_local_cp)
 
     def sharded_state_dict(
         self,
