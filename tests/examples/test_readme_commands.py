@@ -27,7 +27,8 @@ HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
-EXAMPLE = ".venv/bin/torchrun --nproc_per_node={} examples/pretrain_hybrid.py"
+EXAMPLE_PY = "examples/pretrain_hybrid.py"
+EXAMPLE = ".venv/bin/torchrun --nproc_per_node={} " + EXAMPLE_PY
 
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {
@@ -111,7 +112,7 @@ def test_a_new_line_on_a_page_would_be_seen(tmp_path):
 def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp_path):
     """From `make demo` on, one after the other in one folder, as they stand but tiny."""
     (tmp_path / "my_texts").symlink_to(text)
-    lines = [c for c in commands_of(ROOT / "README.md") if c == "make demo" or "torchrun" in c]
+    lines = [c for c in commands_of(ROOT / "README.md") if c == "make demo" or EXAMPLE_PY in c]
     lines = [command for command in lines if "--hf-config" not in command]
     lines = list(dropwhile(lambda command: command != "make demo", lines))
     assert len(set(lines)) == 5
