@@ -16,7 +16,7 @@ def pools():
         if latest not in (None, made[size]):
             from tests.parallel import end_groups
 
-            latest.run(end_groups)  # their threads wake up even when nobody calls
+            latest.run(end_groups)  # of some 50 threads each
         latest = made[size]
         return latest
 

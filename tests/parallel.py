@@ -70,9 +70,8 @@ def parallel(
         end_groups(keep=_KEEP if dist.get_backend() == "gloo" else 0)
 
 
-# The latest; every rank sees the same sequence of them. A state's groups run some 70 threads, which
-# wake up now and then: more of them cost everybody else more than they save.
-_KEEP = 2
+# The latest; every rank sees the same sequence of them. A state's groups run some 50 threads.
+_KEEP = 4
 _kept: dict[tuple, tuple[dict[str, object], list[dist.ProcessGroup]]] = {}
 
 
