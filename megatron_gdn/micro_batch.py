@@ -27,6 +27,7 @@ from .context_parallel.price import price
 from .context_parallel.scheme import Passage
 from .observe import log_once
 from .ops import Documents
+from .ops.host_tables import keep_if_captured, stream_of_tables
 from .ops.layout import Layout
 from .ops.rule import Rule
 from .ops.state_maps.state_map import StateShape
@@ -146,7 +147,7 @@ class MicroBatches:
             )
         require_agreement(self._layer, group, tokens, B, documents, device)
         rule = self.latest_rule = self._rule(device, dtype)
-        key = (documents, group, rule, s, B, device, dtype)
+        key = (stream_of_tables(), documents, group, rule, s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
             scheme = self._choose(group, rule, tokens, B, documents, dtype.itemsize)
@@ -155,7 +156,7 @@ class MicroBatches:
             if len(self._made) >= _MOST_MICRO_BATCHES:
                 del self._made[next(iter(self._made))]
             self._made[key] = found
-        return found
+        return keep_if_captured(found)
 
     def _rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
         deterministic = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .ops import Documents
+from .ops.host_tables import stream_of_tables
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -81,14 +82,19 @@ def resolve_packed_seq_params(
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
         return _resolve(*sources, total_tokens, device)
     known = params.__dict__.get(_RESOLVED)
+    stream = stream_of_tables()
     if known is not None:
-        seen, documents = known
+        seen, of_streams = known
+        documents = next(iter(of_streams.values()))
         same = all(look.still_holds(source) for look, source in zip(seen, sources, strict=True))
         if same and documents.total_tokens == total_tokens and documents.device == device:
-            return documents
+            if stream not in of_streams:
+                of_streams[stream] = Documents(documents.offsets, device)
+            return of_streams[stream]
 
     documents = _resolve(*sources, total_tokens, device)
-    params.__dict__[_RESOLVED] = (tuple(_Look.at(source) for source in sources), documents)
+    looks = tuple(_Look.at(source) for source in sources)
+    params.__dict__[_RESOLVED] = (looks, {stream: documents})
     return documents
 
 

@@ -1,9 +1,22 @@
-"""Tables made on the host from lengths, on their way to the device."""
+"""Tables made on the host from lengths: their way to the device, and the streams that read them.
+
+A table is copied, read and freed in the order of one CUDA stream, and nothing orders two streams.
+So every stream has tables of its own. Only a CUDA graph reads those of another stream, the one that
+ran before the capture; these stay for good, as nobody knows when the last replay was.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
+
+_Arguments, _Made = ParamSpec("_Arguments"), TypeVar("_Made")
+_latest_stream = 0
+_read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
@@ -18,3 +31,43 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
         if torch.device(device).type != "cuda":
             return table.to(device)
         return table.pin_memory().to(device, non_blocking=True)
+
+
+def stream_of_tables() -> int:
+    """Whose tables are to be read here: the current stream's, as a number; 0 on the CPU.
+
+    While a graph is captured: those of the last stream that asked before.
+    """
+    global _latest_stream
+    if not torch.cuda.is_initialized():
+        return 0
+    if not torch.cuda.is_current_stream_capturing():
+        _latest_stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return _latest_stream
+
+
+def keep_if_captured(tables: _Made) -> _Made:
+    """``tables``, which are never freed if a CUDA graph that is being captured reads them."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        _read_by_graphs[id(tables)] = tables
+    return tables
+
+
+def cached_by_stream(
+    most: int,
+) -> Callable[[Callable[_Arguments, _Made]], Callable[_Arguments, _Made]]:
+    """``lru_cache(most)`` for a function whose results hold tables on a device."""
+
+    def decorate(make: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
+        @lru_cache(maxsize=most)
+        def made(stream: int, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+            return make(*args, **kwargs)
+
+        @wraps(make)
+        def look_up(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+            return keep_if_captured(made(stream_of_tables(), *args, **kwargs))
+
+        vars(look_up).update(cache_clear=made.cache_clear)
+        return look_up
+
+    return decorate

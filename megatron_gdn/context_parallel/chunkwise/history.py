@@ -8,7 +8,6 @@ Legend: s this rank's tokens, B batch, C conv channels, W taps, R rows received.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ...ops import Documents
 from ...ops.front.history import HistoryTable
-from ...ops.host_tables import to_device
+from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rows import rows_at, stretches
 from ..layouts import SequenceLayout
 from .map_exchange import exchange_rows
@@ -42,7 +41,7 @@ class HistoryRoute(NamedTuple):
     table: HistoryTable
 
 
-@lru_cache(maxsize=16)
+@cached_by_stream(16)
 def history_route(
     lengths: tuple[int, ...],
     cp_size: int,

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.chains import NONE, Steps, follow
 
 
@@ -98,7 +98,7 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     return follow(local, through, steps, maps.new_empty(h, M, K, value_dim))
 
 
-@lru_cache(maxsize=64)
+@cached_by_stream(64)
 def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
     """Along all nodes, by host, up to the last of ``rank``, whose states are written by slot."""
     wanted = dict(nodes.of(rank))
@@ -155,7 +155,7 @@ def _by_place(x: Tensor, m: int, h: int) -> Tensor:
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
-@lru_cache(maxsize=64)
+@cached_by_stream(64)
 def _steps_of_all(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
     """Along all nodes; every state is written at the place of its node's map."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]

@@ -11,13 +11,13 @@ Legend: s this rank's tokens, B batch, W conv taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import Documents
+from ...ops.host_tables import cached_by_stream
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
 from ...ops.state_maps.state_map import StateShape
@@ -94,7 +94,7 @@ class Chunkwise:
         return Passage(stay, stay, neighbours)
 
 
-@lru_cache(maxsize=16)
+@cached_by_stream(16)
 def _local_pieces(
     lengths: tuple[int, ...],
     cp_size: int,

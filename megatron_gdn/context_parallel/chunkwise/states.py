@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import Documents
-from ...ops.host_tables import to_device
+from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rule import Rule, RuleBackward, RuleForward
 from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
@@ -84,7 +83,7 @@ def _cuts(pieces: Pieces, layout: SequenceLayout) -> frozenset[int]:
     return frozenset(range(len(alone))).difference(passed)
 
 
-@lru_cache(maxsize=16)
+@cached_by_stream(16)
 def state_table(
     lengths: tuple[int, ...],
     cp_size: int,

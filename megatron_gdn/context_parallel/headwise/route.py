@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from ...ops.host_tables import to_device
+from ...ops.host_tables import cached_by_stream, to_device
 from ..layouts import SequenceLayout, inverse, rank_order_of_sequence
 
 
@@ -82,7 +82,7 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     return order.view(cp_size, -1)
 
 
-@lru_cache(maxsize=16)
+@cached_by_stream(16)
 def route(
     lengths: Sequence[int],
     cp_size: int,

@@ -10,14 +10,14 @@ projection row of one tensor-parallel rank, p of one rank's heads, V width of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import Documents
-from ...ops.host_tables import to_device
+from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
 from ..layouts import SequenceLayout
@@ -133,7 +133,7 @@ class _OwnRows(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rows, grad), None
 
 
-@lru_cache(maxsize=16)
+@cached_by_stream(16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
     table = torch.tensor([row for rows in columns for row in rows], device="cpu")

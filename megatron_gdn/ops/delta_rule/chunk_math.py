@@ -24,13 +24,14 @@ C tokens of a chunk, K key dim, V value dim, N sequences.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gates import least_log_decay
+from ..host_tables import cached_by_stream
 from .chunk_table import ChunkGroup, ChunkTable
 from .triangular import unit_lower_inverse
 
@@ -43,7 +44,7 @@ class ChunkGrads(NamedTuple):
     beta: Tensor
 
 
-@lru_cache(maxsize=32)
+@cached_by_stream(32)
 def _upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros.
 

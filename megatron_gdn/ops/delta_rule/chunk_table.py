@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from ..host_tables import to_device
+from ..host_tables import cached_by_stream, to_device
 
 # Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the chip, and to
 # keep the host ahead of it. Not a power of two: lengths that are, cut into documents, make a few
@@ -126,7 +125,7 @@ def _slots(lengths: tuple[int, ...], first_chunk: list[int], C: int) -> Tensor:
     return torch.arange(int(length.sum()), device="cpu") + moved.repeat_interleave(length)
 
 
-@lru_cache(maxsize=32)
+@cached_by_stream(32)
 def _build(
     lengths: tuple[int, ...], C: int, at_once: int, device: torch.device, fill_up: bool
 ) -> ChunkTable:

@@ -7,13 +7,13 @@ chosen.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..host_tables import cached_by_stream
 from ..rule import RuleOutput, Saved
 from ..state_maps.fold import compose
 from ..state_maps.parts import CHUNK, Parts, parts_by_length
@@ -34,7 +34,7 @@ def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
     return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": indices}
 
 
-@lru_cache(maxsize=64)
+@cached_by_stream(64)
 def _parts(
     sequences: tuple[int, ...], value_heads: int, longest: int, device: torch.device
 ) -> Parts:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ..host_tables import cached_by_stream
 from ..state_maps.parts import Parts, parts_by_length
 from .flash_qla_fences import fence_bulk_stores
 
@@ -81,7 +82,7 @@ def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | No
     return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
 
 
-@lru_cache(maxsize=64)
+@cached_by_stream(64)
 def plan_of(
     sequences: tuple[int, ...] | None,
     value_heads: int,

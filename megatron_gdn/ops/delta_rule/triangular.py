@@ -16,10 +16,10 @@ Legend: C rows and columns of a matrix, any number of leading dimensions.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+
+from ..host_tables import cached_by_stream
 
 _SMALL = 16
 
@@ -83,7 +83,7 @@ def _by_growing_blocks(L: Tensor) -> Tensor:
     return inverse.view(L.shape)
 
 
-@lru_cache(maxsize=32)
+@cached_by_stream(32)
 def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:

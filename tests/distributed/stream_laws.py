@@ -1,0 +1,82 @@
+"""Run on every rank by ``test_streams``: which tables a layer reads on which CUDA stream.
+
+Only torch's questions about streams are answered here in CUDA's place; all else is the layer's.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_gdn.ops import host_tables
+from tests.distributed.layer_laws import build_layer, thd
+from tests.parallel import make_config, parallel
+
+LENGTHS = (16, 0, 40, 8)
+
+
+@contextmanager
+def on_stream(number: int, capturing: bool = False) -> Iterator[None]:
+    with (
+        patch("torch.cuda.is_initialized", lambda: True),
+        patch("torch.cuda.current_device", lambda: 0),
+        patch("torch.cuda.is_current_stream_capturing", lambda: capturing),
+        patch("torch._C._cuda_getCurrentRawStream", lambda device: number, create=True),
+    ):
+        yield
+
+
+@contextmanager
+def copies_to_device() -> Iterator[list[torch.Tensor]]:
+    """The tables that are copied to a device meanwhile, but for messages, which nobody keeps."""
+    copied, copy = [], host_tables.to_device
+
+    def note(table, device):
+        copied.append(copy(table, device))
+        return copied[-1]
+
+    users = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("megatron_gdn")
+        and not name.endswith(".agreement")
+        and vars(module).get("to_device") is copy
+    ]
+    for module in users:
+        module.to_device = note
+    try:
+        yield copied
+    finally:
+        for module in users:
+            module.to_device = copy
+
+
+def tables_belong_to_a_stream(cp: int, mode: str, packed: bool) -> None:
+    """Each stream copies every table once, and a graph reads those of the stream before it."""
+    with parallel(cp=cp):
+        groups = ProcessGroupCollection(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+        )
+        layer = build_layer(make_config(context_parallel_size=cp), groups, {"linear_cp_mode": mode})
+        params = thd(LENGTHS) if packed else None
+        x = torch.randn(sum(LENGTHS) // cp, 1, layer.hidden_size)
+
+        def step(stream: int, capturing: bool = False) -> int:
+            with on_stream(stream, capturing), copies_to_device() as copied:
+                layer(x, None, packed_seq_params=params)[0].sum().backward()
+            return len(copied)
+
+        first = step(1)
+        assert first > 0 and step(1) == 0
+        assert step(2) == first and step(2) == 0
+        assert step(1) == 0
+        if packed:
+            return  # refused in a graph
+        before = len(host_tables._read_by_graphs)
+        assert step(3, capturing=True) == 0
+        assert len(host_tables._read_by_graphs) > before
