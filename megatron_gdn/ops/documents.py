@@ -80,9 +80,9 @@ class Documents:
             documents = cls(_offsets_of(source), torch.device(device))
         if documents.offsets[-1] != total_tokens:
             raise ValueError(
-                f"cu_seqlens ends at {documents.offsets[-1]}, but the buffer holds {total_tokens} "
-                f"tokens. Offsets must cover the whole buffer: make padding at its end a document "
-                f"of its own, or add it to the last one."
+                f"cu_seqlens ends at {documents.offsets[-1]}, which does not match the "
+                f"{total_tokens} tokens of the buffer. Offsets must cover all of it: make padding "
+                f"at its end a document of its own, or add it to the last one."
             )
         return documents
 

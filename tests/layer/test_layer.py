@@ -356,7 +356,7 @@ REFUSED = [
     (
         lambda: build()(torch.randn(8, 1, 24), None, packed_seq_params=thd((4, 3))),
         ValueError,
-        "ends at 7, but the buffer holds 8",
+        "ends at 7, which does not match the 8",
     ),
     (
         lambda: build()(torch.randn(4, 1, 24), torch.zeros(1, 1, 4, 4, dtype=torch.bool)),
