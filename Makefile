@@ -1,4 +1,6 @@
-# `make demo` trains a small model, `make test` runs the tests; both set up .venv first.
+# `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
+# leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
+# `make test-all` runs everything that .ci/run asks for.
 # `make nightly` (an estimated 40 minutes on two idle cores) runs what is too long for `make test`:
 # runs that are ended at random steps, again and again; the commands of README as they stand, from a
 # fresh clone; the package installed from a clone and from a wheel.
@@ -7,13 +9,16 @@ PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test nightly test-gpu lint format clean
+.PHONY: demo test test-all nightly test-gpu lint format clean
 
 demo: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
 		examples/pretrain_hybrid.py
 
 test: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not nightly and not slow"
+
+test-all: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 nightly: $(VENV)/.ready

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed import bias_laws as laws
 
 
-@pytest.mark.parametrize("written_at", [1, 2])
+@pytest.mark.parametrize("written_at", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_upstream_loads_at_any_tensor_parallel_size(pools, tmp_path, written_at):
     pools(written_at).run(laws.save, str(tmp_path), written_at, theirs=True)
     for tp in (1, 2):

@@ -12,8 +12,8 @@ RECOMPUTE = {"recompute_qkv": True, "recompute_norm_out": True}
     ("cp", "options"),
     [
         (1, {}),
-        (1, RECOMPUTE),
-        (2, {"linear_cp_mode": "headwise"}),
+        pytest.param(1, RECOMPUTE, marks=pytest.mark.slow),
+        pytest.param(2, {"linear_cp_mode": "headwise"}, marks=pytest.mark.slow),
         (2, {"linear_cp_mode": "chunkwise"}),
     ],
     ids=["one rank", "recompute", "headwise", "chunkwise"],

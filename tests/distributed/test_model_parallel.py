@@ -8,9 +8,9 @@ from tests.parallel import assert_close
 
 LAYOUTS = [
     ({"pp": 2}, 2),
-    ({"tp": 2, "pp": 2}, 4),
+    pytest.param({"tp": 2, "pp": 2}, 4, marks=pytest.mark.slow),
     ({"tp": 2, "cp": 2, "sequence_parallel": True}, 4),
-    ({"cp": 2, "pp": 2}, 4),
+    pytest.param({"cp": 2, "pp": 2}, 4, marks=pytest.mark.slow),
     ({"tp": 2, "cp": 2, "sequence_parallel": True, "linear_cp_mode": "chunkwise"}, 4),
 ]
 
@@ -23,7 +23,7 @@ def weights(pools, tmp_path_factory):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=[str(x[0]) for x in LAYOUTS])
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=lambda x: str(x))
 def test_loss_and_gradients_of_a_step_equal_one_rank(pools, weights, layout, ranks, packed):
     # fp32; norms of whole gradients through four layers: 1e-5 relative, squared.
     one = pools(1).run(laws.one_step, weights, packed=packed)[0]

@@ -21,7 +21,7 @@ def test_headwise(pools, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_chunkwise(pools, cp, layout):
     """Documents within one rank, cut once, across several ranks, and ends inside a run."""
     lengths = (16, 8, 0, 56, 16) if layout == "zigzag" else (5, 9, 0, 50, 3, 29)

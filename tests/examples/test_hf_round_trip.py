@@ -66,6 +66,7 @@ def example_logits(folder: Path, checkpoint: Path, tokens: torch.Tensor) -> torc
         return logits_of(model.eval(), tokens, read_hf_config(folder).vocab_size)
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_logits_of_the_trained_example(pools, way_round):
     torch.manual_seed(5)
     tokens = torch.randint(257, (2, LENGTH))
@@ -80,6 +81,7 @@ def test_transformers_computes_the_logits_of_the_trained_example(pools, way_roun
     assert moved.item() > 1e-2
 
 
+@pytest.mark.slow
 def test_transformers_has_the_loss_of_the_examples_next_step(way_round, text):
     """The same batch of text, through the exported files: the loss that the run recorded."""
     shape = {"seq_length": LENGTH, "micro_batch_size": ROWS, "packing": False, "multiple": 1}

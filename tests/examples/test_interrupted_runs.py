@@ -45,7 +45,11 @@ def whole(text, tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 16))]
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 16)),
+    ],
 )
 def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_that_was_not(
     seed, whole, text, small_disk, tmp_path
@@ -70,6 +74,7 @@ def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_
     assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_record_ends_the_run_with_a_checkpoint_on_the_other_disk(
     text, small_disk, tmp_path
 ):
@@ -115,6 +120,7 @@ def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(text, tmp_path):
     """torchrun hands the signal on to the ranks, and would add a traceback of its own."""
     process = make_demo("--data", text, "--train-iters=1000", cwd=tmp_path)

@@ -94,6 +94,7 @@ def test_a_run_continued_in_a_new_folder_has_the_losses_of_the_uninterrupted_one
     assert metrics(tmp_path / "runs/pretrain_hybrid") == metrics(output_dir)[6:]
 
 
+@pytest.mark.slow
 def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
     # bf16 brings in the distributed optimizer, and with it A_log and dt_bias in fp32 beside the
     # rest: the states of both kinds have to find their parameters again.

@@ -36,6 +36,7 @@ def changed_lines() -> list[list[str]]:
     return [words_of(b) for b in blocks() if b.lstrip().startswith("--spec")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
 def test_a_launch_is_parsed_built_and_trained(pools, script):
     for mixers, loss, missing in pools(2).run(laws.launch, script, launches()[script]):

@@ -34,6 +34,7 @@ EXAMPLE = ".venv/bin/torchrun --nproc_per_node={} " + EXAMPLE_PY
 RUN_BY = {
     "make demo": IN_ORDER,
     "make test": SUITE,
+    "make test-all": SUITE,
     "make nightly": SUITE,
     "make test-gpu": GPU,
     ".venv/bin/python examples/quickstart.py": (
@@ -109,6 +110,7 @@ def test_a_new_line_on_a_page_would_be_seen(tmp_path):
     assert commands_of(page) == ["make it", "A=1 .venv/bin/python x.py --a --b", "torchrun y.py"]
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp_path):
     """From `make demo` on, one after the other in one folder, as they stand but tiny."""
     (tmp_path / "my_texts").symlink_to(text)

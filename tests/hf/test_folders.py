@@ -363,6 +363,7 @@ def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
         list(compare_folders(imported, imported))
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_module(copy, tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "megatron_gdn.hf", *map(str, arguments)]

@@ -50,7 +50,7 @@ def assert_logits_agree(found, noisy=False):
     assert found["cosine"] > 0.99999, found
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DENSE + MOE)
 def test_an_imported_model_has_the_logits_of_transformers(pools, hf_folder, name, kind):
     (found,) = pools(1).run(logits_agree, hf_folder(name), kind)
@@ -65,7 +65,7 @@ def test_plain_norms_give_the_same_logits(pools, hf_folder, name):
     assert_logits_agree(found)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["dense", "dense tied", "next", "moe packed", "vision"])
 def test_a_loaded_model_saves_the_bits_and_dtypes_of_its_source(

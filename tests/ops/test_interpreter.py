@@ -13,6 +13,7 @@ import torch
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels runs compiled, marked gpu")
 def test_the_kernels_pass_their_tests_in_the_interpreter():
     """In three processes of like length: the interpreter uses one core each."""

@@ -8,6 +8,7 @@ from tests.precision.training import DISTRIBUTED
 paddings = pytest.mark.parametrize("padded", [False, True], ids=["padded to 128", "padded to 2^16"])
 
 
+@pytest.mark.slow
 @paddings
 @pytest.mark.parametrize("kind", DISTRIBUTED)
 def test_it_is_saved_and_resumed_at_any_data_parallel_size(pools, tmp_path, kind, padded):

@@ -9,9 +9,9 @@ from tests.precision.training import FLOAT16
 @pytest.mark.parametrize(
     ("kind", "mode", "packed"),
     [
-        (FLOAT16, "headwise", True),
-        (FLOAT16, "chunkwise", False),
-        ("fully_reshardable", "headwise", False),
+        pytest.param(FLOAT16, "headwise", True, marks=pytest.mark.slow),
+        pytest.param(FLOAT16, "chunkwise", False, marks=pytest.mark.slow),
+        pytest.param("fully_reshardable", "headwise", False, marks=pytest.mark.slow),
         ("fully_reshardable", "chunkwise", True),
     ],
     ids=lambda value: {True: "packed", False: "batch"}.get(value, value),

@@ -8,7 +8,11 @@ from tests.precision.training import FLOAT16
 
 layouts = pytest.mark.parametrize(
     ("kind", "tp", "size"),
-    [(FLOAT16, 1, 2), ("fully_reshardable", 1, 2), ("fully_reshardable", 2, 4)],
+    [
+        pytest.param(FLOAT16, 1, 2, marks=pytest.mark.slow),
+        ("fully_reshardable", 1, 2),
+        pytest.param("fully_reshardable", 2, 4, marks=pytest.mark.slow),
+    ],
     ids=["float16-tp1-dp2", "fully_reshardable-tp1-dp2", "fully_reshardable-tp2-dp2"],
 )
 

@@ -6,15 +6,15 @@ from tests.precision import resume_laws as laws
 from tests.precision.training import FLOAT16
 
 # (optimizer, tp, ranks). dp_reshardable holds the buffers of one tensor-parallel size.
+SHORT = [("fully_reshardable", 1, 4), ("dp_reshardable", 2, 2)]
 LAYOUTS = [
+    *SHORT,
     (FLOAT16, 1, 2),
     (FLOAT16, 2, 2),
     (FLOAT16, 2, 4),
     ("fully_reshardable", 1, 2),
-    ("fully_reshardable", 1, 4),
     ("fully_reshardable", 2, 2),
     ("fully_reshardable", 2, 4),
-    ("dp_reshardable", 2, 2),
     ("dp_reshardable", 2, 4),
 ]
 
@@ -38,7 +38,9 @@ def saved(pools, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "ranks"), LAYOUTS, ids=[f"{k}-tp{t}-dp{r // t}" for k, t, r in LAYOUTS]
+    ("kind", "tp", "ranks"),
+    [pytest.param(*x, marks=[] if x in SHORT else pytest.mark.slow) for x in LAYOUTS],
+    ids=[f"{k}-tp{t}-dp{r // t}" for k, t, r in LAYOUTS],
 )
 def test_the_loss_goes_on_as_if_never_interrupted(pools, saved, tmp_path, kind, tp, ranks):
     folder, losses = saved(kind)
@@ -52,6 +54,7 @@ def test_the_loss_goes_on_as_if_never_interrupted(pools, saved, tmp_path, kind, 
     assert pools(2).run(laws.files_are_equal, f"{folder}/by-name", str(tmp_path))[0] > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
 def test_a_lost_optimizer_state_would_be_noticed(pools, saved, kind):
     folder, losses = saved(kind)

@@ -24,7 +24,9 @@ def in_files(folder, key: str) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(FLOAT16, marks=pytest.mark.slow), "fully_reshardable"]
+)
 def test_A_log_keeps_its_bits_from_construction_to_the_exported_file(
     pools, hf_folder, tmp_path, kind
 ):

@@ -49,6 +49,7 @@ def test_poison_alternates_between_nan_and_numbers():
     assert max(seen[0], seen[2]) > 0.5 and max(seen[1], seen[3]) < 0.5
 
 
+@pytest.mark.slow
 def test_the_mixer_repeats_in_two_processes():
     reports = in_processes(planted.check_mixer, 5)
     assert all(report.equal and report.repeats == 5 for report in reports), reports
@@ -66,6 +67,7 @@ def test_memory_from_malloc_is_garbage_in_the_processes():
     assert in_processes(planted.malloc_hands_out_garbage, processes=1) == [True]
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(RuntimeError, match="process 0(.|\n)*no luck in 0(.|\n)*no luck in 1"):
         in_processes(planted.fail)
