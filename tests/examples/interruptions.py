@@ -7,6 +7,7 @@ of all of them together is said in `test_interrupted_runs.py`.
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -41,11 +42,16 @@ def end_by_kill(flags: list, cwd: Path, random: Random) -> None:
 
 def end_by_kill_amid_a_save(flags: list, cwd: Path, random: Random) -> None:
     """Kill -9 while a checkpoint is being written: it is not complete, and not taken for one."""
-    launch = Launch(*flags, "--save-interval=2", cwd=cwd)
+    launch = Launch(*flags, "--save-interval=2", cwd=cwd, limit=_hesitate)
     launch.until(lambda: list(cwd.glob("runs/*/checkpoints/*.partial")))
     time.sleep(random.random() * 0.05)
     launch.send(signal.SIGKILL)
     assert launch.end() == [-9, -9], launch.printed
+
+
+def _hesitate() -> None:
+    """Wait a moment before a file or folder gets its last name, so that a kill can be in time."""
+    sys.addaudithook(lambda event, args: time.sleep(0.3) if event == "os.rename" else None)
 
 
 def end_by_full_disk(flags: list, cwd: Path, random: Random) -> None:
