@@ -9,7 +9,7 @@ PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all nightly test-gpu lint format clean
+.PHONY: demo test test-all test-kernels nightly test-gpu lint format clean
 
 demo: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
@@ -18,8 +18,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not nightly and not slow"
 
-test-all: $(VENV)/.ready
+test-all: test-kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-kernels: $(VENV)/.ready
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
@@ -30,6 +33,7 @@ test-gpu:
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pyright
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from layers import DEVICE, our_layer, thd, transformer_config, upstream_layer
-from measure import environment, memory_mib, table, time_ms, write_lines
+from measure import environment, memory_mib, slowest, table, time_ms, write_lines
 from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
@@ -71,13 +71,6 @@ def arguments() -> argparse.Namespace:
         "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
     )
     return parser.parse_args()
-
-
-def slowest(times: dict[str, float]) -> dict[str, float]:
-    """The medians of the slowest rank."""
-    values = torch.tensor(list(times.values()), device=DEVICE, dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(times, values.tolist(), strict=True))
 
 
 def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:

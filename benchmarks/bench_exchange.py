@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from measure import environment, table, time_ms, write_lines
+from measure import dims_of, environment, slowest, table, time_ms, write_lines
 from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout
@@ -177,14 +177,6 @@ def check(name: str, setting: Setting, waves: list[int]) -> None:
         print(f"{name}: ours equals plain bit for bit, forward and backward", flush=True)
 
 
-def slowest(times: dict[str, float]) -> dict[str, float]:
-    """The median, 10th and 90th percentile of whichever rank is slowest in each."""
-    names = ("median", "p10", "p90")
-    values = torch.tensor([times[name] for name in names], device=DEVICE)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return {**dict(zip(names, values.tolist(), strict=True)), "n": times["n"]}
-
-
 def main() -> None:
     args = arguments()
     faulthandler.register(signal.SIGTERM, chain=True)  # how torchrun ends a rank: says where it is
@@ -192,10 +184,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     size, first = dist.get_world_size(), dist.get_rank() == 0
-    dims = GDNDims(
-        hidden_size=2048, num_key_heads=args.heads[0], num_value_heads=args.heads[1],
-        key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
-    )  # fmt: skip
+    dims = dims_of(*args.heads)
     divides = args.heads[0] % size == 0
     rows = [["case", "what", "fwd ms", "fwd+bwd ms", "to raw"]]
     for name in args.cases:

@@ -11,61 +11,33 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import torch
+from compile_kernels import Problem
 from measure import copy_bandwidth, environment, table, time_ms, write_lines
 
-from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.front import gdn as prepare
 from megatron_gdn.ops.gated_norm import norm
-from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block, Walk
 
 
-class Problem:
-    """Tensors of one shape in bf16, and the bytes each kernel must read and write."""
+def bytes_moved(problem: Problem) -> dict[str, int]:
+    """The bytes that each kernel must read and write."""
+    (S, B, _), sizes = problem.proj.shape, problem.sizes
+    _, H, K, V = sizes
+    qkv, v, gates = 2 * sizes.conv_width, 2 * H * V, 2 * 2 * H
+    return {
+        "prepare forward": S * B * (2 * qkv + gates + 8 * H),
+        "prepare backward": S * B * (2 * qkv + 2 * 2 * H * K + v + 2 * gates + 8 * H),
+        "norm forward": S * B * 3 * v,
+        "norm backward": S * B * 5 * v,
+    }
 
-    def __init__(self, tokens: int, batch: int, sizes: HeadSizes, documents: int) -> None:
-        G, H, K, V = self.sizes = sizes
-        S, B = tokens, batch
 
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-        self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
-        self.weight = normal(sizes.conv_width, 1, 4)
-        self.A_log, self.dt_bias = (torch.randn(H, device="cuda") for _ in range(2))
-        self.gamma = normal(V)
-        self.o, self.d_out = normal(B, S, H, V), normal(S, B, H * V)
-        self.dq, self.dk, self.dv = normal(B, S, H, K), normal(B, S, H, K), normal(B, S, H, V)
-        self.dg, self.dbeta = (torch.randn(B, S, H, device="cuda") for _ in range(2))
-        self.documents = None
-        if documents:
-            offsets = [n * S // documents for n in range(documents)] + [S]
-            self.documents = Documents.from_cu_seqlens(offsets, S, device="cuda")
-        qkv, v, gates = 2 * sizes.conv_width, 2 * H * V, 2 * 2 * H
-        self.bytes = {
-            "prepare forward": S * B * (2 * qkv + gates + 8 * H),
-            "prepare backward": S * B * (2 * qkv + 2 * 2 * H * K + v + 2 * gates + 8 * H),
-            "norm forward": S * B * 3 * v,
-            "norm backward": S * B * 5 * v,
-        }
-
-    def runs(self) -> dict[str, Callable[..., object]]:
-        parameters = (self.weight, None, self.A_log, self.dt_bias, self.sizes)
-        grads = (self.dq, self.dk, self.dv, self.dg, self.dbeta)
-        z = self.sizes.layout.columns("z")
-        return {
-            "prepare forward": lambda **tile: prepare.prepare_forward(
-                self.proj, *parameters, documents=self.documents, **tile
-            ),
-            "prepare backward": lambda **tile: prepare.prepare_backward(
-                self.proj, *parameters, *grads, self.d_proj, documents=self.documents, **tile
-            ),
-            "norm forward": lambda: norm.gated_norm_forward(self.o, self.proj, self.gamma, z),
-            "norm backward": lambda **tile: norm.gated_norm_backward(
-                self.d_out, self.o, self.proj, self.gamma, z, self.d_proj, **tile
-            ),
-        }
+def runs_of(problem: Problem) -> dict[str, Callable[..., object]]:
+    return {
+        "prepare forward": problem.forward,
+        "prepare backward": problem.backward,
+        "norm forward": problem.norm_forward,
+        "norm backward": problem.norm_backward,
+    }
 
 
 SWEEP = {
@@ -97,11 +69,11 @@ def main() -> None:
     rows = [["tokens", "documents", "kernel", "tile", "us", "min us", "of copy bandwidth"]]
     for tokens in args.tokens:
         for documents in args.documents:
-            problem = Problem(tokens, args.batch, HeadSizes(*args.heads, 128, 128), documents)
-            runs = problem.runs()
+            problem = Problem(tokens, tuple(args.heads), documents, batch=args.batch, device="cuda")
+            runs, moved = runs_of(problem), bytes_moved(problem)
             for kernel in args.kernels:
                 run = runs[kernel]
-                floor = problem.bytes[kernel] / bandwidth * 1e6
+                floor = moved[kernel] / bandwidth * 1e6
                 for tile in SWEEP[kernel] if args.sweep else [None]:
                     timed = run_with(kernel, run, tile)
                     us = timed["median"] * 1e3
@@ -111,7 +83,7 @@ def main() -> None:
                     rows.append([str(tokens), str(documents), kernel, "table" if tile is None else
                                  ",".join(map(str, tile)), f"{us:.1f}", f"{floor:.1f}",
                                  f"{floor / us:.0%}"])  # fmt: skip
-            del problem
+            del problem, runs
     print(f"copy {bandwidth / 1e12:.2f} TB/s, heads {tuple(args.heads)} of 128, bf16")
     print(table(rows))
 

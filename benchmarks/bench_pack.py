@@ -13,9 +13,9 @@ from functools import partial
 from itertools import product
 
 import torch
-from measure import copy_bandwidth, table, time_ms
+from measure import copy_bandwidth, dims_of, table, time_ms
 
-from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.headwise import pack
 from megatron_gdn.context_parallel.headwise.route import route
 from megatron_gdn.context_parallel.headwise.shares import HeadShares
@@ -84,10 +84,7 @@ def tune(kernels: Kernels) -> list[list[str]]:
 def main() -> None:
     args = arguments()
     bandwidth = copy_bandwidth()
-    dims = GDNDims(
-        hidden_size=2048, num_key_heads=args.heads[0], num_value_heads=args.heads[1],
-        key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
-    )  # fmt: skip
+    dims = dims_of(*args.heads)
     proj = HeadShares(args.cp, dims.layout.widths, dims.layout.copies(args.cp))
     mixed = HeadShares.even(args.cp, (dims.v_dim,))
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, cp {args.cp}, "

@@ -114,21 +114,38 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
 
 
 class Problem:
-    """Tensors without memory, in bf16, and the launches of the mixer on them."""
+    """Tensors of one shape in bf16, and the launches of the mixer on them.
 
-    def __init__(self, tokens: int, heads: tuple[int, int], documents: int = 0) -> None:
-        self.sizes = HeadSizes(*heads, 128, 128)
+    On the meta device the tensors have no memory, which is enough to compile.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        heads: tuple[int, int],
+        documents: int = 0,
+        *,
+        batch: int = 1,
+        device: str = "meta",
+    ) -> None:
+        _, H, K, V = self.sizes = HeadSizes(*heads, 128, 128)
+        S, B = tokens, batch
+
+        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(*shape, dtype=dtype, device=device)
+
         self.documents = None
         if documents:
-            offsets = [n * tokens // documents for n in range(documents)] + [tokens]
-            self.documents = Documents.from_cu_seqlens(offsets, tokens)
-        self.proj = self.tensor(tokens, 1, self.sizes.width)
-        gates = (self.tensor(heads[1], dtype=torch.float32) for _ in range(2))
-        self.parameters = (self.tensor(self.sizes.conv_width, 1, 4), None, *gates)
-
-    @staticmethod
-    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
+            offsets = [n * S // documents for n in range(documents)] + [S]
+            where = "cpu" if device == "meta" else device
+            self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
+        self.proj, self.d_proj = normal(S, B, self.sizes.width), normal(S, B, self.sizes.width)
+        gates = (normal(H, dtype=torch.float32) for _ in range(2))
+        self.parameters = (normal(self.sizes.conv_width, 1, 4), None, *gates)
+        self.grads = [normal(B, S, H, K), normal(B, S, H, K), normal(B, S, H, V)]
+        self.grads += [normal(B, S, H, dtype=torch.float32) for _ in range(2)]
+        self.o, self.d_out, self.gamma = normal(B, S, H, V), normal(S, B, H * V), normal(V)
+        self.z = self.sizes.layout.columns("z")
 
     def forward(self, **options) -> None:
         prepare.prepare_forward(
@@ -136,22 +153,22 @@ class Problem:
         )
 
     def backward(self, **options) -> None:
-        tokens, (_, H, K, V) = len(self.proj), self.sizes
-        qk, v, gate = (1, tokens, H, K), (1, tokens, H, V), (1, tokens, H)
-        grads = [self.tensor(*shape) for shape in (qk, qk, v)]
-        grads += [self.tensor(*gate, dtype=torch.float32) for _ in range(2)]
         prepare.prepare_backward(
-            self.proj, *self.parameters, self.sizes, *grads, torch.empty_like(self.proj),
+            self.proj, *self.parameters, self.sizes, *self.grads, self.d_proj,
             documents=self.documents, **options,
         )  # fmt: skip
 
+    def norm_forward(self) -> None:
+        norm.gated_norm_forward(self.o, self.proj, self.gamma, self.z)
+
+    def norm_backward(self, **options) -> None:
+        norm.gated_norm_backward(
+            self.d_out, self.o, self.proj, self.gamma, self.z, self.d_proj, **options
+        )
+
     def norms(self, **_options) -> None:
-        tokens, (_, H, _, V) = len(self.proj), self.sizes
-        o, gamma = self.tensor(1, tokens, H, V), self.tensor(V)
-        z = self.sizes.layout.columns("z")
-        out = norm.gated_norm_forward(o, self.proj, gamma, z)
-        d_proj = torch.empty_like(self.proj)
-        norm.gated_norm_backward(out, o, self.proj, gamma, z, d_proj)
+        self.norm_forward()
+        self.norm_backward()
 
 
 def loops(compilation: Compilation) -> list[Counter[str]]:

@@ -19,8 +19,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,10 +176,9 @@ def _rank(rank: int, world: int, port: int, cases: list[Case], device_type: str,
     if device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    # Its place has changed; either checkout may be the older one.
-    homes = ("megatron_gdn.compat.megatron_on_cpu", "megatron_gdn.compat.megatron_on_cpu")
-    home = next(name for name in homes if find_spec(name.rpartition(".")[0]) and find_spec(name))
-    import_module(home).run_megatron_on_cpu()
+    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     backend = "nccl" if device_type == "cuda" else "gloo"

@@ -11,6 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+from megatron_gdn import GDNDims
 
 PACKAGES = ("torch", "triton", "megatron-core", "flash-linear-attention", "flash-qla", "tilelang")
 
@@ -53,6 +56,22 @@ def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) ->
         "host": statistics.median(host[:5]),
         "n": repeats,
     }
+
+
+def slowest(times: dict[str, float]) -> dict[str, float]:
+    """Each entry of :func:`time_ms`, the largest of all ranks."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.tensor(list(times.values()), device=device, dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(times, values.tolist(), strict=True))
+
+
+def dims_of(key_heads: int, value_heads: int) -> GDNDims:
+    """The layer that is measured: hidden 2048, heads of 128."""
+    return GDNDims(
+        hidden_size=2048, num_key_heads=key_heads, num_value_heads=value_heads,
+        key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
+    )  # fmt: skip
 
 
 def copy_bandwidth(size: int = 2 << 30) -> float:

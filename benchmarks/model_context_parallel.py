@@ -5,14 +5,14 @@
 Prints the formula's figures beside those measured, and writes docs/context_parallel.png. Per layer,
 forward + backward, of one rank with s tokens of one sequence, cp ranks:
 
-    layer      s * token                                         the layer on one GPU
-    wire       2 * bytes received / bandwidth                    the backward sends as much again
-    headwise   layer + wire((cp - 1) / cp * s * (P + H V) * 2) * passes
-    chunkwise  layer + states + wire(exchange) + 2 * steps * step
+    layer      s * token                             the layer on one GPU
+    wire       2 * bytes received / bandwidth        the backward sends as much again
+    headwise   layer + wire(row_bytes) * passes
+    chunkwise  layer + states + wire(exchange) + 2 * nodes * step
 
-``exchange`` and ``steps`` are those of gather or share, whichever is the less. Up to a
-node's GPUs bytes go over NVLink; of more ranks, the share that leaves the node goes over a network
-card per GPU.
+``row_bytes``, and the bytes and nodes of ``exchange`` (the cheaper of gather and share), are those
+of :mod:`megatron_gdn.context_parallel.price`. Within a node bytes go over NVLink. Beyond one node,
+the share that leaves the node goes over one network card per GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from pathlib import Path
 
 import matplotlib
 
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import price
+from megatron_gdn.ops.head_sizes import HeadSizes
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend must be chosen first
 
 HERE = Path(__file__).parent
-P, V_WIDTH, HEADS, DIM = 12352, 4096, 32, 128  # 16 key and 32 value heads of 128
-MAP = HEADS * DIM * 2 * DIM * 4  # bytes of one state map
+SIZES, BF16 = HeadSizes(16, 32, 128, 128), 2
 GPUS_PER_NODE = 8
 NETWORK = 50e9  # bytes per second and GPU: one 400 Gbit/s card each, an assumption
 STEP_MS = 0.006  # one product of a chain of maps, which waits for the one before
@@ -81,8 +84,7 @@ def median(record: dict) -> float:
 
 
 def row_bytes(s: float, cp: int) -> float:
-    """Received by one rank in one headwise forward."""
-    return (cp - 1) / cp * s * (P + V_WIDTH) * 2
+    return price.row_bytes(SIZES.layout.share(cp), cp, int(s), BF16)
 
 
 def wire_ms(received: float, cp: int, nvlink: float) -> float:
@@ -99,13 +101,8 @@ def headwise_ms(s: float, cp: int, c: Constants) -> float:
 
 def exchange_ms(cp: int, nvlink: float) -> float:
     """Of the maps of one sequence in zigzag, the cheapest way, one direction."""
-    nodes, own = 2 * cp, 2 * MAP
-    ways = [
-        wire_ms((cp - 1) / cp * 1.5 * own, cp, nvlink) + nodes * STEP_MS,  # share
-    ]
-    if cp <= 8:
-        ways.append(wire_ms((cp - 1) * own, cp, nvlink) + nodes * STEP_MS)  # gather
-    return min(ways)
+    ways = price.map_exchanges(SIZES.state, cp, SequenceLayout.ZIGZAG, rows=1, lengths=None)
+    return min(wire_ms(x.received, cp, nvlink) + x.nodes * STEP_MS for x in ways.values())
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:
@@ -133,7 +130,7 @@ def draw(c: Constants, image: Path) -> None:
         (axes[1], lambda cp: 32768, "32,768 tokens on each of cp ranks"),
     ):
         for name, model in (("headwise", headwise_ms), ("chunkwise", chunkwise_ms)):
-            legal = [cp for cp in ranks if name == "chunkwise" or cp <= HEADS]
+            legal = [cp for cp in ranks if name == "chunkwise" or cp <= SIZES.value_heads]
             axis.plot(legal, [model(local(cp), cp, c) for cp in legal], marker=".", label=name)
         axis.plot(ranks, [local(cp) * c.token_ms for cp in ranks], ls=":", label="no exchange")
         for r in read("context_parallel.jsonl"):

@@ -33,6 +33,7 @@ from .micro_batch import MicroBatches
 from .mixer import Mixer
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
+from .ops.recompute import RefilledOutput
 from .ops.rule import Rule
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
@@ -86,7 +87,7 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; of no meaning here.
+        cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
             device and dtype; see :func:`megatron_gdn.ops.delta_rule.resolve_rule`.
@@ -110,6 +111,12 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
             layout or mode, a bad ``A_init_range``.
         ImportError: the requested backend is not available.
     """
+
+    in_proj: Any
+    conv1d: Any
+    out_norm: Any
+    out_proj: Any
+    norm_out_checkpoint: RefilledOutput | None
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
@@ -164,7 +171,7 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         )  # fmt: skip
         self._build(submodules, name, device_for(config))
         selective = config.recompute_granularity == "selective"
-        by_config = selective and "gdn_norm_out" in config.recompute_modules
+        by_config = selective and "gdn_norm_out" in (config.recompute_modules or ())
         self.recompute_norm_out = recompute_norm_out or by_config
         self.norm_out_checkpoint = None  # of the last forward; under upstream's name, for tools
         self.mixer = Mixer(self.recompute_norm_out, recompute_qkv)
@@ -176,7 +183,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         if self.config.fp8:
             from megatron.core.fp8_utils import get_fp8_align_size
 
-            self.dims.check_fp8_alignment(get_fp8_align_size(self.config.fp8_recipe))
+            recipe: Any = self.config.fp8_recipe
+            self.dims.check_fp8_alignment(get_fp8_align_size(recipe))
         self.hidden_size = dims.hidden_size
         self.num_key_heads, self.num_value_heads = dims.num_key_heads, dims.num_value_heads
         self.key_head_dim, self.value_head_dim = dims.key_head_dim, dims.value_head_dim
@@ -218,8 +226,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
             name=None if name is None else f"{name}.in_proj",
         )
         channels = dims.layout.conv_width
-        # Without torch's own initialisation, which would draw as many numbers as there are local
-        # channels and so make everything after it depend on the tensor-parallel size.
+        # Without torch's own initialisation: it would draw one number per local weight, and every
+        # later number would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
             nn.Conv1d,
             channels,
@@ -274,8 +282,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         | A_log                            | log U(A_init_range)                                |
         | dt_bias                          | 1                                                  |
 
-        With ``config.perform_initialization`` off the two projections are left as Megatron leaves
-        them; the layer's own parameters are never uninitialised memory.
+        With ``config.perform_initialization`` off the two projections are not initialised here. The
+        layer's own parameters always are.
         """
         sizes, rank = self.global_dims, self.tp_group.rank()
 

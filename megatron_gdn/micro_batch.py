@@ -1,11 +1,11 @@
 """How one micro-batch runs: its documents, its scheme, its rule. Decided here and nowhere else.
 
-Nothing of this is known for sure when a layer is built. Megatron builds models on the CPU
-(``--use-cpu-initialization``) or the meta device and moves them later, ``Float16Module`` casts
-them, a config may say ``bf16=True`` without a ``params_dtype``, and a micro-batch may bring a
-context-parallel group of its own. So a layer chooses when it is built, for what it expects, and
-again when rows of another kind arrive. What is chosen is kept and found again by the identity of
-the documents: hashing and pricing many lengths takes longer than a launch.
+None of this is certain when a layer is built. Megatron builds models on the CPU
+(``--use-cpu-initialization``) or the meta device and moves them later. ``Float16Module`` casts
+them, a config may say ``bf16=True`` without a ``params_dtype``, and a micro-batch may bring its own
+context-parallel group. So a layer chooses for the expected case when it is built, and again when
+rows of another kind arrive. Choices are kept and looked up by the identity of the documents, since
+hashing and pricing many lengths takes longer than a launch.
 
 Legend: s this rank's tokens, S tokens of the rows that the mixer runs on, B batch, P projection
 width.
@@ -61,7 +61,7 @@ class MicroBatch:
     passage: Passage
 
     def local_positions(self) -> Tensor | range:
-        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        """The sequence positions that this rank holds, of ``tokens``, in its order."""
         return self.scheme.local_positions(self.documents, self.tokens)
 
 
@@ -80,11 +80,11 @@ class _Schemes(NamedTuple):
 class MicroBatches:
     """How one layer runs each micro-batch that comes.
 
-    Deterministic are rules chosen under ``config.deterministic_mode``, or while
+    Rules are deterministic under ``config.deterministic_mode``, and while
     ``torch.use_deterministic_algorithms`` is on.
 
     Args:
-        config: says what to expect: its dtype, on a GPU if there is one.
+        config: its dtype is expected, on a GPU if there is one.
         layout: projection columns of one tensor-parallel rank.
         state: the states of its heads.
         taps: of the convolution.
@@ -178,7 +178,7 @@ class MicroBatches:
         return found
 
     def _forget_oldest_group(self) -> None:
-        """And the micro-batches over it, which would keep its schemes alive."""
+        """Also forget the micro-batches over it, which would keep its schemes alive."""
         gone = self._schemes.pop(next(key for key in self._schemes if key[0] is not self._group))
         self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
 
@@ -229,11 +229,10 @@ class MicroBatches:
             self._announce(only, "the only one that these heads and this backend leave")
             return only
         lengths = None if documents is None else documents.lengths
-        inside = schemes.headwise.layout
-        gate = inside.columns("z")
+        assert schemes.headwise is not None and group is not None
         cost = price(
-            self._state, inside.width + gate.stop - gate.start, group.size(),
-            self._sequence_layout, tokens, rows, lengths, element_size,
+            self._state, schemes.headwise.layout, group.size(), self._sequence_layout,
+            tokens, rows, lengths, element_size,
         )  # fmt: skip
         scheme = getattr(schemes, cost.cheaper)
         self._announce(
@@ -245,7 +244,7 @@ class MicroBatches:
         return scheme
 
     def _announce(self, scheme: Scheme, why: str) -> None:
-        """Log what ``auto`` took, the first time that it takes it."""
+        """Log the scheme that ``auto`` takes, the first time that it takes it."""
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True
             log_once(f"GatedDeltaNet: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")

@@ -1,4 +1,4 @@
-"""The middle of the layer, between in_proj and out_proj, on the rows that a scheme hands it.
+"""The middle of the layer, between in_proj and out_proj, on the rows that a scheme opens.
 
 Legend: S tokens of those rows (of whole sequences, or of this rank's pieces), s this rank's tokens,
 B batch, P projection width, H value heads, V value dim.
@@ -7,7 +7,7 @@ B batch, P projection width, H value heads, V value dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
 from .ops.mixer import gated_delta_mixer
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
+from .ops.uncompiled import uncompiled
 from .out_norm import apply_gated_norm, is_plain_rms_norm, read_norm, summing_group
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def require_wide_gates(layer: GatedDeltaNet) -> None:
-    """Refuse decay parameters that something rounded on their way into the layer.
+    """Refuse decay parameters that were rounded before they reached the layer.
 
-    Casts of the module leave them fp32 (:mod:`megatron_gdn.precision`); what puts other tensors in
-    their place, as sharded data parallelism with a dtype of its own does, is seen only here.
+    Casts of the module leave them fp32 (:mod:`megatron_gdn.precision`). Sharded data parallelism
+    with a dtype of its own puts other tensors in their place, which only this check sees.
 
     Raises:
         ValueError: ``A_log`` or ``dt_bias`` is narrower than fp32.
@@ -59,7 +60,7 @@ class Mixer:
     def __init__(self, recompute_norm: bool, recompute_qkv: bool) -> None:
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
 
-    @torch.compiler.disable  # one kernel after the other already, from tables cached by value
+    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def __call__(
         self,
         layer: GatedDeltaNet,
@@ -110,7 +111,7 @@ class Mixer:
             refilled=refilled if norm_here else None,
         )
 
-        if norm_here:
+        if isinstance(mixed, Tensor):
             closed = close(mixed)
             if refilled is not None and scheme.moves_rows:
                 refilled.passed_on(closed, close)  # this is what out_proj saves
@@ -122,11 +123,16 @@ class Mixer:
 
         if refilled is None:
             return close(norm(*mixed)), release
-        # The norm's own intermediates are dropped too: it is called three times in all, by us, not
-        # by Megatron's checkpoint, which compiles a C++ extension in the first backward.
-        closed = close(checkpoint(norm, *mixed, use_reentrant=False, preserve_rng_state=False))
+        # The norm's intermediates are dropped too, so it is called three times in all. This is not
+        # Megatron's checkpoint, which compiles a C++ extension in the first backward.
+        normed: Any = checkpoint(norm, *mixed, use_reentrant=False, preserve_rng_state=False)
+        closed = close(normed)
         o_BSHV, z_BSHV = (x.detach() for x in mixed)
-        refilled.remember(closed, lambda out: out.copy_(close(norm(o_BSHV, z_BSHV))))
+
+        def refill(out: Tensor) -> None:
+            out.copy_(close(norm(o_BSHV, z_BSHV)))
+
+        refilled.remember(closed, refill)
         return closed, release
 
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_gdn.local_norm import TorchRMSNorm
 
-from .layer import gated_delta_net_spec, resolve_backend
+from .layer import gated_delta_net_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
     GDN_NORM_KEYS,
@@ -49,8 +49,8 @@ def gpt_block_spec(
             ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; this process's own when None.
-        **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of the
-            GatedDeltaNet constructor.
+        **options: keyword arguments of the GatedDeltaNet constructor, as for
+            `gated_delta_net_spec`.
 
     Raises:
         ValueError: the config does not ask for Gated DeltaNet layers.
@@ -67,7 +67,7 @@ def gpt_block_spec(
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
     else:
-        resolve_backend("te")
+        resolve_modules("te")
         layer_specs, final_norm = _te_layer_specs(config, options)
     mine = _layers_of_stage(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
@@ -82,9 +82,9 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
     for layer in layer_specs:
         if layer.submodules.self_attention.module is upstream.GatedDeltaNet:
             layer.submodules.self_attention = mixer
-    backend = variants._get_backend_spec_provider(config)
+    provider = variants._get_backend_spec_provider(config)
     rms_norm = config.normalization == "RMSNorm"
-    return layer_specs, backend.layer_norm(rms_norm=rms_norm, for_qk=False)
+    return layer_specs, provider.layer_norm(rms_norm=rms_norm, for_qk=False)
 
 
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_gdn.local_norm import TorchRMSNorm
 
-from .layer import gated_delta_net_spec, resolve_backend
+from .layer import gated_delta_net_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
     GDN_NORM_KEYS,
@@ -52,24 +52,24 @@ class HybridStackSpec(ModuleSpec):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.
 
-            spec(backend="auto", *, qk_layernorm=False, num_moe_experts=None, **options)
+            spec(modules="auto", *, qk_layernorm=False, num_moe_experts=None, **options)
 
         Args:
-            backend: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged;
+            modules: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged;
                 ``"local"`` is plain torch (GDN, MLP, attention, experts); ``"auto"`` is ``"te"``
                 where Transformer Engine is installed. Checkpoints of the two are interchangeable.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             num_moe_experts: builds local 'E' layers for that many experts
                 (``config.num_moe_experts``).
-            **options: options of `gated_delta_net_spec`: ``rule_backend`` and keyword arguments of
-                the GatedDeltaNet constructor. ``cp_layout`` goes to local '*' layers too.
+            **options: keyword arguments of the GatedDeltaNet constructor, ``backend`` (of the delta
+                rule) among them. ``cp_layout`` goes to local '*' layers too.
 
         Returns:
-            a HybridStackSpec; a ``HybridStack`` if a config is given in the backend's place, which
-            is how Megatron calls a spec to build it.
+            a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
+            calls a spec to build it.
 
         Raises:
-            ValueError, ImportError: see `resolve_backend`.
+            ValueError, ImportError: see `resolve_modules`.
         """
         if "config" in options or (args and isinstance(args[0], TransformerConfig)):
             return super().__call__(*args, **options)
@@ -77,15 +77,15 @@ class HybridStackSpec(ModuleSpec):
 
 
 def _hybrid_stack_spec(
-    backend: str = "auto",
+    modules: str = "auto",
     *,
     qk_layernorm: bool = False,
     num_moe_experts: int | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    backend = resolve_backend(backend)
-    mixer = gated_delta_net_spec(backend, **options)
-    if backend == "te":
+    modules = resolve_modules(modules)
+    mixer = gated_delta_net_spec(modules, **options)
+    if modules == "te":
         submodules = _te_submodules(mixer, qk_layernorm)
     else:
         attention = local_attention_spec(qk_layernorm, options.get("cp_layout", "zigzag"))

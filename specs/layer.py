@@ -9,44 +9,45 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron_gdn.local_norm import TorchRMSNorm
 
-BACKENDS = ("auto", "local", "te")
+MODULES = ("auto", "local", "te")
 
 
-def resolve_backend(backend: str) -> str:
+def resolve_modules(modules: str) -> str:
     """Turn ``"auto"`` into ``"te"`` or ``"local"``; an explicit choice is kept or refused.
 
     Raises:
         ValueError: not one of auto, local, te.
         ImportError: ``"te"`` without Transformer Engine.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown spec backend {backend!r}; use one of {', '.join(BACKENDS)}.")
-    if backend == "auto":
-        return "te" if te.HAVE_TE else "local"
-    if backend == "te" and not te.HAVE_TE:
-        raise ImportError(
-            'backend="te" needs Transformer Engine, which cannot be imported here. Install '
-            '`transformer-engine[pytorch]`, or use backend="local" (plain torch modules).'
+    if modules not in MODULES:
+        raise ValueError(
+            f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
+            f"chosen by the keyword backend.)"
         )
-    return backend
+    if modules == "auto":
+        return "te" if te.HAVE_TE else "local"
+    if modules == "te" and not te.HAVE_TE:
+        raise ImportError(
+            'modules="te" needs Transformer Engine, which cannot be imported here. Install '
+            '`transformer-engine[pytorch]`, or use modules="local" (plain torch modules).'
+        )
+    return modules
 
 
-def gated_delta_net_spec(
-    backend: str = "auto", *, rule_backend: str | None = None, **options: Any
-) -> ModuleSpec:
+def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.GatedDeltaNet` for the ``self_attention`` place of a TransformerLayer.
 
     Args:
-        backend: ``"te"`` fuses the norm before the mixer into ``in_proj``; ``"local"`` uses
+        modules: ``"te"`` fuses the norm before the mixer into ``in_proj``; ``"local"`` uses
             Megatron's own linears and leaves that norm to the TransformerLayer's
             ``input_layernorm``; ``"auto"`` is ``"te"`` where Transformer Engine is installed.
-        rule_backend: ``backend`` of the GatedDeltaNet constructor, the implementation of the
-            delta rule; the layer's default when None.
-        **options: other keyword arguments of that constructor.
+        **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend``, the
+            implementation of the delta rule.
+
+    Raises:
+        ValueError, ImportError: see `resolve_modules`.
     """
-    if rule_backend is not None:
-        options["backend"] = rule_backend
-    if resolve_backend(backend) == "te":
+    if resolve_modules(modules) == "te":
         submodules = GatedDeltaNetSubmodules(
             in_proj=te.TELayerNormColumnParallelLinear,
             out_norm=te.TENorm,

@@ -53,7 +53,7 @@ class UnavailableLayer:
         raise NotImplementedError(
             f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
             "'-' (MLP), '*' (attention) and, with num_moe_experts given, 'E' (experts). Use "
-            'hybrid_stack_spec(backend="te"), which needs Transformer Engine, or change '
+            'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
             "--hybrid-layer-pattern."
         )
 

@@ -1,15 +1,17 @@
-"""Do all ranks of a context-parallel group hand in the same micro-batch?
+"""Do all ranks of a context-parallel group have the same micro-batch?
 
-From its tokens, rows and document boundaries every rank derives which scheme runs, what it sends
-and what it waits for. Ranks that were given different ones would hang, or exchange rows that belong
-elsewhere. So they compare them, in an all-gather of four integers.
+Every rank derives the scheme, its messages and its waits from the tokens, rows and document
+boundaries that it was given. Ranks with different ones would hang, or exchange wrong rows. So they
+compare them, in an all-gather of four integers.
 
-*Who takes part* must not depend on what a rank was given, or a rank could wait alone. One layer
-takes part, in each of its forwards: the first that runs over the group after the latest layer was
-built. Every forward has other collectives over the group, so ranks run the same ones anyway.
-*Who reads the answer* is up to each rank. On a GPU the host would wait for it, so it is read if the
-rank's contents are new among the latest that the group agreed on: once for new boundaries, once for
-a shape of unpacked batches, not in recomputation. On the CPU it is read every time.
+Which ranks *take part* must not depend on what a rank was given, or a rank could wait alone. So one
+layer takes part, in each of its forwards: the first that runs over the group after the latest layer
+was built. Every rank runs the same forwards, since each has other collectives over the group.
+
+Each rank decides by itself whether it *reads the answer*. On a GPU the host waits for the answer,
+so a rank reads it only if its contents are new among the latest that the group agreed on: once for
+new boundaries, once for a shape of unpacked batches, not in recomputation. On the CPU every rank
+reads it every time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from ..ops import Documents
 from ..ops.host_tables import to_device
+from ..ops.uncompiled import uncompiled
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _REMEMBERED = 256  # contents per group: more than the micro-batches that a pipeline has in flight
@@ -36,7 +39,7 @@ _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """A number for a layer that is being built; each group's comparing layer is chosen anew."""
+    """A number for a layer that is being built; groups then choose their comparing layer anew."""
     global _latest_built
     _latest_built = next(_numbers)
     return _latest_built
@@ -44,7 +47,7 @@ def number_of_new_layer() -> int:
 
 @dataclass
 class _Known:
-    """What is known of one group."""
+    """The comparing layer of one group, and the contents that its ranks agreed on."""
 
     chosen_after: int = -1  # the latest layer that was built before the choice
     layer: int = 0  # the layer that compares
@@ -86,7 +89,7 @@ def require_agreement(
     Args:
         layer: its :func:`number_of_new_layer`.
         group: the context-parallel group, None for one rank.
-        tokens: of the sequence or packed buffer, over all ranks, as this rank counts them.
+        tokens: of the sequence or packed buffer, over all ranks, as this rank computes them.
         rows: of the batch.
         documents: the packed documents; None when not packed.
         device: where the group's backend communicates.
@@ -106,16 +109,16 @@ def require_agreement(
         return
     packed = (-1, 0) if documents is None else (len(documents.lengths), documents.fingerprint)
     mine = (tokens, rows, *packed)
-    given = _gather(mine, group, device)
+    gathered = _gather(mine, group, device)
     if not known.is_new(mine) and device.type == "cuda":
         return
-    given = [tuple(theirs) for theirs in given.tolist()]
+    given = [tuple(theirs) for theirs in gathered.tolist()]
     if any(theirs != mine for theirs in given):
         raise ValueError(_complaint(given, documents))
     known.add(mine)
 
 
-@torch.compiler.disable
+@uncompiled
 def _gather(mine: tuple[int, ...], group: Any, device: torch.device) -> Tensor:
     """int64 ``[ranks, 4]``; the host waits for nothing."""
     own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)

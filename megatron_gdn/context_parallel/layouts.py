@@ -1,18 +1,18 @@
 """Index arithmetic of context-parallel sequence layouts; no communication, no torch.distributed.
 
 Megatron balances causal attention over ``cp`` ranks with the *zigzag* (DualChunkSwap) layout: a
-sequence is cut into ``2 * cp`` equal chunks and rank ``r`` holds chunks ``r`` and
+sequence is cut into ``2 * cp`` equal fragments, and rank ``r`` holds fragments ``r`` and
 ``2 * cp - 1 - r``. In a packed buffer every document is cut that way by itself (Transformer
-Engine's layout), or the whole buffer is cut once, regardless of documents (what Megatron's
-``--dataloader-inter-document-masking`` gives).
+Engine's layout), or the whole buffer is cut once, regardless of documents (the layout of Megatron's
+``--dataloader-inter-document-masking``).
 
 Two orders of one buffer of T tokens appear here:
 
-    sequence order   tokens as they were written: document 0, document 1, ...
-    rank order       the concatenation of what rank 0, rank 1, ... hold
+    sequence order   document 0, document 1, ...
+    rank order       the tokens of rank 0, of rank 1, ..., concatenated
 
-``undo = rank_order_of_sequence(lengths, cp)`` holds, for every sequence position, its place in rank
-order; so ``x_sequence = x_rank[undo]`` and ``x_rank = x_sequence[inverse(undo)]``.
+``undo = rank_order_of_sequence(lengths, cp)`` gives the place in rank order of every sequence
+position; so ``x_sequence = x_rank[undo]`` and ``x_rank = x_sequence[inverse(undo)]``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch import Tensor
 class SequenceLayout(StrEnum):
     """How a context-parallel rank's tokens were cut from the sequence.
 
-    ZIGZAG: ``2 * cp`` chunks of every document (of the sequence, when not packed).
-    ZIGZAG_BUFFER: ``2 * cp`` chunks of the whole packed buffer, documents notwithstanding.
-    CONTIGUOUS: rank ``r`` holds the ``r``-th of ``cp`` equal pieces of the buffer.
+    ZIGZAG: ``2 * cp`` fragments of every document (of the sequence, when not packed).
+    ZIGZAG_BUFFER: ``2 * cp`` fragments of the whole packed buffer, regardless of documents.
+    CONTIGUOUS: rank ``r`` holds the ``r``-th of ``cp`` equal fragments of the buffer.
     """
 
     ZIGZAG = "zigzag"
@@ -58,15 +58,15 @@ def check_lengths(
     if cp_size == 1:
         return
     if layout is SequenceLayout.ZIGZAG:
-        multiple, pieces, what = 2 * cp_size, lengths, "sequence"
+        multiple, wholes, what = 2 * cp_size, lengths, "sequence"
     else:
         multiple = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
-        pieces, what = [sum(lengths)], "packed buffer"
-    for index, length in enumerate(pieces):
+        wholes, what = [sum(lengths)], "packed buffer"
+    for index, length in enumerate(wholes):
         if length % multiple:
             raise ValueError(
                 f"{what} {index} has {length} tokens, which is not a multiple of {multiple}: the "
-                f"{layout.value!r} layout cuts it into {multiple} equal chunks for "
+                f"{layout.value!r} layout cuts it into {multiple} equal fragments for "
                 f"context_parallel_size={cp_size}. Pad it to "
                 f"{-(-length // multiple) * multiple} tokens"
                 + (
@@ -107,12 +107,12 @@ def rank_order_of_sequence(
     start_T = start_N.repeat_interleave(length_N)
 
     offset_T = torch.arange(total, device="cpu") - start_T
-    chunk_tokens_T = length_T // (2 * cp_size)
-    chunk_T = offset_T // chunk_tokens_T
-    second_T = chunk_T >= cp_size
-    rank_T = torch.where(second_T, 2 * cp_size - 1 - chunk_T, chunk_T)
-    # A rank's copy of a document starts after its shares of all earlier documents.
-    place_T = start_T // cp_size + offset_T % chunk_tokens_T + second_T * chunk_tokens_T
+    fragment_tokens_T = length_T // (2 * cp_size)
+    fragment_T = offset_T // fragment_tokens_T
+    second_T = fragment_T >= cp_size
+    rank_T = torch.where(second_T, 2 * cp_size - 1 - fragment_T, fragment_T)
+    # A rank's share of a document lies after its shares of all earlier documents.
+    place_T = start_T // cp_size + offset_T % fragment_tokens_T + second_T * fragment_tokens_T
     return rank_T * (total // cp_size) + place_T
 
 

@@ -1,7 +1,7 @@
 """Which context-parallel scheme a micro-batch is cheaper under, from its lengths alone.
 
-Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them);
-compute time is converted to bytes at wire bandwidth.
+Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them).
+Compute time is converted to bytes at wire bandwidth.
 
     headwise    (cp - 1) * s * B * (p + h V) * element size      rows in, mixed rows out
     chunkwise   map * s * B * SUMMARY + FIXED                    computing the maps, small launches
@@ -9,9 +9,10 @@ compute time is converted to bytes at wire bandwidth.
         gather  (cp - 1) * b + LATENCY + n * STEP                * nodes of a chain on one rank
         share   (cp - 1) / cp * (1 + V / (K + V)) * b + 2 * LATENCY + n * STEP
 
-where map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 of a rule that does not mix the rows of a
-state; chains are the sequences that states travel along (documents in zigzag, else rows), each of n
-nodes, 2 on every rank or 1 when contiguous.
+map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
+A chain is a sequence that states travel along: a document in zigzag, else a batch row. It has n
+nodes, 2 on every rank, or 1 when contiguous. Bytes and nodes come from :func:`row_bytes` and
+:func:`map_exchanges`, which ``benchmarks/model_context_parallel.py`` reads too.
 
 Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
 head exchange and p the projection width there, K key dim, V value dim.
@@ -22,6 +23,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 from .layouts import SequenceLayout
 
@@ -70,6 +72,45 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
+class MapExchange(NamedTuple):
+    """One way for maps to travel, in one forward."""
+
+    received: float  # bytes, by one rank
+    collectives: int
+    nodes: int  # of a chain: products that wait for each other
+
+
+def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
+    """Received by one rank in one headwise forward: projection rows, and mixed rows back.
+
+    Args:
+        inside: projection columns inside the head exchange, on one rank.
+        local: tokens of one rank, times batch rows.
+        element_size: bytes of an activation.
+    """
+    gate = inside.columns("z")
+    return (cp_size - 1) * local * (inside.width + gate.stop - gate.start) * element_size
+
+
+def map_exchanges(
+    state: StateShape,
+    cp_size: int,
+    layout: SequenceLayout,
+    rows: int,
+    lengths: tuple[int, ...] | None,
+) -> dict[str, MapExchange]:
+    """The exchanges of :mod:`.map_exchange` that may be used; arguments as in :func:`price`."""
+    documents = lengths if layout is SequenceLayout.ZIGZAG else None
+    chains = rows if documents is None else sum(n > 0 for n in documents)
+    per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
+    nodes, own = per_rank * cp_size, per_rank * chains * state.map_bytes
+    states = state.columns / state.map_columns
+    share = MapExchange((cp_size - 1) / cp_size * (1 + states) * own, 2, nodes)
+    if cp_size > GATHER_UP_TO:
+        return {"share": share}
+    return {"gather": MapExchange((cp_size - 1) * own, 1, nodes), "share": share}
+
+
 def exchange_prices(
     state: StateShape,
     cp_size: int,
@@ -77,24 +118,18 @@ def exchange_prices(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> dict[str, float]:
-    """What each exchange of :mod:`.map_exchange` costs; arguments as in :func:`price`."""
-    per_document = layout is SequenceLayout.ZIGZAG and lengths is not None
-    chains = sum(n > 0 for n in lengths) if per_document else rows
-    per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
-    nodes, b = per_rank * cp_size, per_rank * chains * state.map_bytes
-    states = state.columns / state.map_columns
-    prices = {
-        "gather": (cp_size - 1) * b + LATENCY + nodes * STEP,
-        "share": (cp_size - 1) / cp_size * (1 + states) * b + 2 * LATENCY + nodes * STEP,
+    """What each of :func:`map_exchanges` costs."""
+    return {
+        name: received + collectives * LATENCY + nodes * STEP
+        for name, (received, collectives, nodes) in map_exchanges(
+            state, cp_size, layout, rows, lengths
+        ).items()
     }
-    if cp_size > GATHER_UP_TO:
-        del prices["gather"]
-    return prices
 
 
 def price(
     state: StateShape,
-    exchanged: int,
+    inside: Layout,
     cp_size: int,
     layout: SequenceLayout,
     tokens: int,
@@ -106,13 +141,13 @@ def price(
 
     Args:
         state: the states of one tensor-parallel rank's heads.
-        exchanged: columns of a projection row and of a mixed row inside the head exchange.
+        inside: projection columns inside the head exchange, on one rank.
         tokens: of the whole sequence or packed buffer.
         rows: of the batch.
         lengths: of the packed documents; None when not packed.
         element_size: bytes of an activation.
     """
     local = tokens // cp_size * rows
-    headwise = (cp_size - 1) * local * exchanged * element_size
+    headwise = row_bytes(inside, cp_size, local, element_size)
     sending = min(exchange_prices(state, cp_size, layout, rows, lengths).values())
     return Price(headwise, sending + state.map_bytes * local * SUMMARY + FIXED)

@@ -1,4 +1,4 @@
-"""Where the rows of a sequence live while a mixer runs on them.
+"""Where the rows of a sequence are while a mixer runs on them.
 
 | scheme    | a rank runs on                 | what travels                                      |
 |-----------|--------------------------------|---------------------------------------------------|
@@ -23,7 +23,7 @@ from ..ops.neighbours import Neighbours
 
 
 class Passage(NamedTuple):
-    """How the rows of one micro-batch get to where the mixer runs, and back."""
+    """How the rows of one micro-batch reach the mixer, and return."""
 
     open: Callable[[Tensor], Tensor]  # [s, B, P] -> [S, B, p]
     close: Callable[[Tensor], Tensor]  # [S, B, v] -> [s, B, V]
@@ -37,8 +37,8 @@ class Scheme(Protocol):
         name: as ``linear_cp_mode`` calls it.
         size: ranks of the group.
         layout: projection columns where the mixer runs.
-        moves_rows: whether the mixer's output still has to travel.
-        announced: whether the log has said that it was chosen.
+        moves_rows: whether :attr:`Passage.close` moves the mixer's output to other ranks.
+        announced: whether the log has said that this scheme was chosen.
     """
 
     name: str
@@ -47,17 +47,32 @@ class Scheme(Protocol):
     moves_rows: bool
     announced: bool
 
-    def passage(
-        self, documents: Documents | None, tokens: int, rows: int, like: Tensor
-    ) -> Passage: ...
+    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+        """How the rows of one micro-batch reach the mixer.
 
-    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor: ...
+        Args:
+            documents: packed into the one batch row; None when not packed.
+            tokens: of one batch row, over all ranks.
+            rows: of the batch.
+            like: a tensor of the rows' dtype and device.
+        """
+        ...
 
-    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor | range: ...
+    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
+        """The share of a parameter, along its first dimension, that the mixer needs here.
+
+        Args:
+            param: one row per state head, or with the columns of the sections ``names``.
+        """
+        ...
+
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor | range:
+        """The sequence positions that this rank holds, of ``tokens``, in its order."""
+        ...
 
 
 class Whole:
-    """The scheme for sequences that one rank holds whole: nothing to exchange."""
+    """The scheme of sequences that lie whole on one rank: nothing is exchanged."""
 
     name = "whole"
     size = 1

@@ -63,10 +63,10 @@ def build_model(
     from megatron.core import parallel_state
 
     from ..specs import gpt_block_spec, hybrid_stack_spec
-    from ..specs.layer import resolve_backend
+    from ..specs.layer import resolve_modules
 
     hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
-    modules = resolve_backend(modules)
+    modules = resolve_modules(modules)
     config = transformer_config(hf, model, modules=modules, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     arguments: dict[str, Any] = {

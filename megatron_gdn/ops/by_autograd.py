@@ -1,7 +1,7 @@
-"""A front and a rule from differentiable functions: where a new mixer starts, and its oracle.
+"""A front and a rule from differentiable functions: a start for a new mixer, and its oracle.
 
-Backwards run the function again under autograd. They are as fast as the function is, repeat bit for
-bit where it does, and are what kernels are compared with.
+Backwards run the function again under autograd. They repeat bit for bit if the function does.
+Kernels are compared with them.
 
 Legend: B batch, S seq, P projection width, N sequences, H heads with a state, K rows of a state,
 V columns.
@@ -28,8 +28,8 @@ class AutogradFront:
     Args:
         layout: the columns of a projection row.
         make: ``(proj, parameters, documents)`` to the rule's inputs, a NamedTuple. It gets fp32
-            (fp64 for fp64 rows) and its results are rounded to the projection's dtype where they
-            are of a section's size; scalars per head stay as they are.
+            (fp64 for fp64 rows). Results named in ``convolved`` are rounded to the projection's
+            dtype; the others are not.
         inputs: the NamedTuple's type.
         convolved: names of the inputs that the convolution makes.
     """
@@ -70,19 +70,21 @@ class AutogradFront:
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor | None, ...]:
-        leaves = [None if x is None else _wide(x).detach().requires_grad_()
-                  for x in (proj, *parameters)]  # fmt: skip
+        leaves: list[Any] = [None if x is None else _wide(x).detach().requires_grad_()
+                             for x in (proj, *parameters)]  # fmt: skip
         given = [x for x in leaves if x is not None]
         with torch.enable_grad():
             made = self._make(leaves[0], leaves[1:], documents)
         d_made = [_wide(getattr(grads, name)) for name in self.names]
         found = iter(torch.autograd.grad(made, given, d_made, materialize_grads=True))
-        d_rows, *rest = (None if x is None else next(found) for x in leaves)
+        d_rows = next(found)
+        rest = [None if x is None else next(found) for x in leaves[1:]]
         gate = self.layout.columns("z")
         d_proj[..., : gate.start] = d_rows[..., : gate.start]
         d_proj[..., gate.stop :] = d_rows[..., gate.stop :]
         return tuple(
-            None if x is None else d_x.to(x.dtype) for x, d_x in zip(parameters, rest, strict=True)
+            None if x is None or d_x is None else d_x.to(x.dtype)
+            for x, d_x in zip(parameters, rest, strict=True)
         )
 
 
@@ -93,7 +95,7 @@ class AutogradRule:
         name: as errors call it.
         run: ``(inputs, initial, documents)`` to output ``[B, S, H, V]`` and final states
             ``[N, H, K, V]``, from ``initial`` or, where None, from zero.
-        through: ``(inputs, documents)`` to ``[N, H, K, 1]``, what becomes of an initial state.
+        through: ``(inputs, documents)`` to ``[N, H, K, 1]``, the factors of an initial state.
         inputs: type of the inputs, and of their gradients.
     """
 

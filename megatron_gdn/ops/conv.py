@@ -6,6 +6,7 @@ Legend: B batch, T tokens, C channels, W taps, N sequences (B of them, or the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +43,11 @@ class _CausalConv(torch.autograd.Function):
     def _pre_activation(x_BTC, weight_CW, bias_C, position_T) -> Tensor:
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
         taps = weight_CW.shape[1]
-        pre_BTC = sum(
+        products = (
             _delayed(x_BTC.to(wide), taps - 1 - tap, position_T) * weight_CW[:, tap].to(wide)
             for tap in range(taps)
         )
+        pre_BTC = cast(Tensor, sum(products))
         return pre_BTC if bias_C is None else pre_BTC + bias_C.to(wide)
 
     @staticmethod
@@ -67,10 +69,11 @@ class _CausalConv(torch.autograd.Function):
             dpre_BTC = dpre_BTC * sigmoid_BTC * (1 + pre_BTC * (1 - sigmoid_BTC))
 
         taps = weight_CW.shape[1]
-        dx_BTC = sum(
+        products = (
             _advanced(dpre_BTC, taps - 1 - tap, position_T) * weight_CW[:, tap].to(wide)
             for tap in range(taps)
-        ).to(x_BTC.dtype)
+        )
+        dx_BTC = cast(Tensor, sum(products)).to(x_BTC.dtype)
         dweight_CW = torch.stack(
             [
                 (dpre_BTC * _delayed(x_BTC.to(wide), taps - 1 - tap, position_T)).sum((0, 1))

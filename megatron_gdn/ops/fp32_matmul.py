@@ -17,11 +17,11 @@ _REDUCED = ("tf32", "bf16")
 def full_fp32_matmul(device_type: str) -> Iterator[None]:
     """fp32 products with 24-bit factors, whatever autocast and the TF32 switches say.
 
-    ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.set_float32_matmul_precision`` are for
-    the model's own projections; sums over thousands of tokens with 11-bit factors are another
-    model. The switches are torch's, for the whole process, and are read when a product is
-    launched. So the first thread that comes in turns them and the last one that leaves puts them
-    back; other products of the process are in full fp32 meanwhile.
+    ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.set_float32_matmul_precision`` are meant
+    for the model's projections. The rule sums over thousands of tokens, for which 11-bit factors
+    are too coarse. The switches hold for the whole process and are read when a product is launched.
+    So the first thread that enters turns them off, and the last one that leaves restores them;
+    other products of the process are in full fp32 meanwhile.
     """
     # Entering autocast costs more than a small product, so it is left alone where it is off.
     autocasts = torch.is_autocast_enabled(device_type)
@@ -42,7 +42,7 @@ def full_fp32_matmul(device_type: str) -> Iterator[None]:
 
 @dataclass
 class _Users:
-    """How many are inside :func:`full_fp32_matmul`, and what the last of them has to call."""
+    """How many threads are inside :func:`full_fp32_matmul`, and what the last of them calls."""
 
     count: int = 0
     put_back: Callable[[], None] = lambda: None
@@ -53,9 +53,9 @@ _users: dict[str, _Users] = {}  # by device type: each has switches of its own
 
 
 def _turn(device_type: str) -> Callable[[], None]:
-    """Turn the switches to full fp32; returns what puts them back."""
+    """Turn the switches to full fp32; returns a function that restores them."""
     backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
-    matmul = getattr(backend, "matmul", None)
+    matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
         precision = torch.get_float32_matmul_precision()
         if precision == "highest":
@@ -78,7 +78,7 @@ def _nothing() -> None:
 
 
 def _old_switch() -> str | None:
-    """``torch.get_float32_matmul_precision()``; None where a new switch contradicts it."""
+    """``torch.get_float32_matmul_precision()``; None if a new switch contradicts it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -86,15 +86,15 @@ def _old_switch() -> str | None:
 
 
 def _put_back_old(precision: str) -> None:
-    """torch's old switch turns the host's as well, which shall stay as it is."""
-    host = torch.backends.mkldnn.matmul
+    """torch's old switch also turns the CPU's switch, which is restored here."""
+    host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
     _put_back(host, kept_host)
 
 
 def _put_back(switch: Any, kept: str) -> None:
-    """A switch that followed a more general one shall follow it again."""
+    """Let the switch follow its more general one again, if it did."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != kept:
         switch.fp32_precision = kept

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-_Arguments, _Made = ParamSpec("_Arguments"), TypeVar("_Made")
 _latest_stream = 0
 _read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """``table`` on ``device``, without the host waiting for work already queued there.
+    """``table`` on ``device``. The host does not wait for work queued there.
 
-    A copy from ordinary memory waits; from pinned memory it takes its turn in the stream. Tables
-    outlive the call that made them, so they are ordinary tensors even when that was an evaluation
-    under ``torch.inference_mode``, whose tensors autograd refuses.
+    A copy from ordinary memory waits; a copy from pinned memory is queued in the stream. Tables
+    outlive the call that made them. So they are ordinary tensors even if that call was under
+    ``torch.inference_mode``, whose tensors autograd refuses.
     """
     with torch.inference_mode(False):
         table = table.clone() if table.is_inference() else table
@@ -34,9 +33,9 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 
 
 def stream_of_tables() -> int:
-    """Whose tables are to be read here: the current stream's, as a number; 0 on the CPU.
+    """The stream whose tables are read here, as a number: the current one; 0 on the CPU.
 
-    While a graph is captured: those of the last stream that asked before.
+    While a graph is captured: the last stream that asked before the capture.
     """
     global _latest_stream
     if not torch.cuda.is_initialized():
@@ -46,25 +45,29 @@ def stream_of_tables() -> int:
     return _latest_stream
 
 
-def keep_if_captured(tables: _Made) -> _Made:
+def keep_if_captured[Made](tables: Made) -> Made:
     """``tables``, which are never freed if a CUDA graph that is being captured reads them."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _read_by_graphs[id(tables)] = tables
     return tables
 
 
-def cached_by_stream(
-    most: int,
-) -> Callable[[Callable[_Arguments, _Made]], Callable[_Arguments, _Made]]:
+class _Cached(Protocol):
+    def __call__[**Arguments, Made](
+        self, make: Callable[Arguments, Made]
+    ) -> Callable[Arguments, Made]: ...
+
+
+def cached_by_stream(most: int) -> _Cached:
     """``lru_cache(most)`` for a function whose results hold tables on a device."""
 
-    def decorate(make: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
+    def decorate[**Arguments, Made](make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         @lru_cache(maxsize=most)
-        def made(stream: int, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+        def made(stream: int, *args: Any, **kwargs: Any) -> Made:
             return make(*args, **kwargs)
 
         @wraps(make)
-        def look_up(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+        def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
             return keep_if_captured(made(stream_of_tables(), *args, **kwargs))
 
         vars(look_up).update(cache_clear=made.cache_clear)

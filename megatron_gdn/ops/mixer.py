@@ -4,9 +4,9 @@
     o      = rule(inputs)           the recurrence
     mixed  = RMSNorm(o) * SiLU(z)   one kernel, written as [S, B, H V]
 
-One function, so that what is saved is only what the backward reads, and every gradient of the
-projection is written once, into its own columns of one buffer. Where the history of the front and
-the state of the rule come from is told by :class:`.neighbours.Neighbours`.
+It is one function so that it saves only what the backward reads, and so that every gradient of the
+projection is written once, into its columns of one buffer. :class:`.neighbours.Neighbours` gives
+the history of the front and the initial state of the rule.
 
 Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
 """
@@ -127,7 +127,7 @@ class _Mixer(torch.autograd.Function):
         made = front.forward(proj, parameters, neighbours.documents, plan.again)
         inputs = type(made)(*(x if y is None else y for x, y in zip(kept, made, strict=True)))
         del made, kept
-        # Handed over, not lent: a rule that makes another form of the gradient can free this one.
+        # No reference stays here, so that a rule which makes another form of d_o can free this one.
         begun = rule.begin_backward(
             gradient.pop(), inputs, Saved(saved, ctx.rule_plan), neighbours.of_rule
         )
@@ -146,11 +146,8 @@ def _split(
 ) -> tuple[Any, Any, Any, Any]:
     """Saved tensors as parameters, inputs of the rule, what a state link kept, the rule's own."""
     parameters, linked = counts
-    ends = [parameters, parameters + inputs, parameters + inputs + linked]
-    starts = [0, *ends]
-    return tuple(
-        tuple(tensors[start:end]) for start, end in zip(starts, [*ends, None], strict=True)
-    )
+    a, b, c = parameters, parameters + inputs, parameters + inputs + linked
+    return tuple(tensors[:a]), tuple(tensors[a:b]), tuple(tensors[b:c]), tuple(tensors[c:])
 
 
 def mix(

@@ -1,4 +1,4 @@
-"""The mixer of a batch without tokens, which no kernel and no core needs to know of.
+"""The mixer of a batch without tokens, so that kernels and rules never get an empty batch.
 
 Legend: S seq, B batch, P projection width, H value heads, V value dim.
 """
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _Nothing(torch.autograd.Function):
-    """A tensor without elements, and a zero gradient for all that it would be made of."""
+    """A tensor without elements, and zero gradients for its inputs."""
 
     @staticmethod
     def forward(ctx, shape: tuple[int, ...], proj: Tensor, *parameters: Tensor | None):
@@ -31,7 +31,7 @@ def mix_no_tokens(
 
     ``z`` are the gate's columns, of ``heads`` heads.
 
-    The parameters take part, so that they have gradients on this rank as on any other.
+    The parameters are inputs, so that they get gradients on this rank as on any other.
     """
     S, B, _ = proj.shape
     width = z.stop - z.start

@@ -1,4 +1,4 @@
-"""Dropping the mixer's output between the forward and the backward of whoever reads it."""
+"""Dropping the mixer's output between the forward and the backward of its reader."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from torch import Tensor
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether somebody else keeps what autograd saves now, by ``saved_tensors_hooks``.
+    """Whether ``saved_tensors_hooks`` are on, which keep what autograd saves.
 
-    A checkpoint (``use_reentrant=False``) keeps nothing, or what it computed again; an offload
-    keeps a copy that it may not have taken yet. Neither asks for a tensor through the graph that
-    would fill it, so nothing may be dropped that is saved under such hooks.
+    A checkpoint (``use_reentrant=False``) keeps nothing, or what it computed again. An offload
+    keeps a copy that it may not have taken yet. Neither reads the tensor through the graph, whose
+    hook would fill it again. So no tensor that is saved under such hooks may be dropped.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks._top_saved_tensors_default_hooks(True) is not None
 
 
 class RefilledOutput:
     """Frees a tensor that autograd still holds, and fills it again just before it is read.
 
-    out_proj saves its input, the normed output of the mixer, although that is one cheap pass away
-    from tensors the mixer saves anyway. Use, with one object per forward:
+    out_proj saves its input, the normed output of the mixer. One cheap pass computes it again from
+    tensors that the mixer saves anyway. Use one object per forward:
 
         refilled = RefilledOutput()
         mixed = gated_delta_mixer(..., refilled=refilled)
         out = out_proj(mixed)
         refilled.drop_until_backward_of(out)
 
-    Where :func:`saved_tensors_are_hooked` nothing is dropped.
+    If :func:`saved_tensors_are_hooked`, nothing is dropped.
     """
 
     def __init__(self) -> None:
@@ -57,11 +58,11 @@ class RefilledOutput:
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the storage now; fill it again once the gradient of ``out`` is known.
 
-        Does nothing when ``out`` needs no gradient: the storage is then freed with its last user.
+        Does nothing if ``out`` needs no gradient: the storage is then freed with its last user.
         """
         output, refill = self._output, self._refill
         self._output = self._refill = None
-        if output is None or not out.requires_grad or saved_tensors_are_hooked():
+        if output is None or refill is None or not out.requires_grad or saved_tensors_are_hooked():
             return
         storage = output.untyped_storage()
         size = storage.nbytes()
@@ -71,7 +72,7 @@ class RefilledOutput:
                 storage.resize_(size)
                 with torch.no_grad():  # .data: the same values again are no change to autograd
                     refill(output.data)
-            hook.remove()  # or whoever keeps ``out`` keeps what the refill reads, graph or none
+            hook.remove()  # else a reference to ``out`` keeps alive what the refill reads
 
         storage.resize_(0)
         hook = out.register_hook(fill_again)

@@ -1,6 +1,6 @@
-"""Rows named by an index: as a strided view where they lie evenly, which takes no kernel to read.
+"""Rows named by an index. Evenly spaced rows are a strided view, which takes no kernel to read.
 
-The first or last rows of the one or two pieces that a rank holds of an unpacked batch always do.
+The first or last rows of the one or two pieces that a rank holds of an unpacked batch always are.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ Rows = EvenRows | Tensor
 
 
 def stretches(index: Tensor) -> list[tuple[int, int]]:
-    """An index on the host as (start, width) of its runs of neighbours."""
-    runs: list[list[int]] = []
+    """An index on the host as (start, width) of its stretches of neighbours."""
+    found: list[list[int]] = []
     for row in index.tolist():
-        if runs and row == sum(runs[-1]):
-            runs[-1][1] += 1
+        if found and row == sum(found[-1]):
+            found[-1][1] += 1
         else:
-            runs.append([row, 1])
-    return [(start, width) for start, width in runs]
+            found.append([row, 1])
+    return [(start, width) for start, width in found]
 
 
 def rows_at(index: Tensor, device: torch.device) -> Rows:
-    """The rows of an index on the host; an index on ``device`` where they do not lie evenly."""
-    runs = stretches(index)
-    if runs:
-        starts, widths = zip(*runs, strict=True)
-        step = starts[1] - starts[0] if len(runs) > 1 else widths[0]
+    """The rows of an index on the host; an index on ``device`` if they are not evenly spaced."""
+    spans = stretches(index)
+    if spans:
+        starts, widths = zip(*spans, strict=True)
+        step = starts[1] - starts[0] if len(spans) > 1 else widths[0]
         evenly = all(b - a == step for a, b in zip(starts, starts[1:], strict=False))
         if step > 0 and evenly and len(set(widths)) == 1:
-            return EvenRows(starts[0], step, len(runs), widths[0])
+            return EvenRows(starts[0], step, len(spans), widths[0])
     return to_device(index, device)
 
 
 def take(x: Tensor, rows: Rows, dim: int) -> Tensor:
-    """``x[rows]`` along ``dim``; a view where it can be one."""
+    """``x[rows]`` along ``dim``; a view if the rows are evenly spaced."""
     if isinstance(rows, Tensor):
         return x.index_select(dim, rows)
     taken = rows.of(x, dim)

@@ -1,11 +1,11 @@
-"""What a mixer asks of a recurrence: staged plain calls, with states in and out.
+"""The interface of a recurrence: staged plain calls, with states in and out.
 
     forward = rule.begin(inputs, documents)      backward = rule.begin_backward(d_o, inputs, ...)
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in where dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)        the rest
 
-A stage keeps what its calls share, so asking for the map first costs little more than the run. No
-call waits for the device. Between the stages nothing is kept but the tensors that the mixer saves.
+A stage keeps what its calls share, so a call of ``state_map`` before ``run`` costs little. No call
+waits for the device. Between forward and backward only the tensors that the mixer saves are kept.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. N counts sequences:
 the batch rows, or the non-empty documents. Documents of several batch rows lie end to end, row
@@ -26,30 +26,30 @@ from .state_maps.state_map import StateMap
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward beside the inputs.
+    """What a forward keeps for its backward beside the inputs.
 
     Attributes:
-        tensors: saved by autograd.
-        plan: how the batch was run, in the rule's own type; None where the documents say it all.
+        tensors: saved by autograd, None among them where a rule has no tensor to save.
+        plan: how the batch was run, in the rule's own type; None if the documents determine it.
     """
 
-    tensors: tuple[Tensor | None, ...] = ()
+    tensors: tuple[Any, ...] = ()
     plan: Any = None
 
 
 class RuleOutput(NamedTuple):
-    """Of one forward."""
+    """The result of one forward."""
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], if asked for
-    saved: Saved  # empty tensors where no backward will come
+    saved: Saved  # no tensors if keep is False
 
 
 class RuleForward(Protocol):
     """A forward that has begun."""
 
     def state_map(self) -> StateMap:
-        """What each of the N sequences does to the state that enters it."""
+        """The map of each of the N sequences, ``local`` and ``through`` ``[N, H, K, .]``."""
         ...
 
     def run(
@@ -69,9 +69,9 @@ class RuleBackward(Protocol):
     """A backward that has begun."""
 
     def d_initial(self) -> Tensor:
-        """``[N, H, K, V]``: the gradient of the states that enter, where those that leave get none.
+        """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.
 
-        The gradient for a ``d_final`` is this plus ``through^T @ d_final``.
+        With a ``d_final`` the gradient is this plus ``through^T @ d_final``.
         """
         ...
 
@@ -79,17 +79,17 @@ class RuleBackward(Protocol):
         """The gradients of the inputs, in the rule's own tuple.
 
         Args:
-            initial: as the forward had it.
-            d_final: ``[N, H, K, V]``, the gradient of the states that leave; None is zero.
+            initial: the forward's.
+            d_final: ``[N, H, K, V]``, the gradient of the final states; None is zero.
         """
         ...
 
 
 class ScalableBackward(RuleBackward, Protocol):
-    """A backward whose d_o may be scaled after it has begun, see :mod:`.delta_rule.half`."""
+    """A backward whose d_o may be scaled between its calls, see :mod:`.delta_rule.half`."""
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Take note that d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""
+        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""
         ...
 
 
@@ -97,20 +97,24 @@ class Rule(Protocol):
     """A recurrence over the inputs that a front makes.
 
     Attributes:
-        name: as users ask for it.
-        batch_invariant: the bits of a sequence do not depend on the others or on its place.
-        operand_dtype: the dtype that the inputs are wanted in and ``o`` has; None takes the
-            projection's. ``d_o`` has the projection's dtype.
+        name: the ``backend`` that selects it.
+        batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
+        operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
+            projection's dtype.
         reads_again: names of the inputs that the backward reads. The others are None there.
     """
 
-    name: str
-    batch_invariant: bool
-    operand_dtype: torch.dtype | None
-    reads_again: frozenset[str]
+    @property
+    def name(self) -> str: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+    @property
+    def operand_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reads_again(self) -> frozenset[str]: ...
 
     def why_not_heads(self, heads: int) -> str | None:
-        """Why this many heads on a rank cannot run; None when they can."""
+        """Why the rule cannot run this many heads on a rank; None if it can."""
         ...
 
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward: ...
@@ -118,5 +122,5 @@ class Rule(Protocol):
     def begin_backward(
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
-        """``d_o`` is handed over: a rule that makes another form of it frees this one."""
+        """Begin a backward. The rule owns ``d_o`` and may free it."""
         ...

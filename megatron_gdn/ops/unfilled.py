@@ -1,10 +1,11 @@
-"""Spares the mixer's buffers the fill that deterministic mode gives to uninitialised memory."""
+"""Switches off, for the mixer's buffers, the fill of uninitialised memory in deterministic mode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any, cast
 
 import torch
 import torch.utils.deterministic
@@ -15,20 +16,20 @@ _inside, _kept = 0, True
 
 @contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """Hand out memory as it is, inside code that writes every element before it reads any.
+    """``torch.empty`` fills nothing inside. For code that writes every element before it reads it.
 
-    Under ``torch.use_deterministic_algorithms(True)`` torch fills whatever ``torch.empty`` returns
-    with NaN, so that a program that reads it at least repeats. The kernels' buffers are about twice
-    the layer's activations, and filling them is a launch each and as many bytes again as the
-    kernels write. That nothing unwritten is read is tested, over memory poisoned with NaN
+    Under ``torch.use_deterministic_algorithms(True)`` torch fills what ``torch.empty`` returns with
+    NaN, so that a program that reads it repeats. The kernels' buffers are about twice the layer's
+    activations. To fill them takes one launch each and writes as many bytes as the kernels do.
+    Tests over memory poisoned with NaN show that no unwritten element is read
     (:mod:`megatron_gdn.testing`).
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
     global _inside, _kept
-    settings = torch.utils.deterministic
-    with _lock:  # the setting is the process's, and backward passes run in threads of their own
+    settings = cast(Any, torch.utils.deterministic)  # torch declares no types for it
+    with _lock:  # one setting per process, and backward passes run in other threads
         if _inside == 0:
             _kept = settings.fill_uninitialized_memory
             settings.fill_uninitialized_memory = False

@@ -222,7 +222,7 @@ def _open_gives_every_rank_its_heads(
         )
         passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves
-        assert all(made.sends_runs(wave) == direct for wave in made.waves)
+        assert all(made.sends_fragments(wave) == direct for wave in made.waves)
         assert made.at_once == (waves == 1 and own > 0)
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.

@@ -33,7 +33,7 @@ def build_model(tp=1, cp=1, pp=1, sequence_parallel=False, **options) -> HybridM
     pattern = PATTERN if pp == 1 else "G-|G-"
     return HybridModel(
         config,
-        hybrid_stack_spec(backend="local", **options),
+        hybrid_stack_spec("local", **options),
         vocab_size=VOCABULARY,
         max_sequence_length=64,
         hybrid_layer_pattern=pattern,

@@ -35,6 +35,7 @@ RUN_BY = {
     "make demo": IN_ORDER,
     "make test": SUITE,
     "make test-all": SUITE,
+    "make test-kernels": SUITE,
     "make nightly": SUITE,
     "make test-gpu": GPU,
     ".venv/bin/python examples/quickstart.py": (
@@ -53,6 +54,9 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hf-config HF_FOLDER --context-parallel-size 1 --no-packing "
     "--pretrained-checkpoint MEGATRON_FOLDER --train-iters 3 --output-dir RUN": WAY_ROUND,
     "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": WAY_ROUND,
+    "python docs/make_api.py": (
+        "tests/examples/test_api_page.py::test_the_api_page_is_made_of_the_docstrings_as_they_are"
+    ),
     "python benchmarks/loss_curves.py": (
         "tests/examples/test_evidence.py"
         "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"

@@ -53,7 +53,7 @@ def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
 
 
 def test_options_reach_the_layer(pools):
-    assert spec_laws.mixer_spec_params(rule_backend="reference") == {"backend": "reference"}
+    assert spec_laws.mixer_spec_params(backend="reference") == {"backend": "reference"}
     _, _, layout = pools(1).run(spec_laws.hybrid_keys_and_options, "G-", cp_layout="zigzag_buffer")[
         0
     ]
@@ -63,7 +63,7 @@ def test_options_reach_the_layer(pools):
 @pytest.mark.parametrize("symbol", ["M", "E"])
 def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symbol):
     (message,) = pools(1).run(spec_laws.hybrid_refusal, "G" + symbol)
-    assert f"no layer for '{symbol}'" in message and 'backend="te"' in message
+    assert f"no layer for '{symbol}'" in message and 'hybrid_stack_spec("te")' in message
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron(pools):
     assert pools(1).run(spec_laws.built_by_calling)[0] == "HybridStack"
 
 
-def test_an_unknown_backend_lists_the_known_ones():
+def test_unknown_modules_list_the_known_ones():
     with pytest.raises(ValueError, match="'tee'; use one of auto, local, te"):
         hybrid_stack_spec("tee")
 
 
 @without_te
 def test_transformer_engine_is_never_replaced_in_silence():
-    with pytest.raises(ImportError, match='use backend="local"'):
+    with pytest.raises(ImportError, match='use modules="local"'):
         hybrid_stack_spec("te")
     config = make_config(experimental_attention_variant="gated_delta_net", linear_attention_freq=4)
     with pytest.raises(ImportError, match="needs Transformer Engine"):

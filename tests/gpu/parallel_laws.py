@@ -55,7 +55,7 @@ def errors_of_one_rank_and_of_all(
     with parallel(tp=tp, cp=cp):
         alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
         torch.manual_seed(7)
-        exact = build_layer(make_config(**GPU), alone, {"rule_backend": "reference"})
+        exact = build_layer(make_config(**GPU), alone, {"backend": "reference"})
         randomise_(exact)
         with torch.no_grad():
             for name, parameter in exact.named_parameters():

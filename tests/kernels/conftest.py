@@ -1,7 +1,10 @@
 """The kernels of this folder run compiled on a GPU, or in Triton's interpreter without one.
 
-The interpreter must be switched on before triton is first imported, so without a GPU this folder
-is skipped here and ``tests/ops/test_interpreter.py`` runs it in a process of its own.
+    make test-kernels                             all of them
+    TRITON_INTERPRET=1 pytest tests/kernels       likewise, or one by its node id
+
+The interpreter must be switched on before triton is first imported. So a run without a GPU and
+without the switch, such as the one over all of ``tests``, leaves this folder out.
 """
 
 from __future__ import annotations
@@ -32,6 +35,13 @@ def _numpy_scalars_as_indices() -> None:
 
 if INTERPRETED:
     _numpy_scalars_as_indices()
+
+
+def pytest_report_header() -> str | None:
+    """Said if pytest was started with a path in this folder."""
+    if INTERPRETED or torch.cuda.is_available():
+        return None
+    return "kernels: none is collected without a GPU; set TRITON_INTERPRET=1 (make test-kernels)"
 
 
 def pytest_itemcollected(item) -> None:

@@ -57,7 +57,7 @@ def test_without_either_nothing_is_said_of_it(log):
 
 def test_fla_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="another run or rank may add in another order"):
-        build(make_config(deterministic_mode=True), rule_backend="fla")
+        build(make_config(deterministic_mode=True), backend="fla")
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])

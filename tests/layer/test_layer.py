@@ -344,8 +344,8 @@ def test_in_bf16_the_layer_is_no_less_exact_than_its_equation_step_by_step(lengt
 
 REFUSED = [
     (lambda: build(A_init_range=(0, 16)), ValueError, "0 < low <= high"),
-    (lambda: build(rule_backend="cuda"), ValueError, "unknown backend 'cuda'.*'reference'"),
-    (lambda: build(rule_backend="fla"), ValueError, "fla runs on a GPU, not on cpu"),
+    (lambda: build(backend="cuda"), ValueError, "unknown backend 'cuda'.*'reference'"),
+    (lambda: build(backend="fla"), ValueError, "fla runs on a GPU, not on cpu"),
     (lambda: build(cp_layout="zig"), ValueError, "unknown context-parallel layout 'zig'"),
     (lambda: build(make_config(linear_num_value_heads=6)), ValueError, "not a multiple"),
     (

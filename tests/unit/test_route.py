@@ -39,23 +39,23 @@ def test_waves_cut_every_ranks_tokens_in_order(lengths, cp, layout, waves):
 
 @cases
 @waves_of
-def test_runs_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths, cp, layout, waves):
+def test_fragments_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths, cp, layout, waves):
     layout = SequenceLayout(layout)
     for rank in range(cp):
         for wave in route(lengths, cp, rank, layout, CPU, waves):
-            for peer, runs in enumerate(wave.runs):
+            for peer, fragments in enumerate(wave.fragments):
                 covered = []
-                for run in runs:
-                    assert run.local == len(covered) and run.tokens > 0
-                    assert not covered or run.sequence != covered[-1] + 1, "two runs are one"
-                    covered += range(run.sequence, run.sequence + run.tokens)
+                for one in fragments:
+                    assert one.local == len(covered) and one.tokens > 0
+                    assert not covered or one.sequence != covered[-1] + 1, "two fragments are one"
+                    covered += range(one.sequence, one.sequence + one.tokens)
                 assert covered == local_indices(lengths, cp, peer, layout)[wave.tokens].tolist()
 
 
 def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
     def most(lengths, layout=SequenceLayout.ZIGZAG):
         (wave,) = route(lengths, 4, 0, layout, CPU)
-        return max(len(runs) for runs in wave.runs)
+        return max(len(held) for held in wave.fragments)
 
     assert most((1024,)) == 2
     assert most((64, 32, 128)) == 6
@@ -63,11 +63,11 @@ def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
     assert most((64, 32, 128), SequenceLayout.ZIGZAG_BUFFER) == 2
 
 
-def test_every_rank_finds_the_same_mean_run():
-    """Ranks have different numbers of runs: the last one's two chunks are neighbours."""
+def test_every_rank_finds_the_same_mean_fragment():
+    """Ranks have different numbers of fragments: the last one's two are neighbours."""
     waves = [route((64,) * 3, 4, rank, SequenceLayout.ZIGZAG, CPU)[0] for rank in range(4)]
-    assert [len(runs) for runs in waves[0].runs] == [4, 6, 6, 3]
-    assert {wave.mean_run for wave in waves} == {8.0}
+    assert [len(held) for held in waves[0].fragments] == [4, 6, 6, 3]
+    assert {wave.mean_fragment for wave in waves} == {8.0}
 
 
 def test_a_route_is_built_once_for_the_same_values():

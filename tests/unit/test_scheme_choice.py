@@ -25,8 +25,8 @@ MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 
 def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN):
-    exchanged, layout = dims.layout.share(cp).width + dims.v_dim // cp, SequenceLayout.parse(layout)
-    return price(dims.heads.state, exchanged, cp, layout, tokens, rows, lengths, 2)
+    inside, layout = dims.layout.share(cp), SequenceLayout.parse(layout)
+    return price(dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2)
 
 
 def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN):

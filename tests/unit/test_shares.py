@@ -15,21 +15,21 @@ each_share = pytest.mark.parametrize("shares", [EVEN, COPIED, ALL_COPIED])
 
 
 def columns_of(shares: HeadShares, rank: int) -> list[int]:
-    """By the definition: pieces of equal width, rank r holds piece r // copies."""
+    """By the definition: blocks of equal width, rank r holds block r // copies."""
     held, start = [], 0
     for section, copies in zip(shares.sections, shares.copies, strict=True):
-        pieces = torch.arange(start, start + section).chunk(shares.ranks // copies)
-        held += pieces[rank // copies].tolist()
+        blocks = torch.arange(start, start + section).chunk(shares.ranks // copies)
+        held += blocks[rank // copies].tolist()
         start += section
     return held
 
 
 @each_share
-def test_pieces_are_the_definition(shares):
+def test_blocks_are_the_definition(shares):
     for rank in range(shares.ranks):
-        pieces = shares.pieces(rank)
-        whole = [c for p in pieces for c in range(p.columns.start, p.columns.stop)]
-        own = [c for p in pieces for c in range(p.own_columns.start, p.own_columns.stop)]
+        blocks = shares.blocks(rank)
+        whole = [c for p in blocks for c in range(p.columns.start, p.columns.stop)]
+        own = [c for p in blocks for c in range(p.own_columns.start, p.own_columns.stop)]
         assert whole == columns_of(shares, rank)
         assert own == list(range(shares.own_width))
         assert len(whole) == shares.own_width
@@ -38,7 +38,7 @@ def test_pieces_are_the_definition(shares):
 
 @each_share
 @pytest.mark.parametrize("most", [1, 4, 1024])
-def test_strips_cover_every_piece_once(shares, most):
+def test_strips_cover_every_block_once(shares, most):
     for rank in range(shares.ranks):
         whole, own = [], []
         for strip in strips(shares, most):

@@ -1,7 +1,8 @@
-"""The convolution's history across ranks: which rows travel, once per direction.
+"""The convolution's history across ranks: which rows travel.
 
-A piece reads the W - 1 rows before it, of several pieces where those are shorter than that. Their
-gradients travel back. What a front does with them is :mod:`megatron_gdn.ops.front.history`.
+A piece reads the W - 1 rows before it. These belong to several pieces if pieces are shorter than
+that. The gradients of these rows travel back. :mod:`megatron_gdn.ops.front.history` computes with
+the rows.
 
 Legend: s this rank's tokens, B batch, C conv channels, W taps, R rows received.
 """
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import Documents
-from ...ops.front.history import HistoryTable
+from ...ops.front.history import HistoryTable, Transfer
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rows import rows_at, stretches
 from ..layouts import SequenceLayout
@@ -29,10 +30,10 @@ class HistoryRoute(NamedTuple):
     """What one rank sends and receives.
 
     Attributes:
-        send_rows: local rows that others (or this rank's own later pieces) need, by receiver; an
-            index on the device.
-        send_counts, receive_counts: rows by rank.
-        table: what is done with them.
+        send_rows: local rows that other ranks or this rank's own later pieces need, sorted by
+            receiver; an index on the device.
+        send_counts, receive_counts: number of rows for each rank.
+        table: where received rows and gradients go.
     """
 
     send_rows: Tensor
@@ -129,15 +130,18 @@ class HistoryOfPieces:
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
         self.table, self._route, self._group = route.table, route, group
 
-    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, dist.Work]:
+    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
         route = self._route
-        return exchange_rows(
-            rows_sBC.index_select(0, route.send_rows),
-            route.send_counts, route.receive_counts, self._group, async_op=True,
-        )  # fmt: skip
+        rows = rows_sBC.index_select(0, route.send_rows)
+        return self._exchange(rows, route.send_counts, route.receive_counts)
 
-    def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, dist.Work]:
+    def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
         route = self._route
-        return exchange_rows(
-            d_history_RBC, route.receive_counts, route.send_counts, self._group, async_op=True
-        )
+        return self._exchange(d_history_RBC, route.receive_counts, route.send_counts)
+
+    def _exchange(
+        self, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]
+    ) -> tuple[Tensor, Transfer]:
+        received, work = exchange_rows(rows, send, receive, self._group, async_op=True)
+        assert work is not None
+        return received, work

@@ -4,22 +4,22 @@ A piece of a sequence turns the state before it into the state after it by an af
 
     S_out = through @ S_in + local,
 
-and what a piece needs from the others is the state that enters it: the maps of all earlier pieces,
-applied in order to zero. The backward asks the same of the transposed maps from the other end.
+and a piece needs the state that enters it: the maps of all earlier pieces, applied in order to
+zero. The backward follows the transposed maps from the other end.
 
-Two ways, with the same result up to rounding, each in a fixed order of operations and in fp32,
-since rounding in a chain of maps compounds (how close a GPU comes says
+There are two ways, with the same result up to rounding. Each has a fixed order of operations, in
+fp32, since rounding compounds in a chain of maps (for the accuracy on a GPU see
 :func:`~megatron_gdn.ops.state_maps.chains.follow`):
 
-    gather_and_fold   one all-gather of all maps; every rank folds them up to its own nodes.
+    gather_and_fold   One all-gather of all maps; every rank folds them up to its own nodes.
                       Traffic, memory and work grow with the number of ranks.
-    share_and_fold    one all-to-all gives every rank all maps of a share of the chains, which it
-                      folds from end to end; another returns the states. Traffic and memory do not
-                      grow, but the fold has as many steps as a chain has nodes.
+    share_and_fold    One all-to-all gives every rank all maps of a share of the chains. The rank
+                      folds these from end to end, and another all-to-all returns the states.
+                      Traffic and memory do not grow; the fold has one step per node of a chain.
 
-Legend: n nodes of a chain, h of them on this rank, M chains (one per sequence, batch row and value
-head, say) over the same nodes, m of them in this rank's share, K rows of a state, V columns, X both
-kinds of columns of a map.
+Legend: n nodes of a chain, h of them on this rank; M chains over the same nodes (for example one
+per sequence, batch row and value head), m of them in this rank's share; K rows of a state, V
+columns, X columns of a map (``local`` and ``through`` together).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ...ops.state_maps.chains import NONE, Steps, follow
 
 
 class Nodes(NamedTuple):
-    """Where the nodes of every chain live: node j is the ``slots[j]``-th of rank ``hosts[j]``.
+    """The place of every node of a chain: node j is the ``slots[j]``-th of rank ``hosts[j]``.
 
-    Every rank hosts the same number of nodes. Chains are followed in the order given here.
+    Every rank hosts the same number of nodes. Chains are followed in this order.
 
-    No state passes a node in ``cuts`` (positions in the chain): what leaves it is ``local`` alone.
-    Its ``through`` is zero and is never multiplied, since zero times NaN is NaN and would carry it
-    from one document to another.
+    No state passes a node in ``cuts`` (positions in the chain): ``local`` alone leaves it. Its
+    ``through`` is zero and is never multiplied, since 0 * NaN would carry NaN from one document to
+    another.
     """
 
     hosts: tuple[int, ...]
@@ -64,9 +64,9 @@ class Nodes(NamedTuple):
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
-    """A map's ``local`` and ``through`` side by side, as both chains below take them.
+    """A map's ``local`` and ``through`` side by side, ``[..., X]``, as both ways below take them.
 
-    A view, where they are the two parts of one contiguous tensor already.
+    A view if they already are the two parts of one contiguous tensor.
     """
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     whole = (*local.shape[:-1], X)
@@ -100,7 +100,7 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
 
 @cached_by_stream(64)
 def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
-    """Along all nodes, by host, up to the last of ``rank``, whose states are written by slot."""
+    """Steps over all nodes up to the last one of ``rank``; its states are written by slot."""
     wanted = dict(nodes.of(rank))
     places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build(_stretches(places, wanted, nodes.cuts), device)
@@ -112,8 +112,8 @@ def _stretches(
     """The steps of one chain, as chains of their own that begin at the nodes in ``cuts``.
 
     A chain's first map is never multiplied, so a cut costs no product. Every stretch ends with the
-    last state that is asked for in it, that before the next cut's node included; stretches that
-    nobody asks for are left out.
+    last state that is asked for in it, the one before the next cut's node included. Stretches
+    without such a state are left out.
 
     Args:
         places: of every node, where its map is.

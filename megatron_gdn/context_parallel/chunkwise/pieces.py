@@ -1,9 +1,10 @@
 """How a layout cuts documents into pieces and gives them to ranks; host arithmetic only.
 
-Every layout cuts the packed stream into *runs*, stretches that one rank holds together: 2 * cp
-chunks of every document (zigzag), of the whole buffer (zigzag_buffer), or cp contiguous parts.
-Where a document ends inside a run, the run falls into *pieces*, each of one document. A document
-is then a chain of pieces on changing ranks, and a rank holds pieces of many documents.
+Every layout cuts the packed stream into *fragments*. One rank holds all tokens of a fragment, side
+by side. There are 2 * cp fragments of every document (zigzag) or of the whole buffer
+(zigzag_buffer), or cp of the buffer (contiguous). A document end inside a fragment cuts it into
+*pieces*, each of one document. So a document is a chain of pieces on changing ranks, and a rank
+holds pieces of many documents. ``docs/glossary.md`` has a picture.
 
 Legend: N pieces, T tokens of the stream.
 """
@@ -28,8 +29,8 @@ class Pieces:
         length: its tokens, at least 1.
         seen: tokens of its document before it; 0 starts a document.
         left: tokens of its document after it; 0 ends one.
-        run: the run it lies in, counted along the stream; in zigzag 2 * cp for each non-empty
-            document.
+        fragment: the one it lies in, counted along the stream; in zigzag there are 2 * cp for each
+            non-empty document.
         rank, local_start: who holds it, and where in that rank's tokens it begins.
         place: ``[T]``, every stream token's place in rank order.
         tokens: of each rank.
@@ -39,7 +40,7 @@ class Pieces:
     length: Tensor
     seen: Tensor
     left: Tensor
-    run: Tensor
+    fragment: Tensor
     rank: Tensor
     local_start: Tensor
     place: Tensor
@@ -52,7 +53,7 @@ class Pieces:
 
     @cached_property
     def any_continues(self) -> bool:
-        """Whether any piece goes on with a document that another piece began."""
+        """Whether any piece continues a document that another piece began."""
         return bool((self.seen > 0).any())
 
 
@@ -70,12 +71,13 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     ends = kept.cumsum(0)
     starts = ends - kept
     if layout is SequenceLayout.ZIGZAG:
-        chunk_2cp = torch.arange(2 * cp_size, device="cpu")
-        run_start = (starts[:, None] + (kept // (2 * cp_size))[:, None] * chunk_2cp).flatten()
+        number_2cp = torch.arange(2 * cp_size, device="cpu")
+        tokens_N = kept // (2 * cp_size)
+        fragment_start = (starts[:, None] + tokens_N[:, None] * number_2cp).flatten()
     else:
-        runs = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
-        run_start = torch.arange(runs if total else 0, device="cpu") * (total // runs)
-    start = torch.cat([run_start, starts]).unique()  # sorted
+        count = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
+        fragment_start = torch.arange(count if total else 0, device="cpu") * (total // count)
+    start = torch.cat([fragment_start, starts]).unique()  # sorted
     length = torch.diff(start, append=kept.new_tensor([total]))
     document = torch.searchsorted(starts, start, right=True) - 1
     tokens = total // cp_size
@@ -84,7 +86,7 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
         length=length,
         seen=start - starts[document],
         left=ends[document] - start - length,
-        run=torch.searchsorted(run_start, start, right=True) - 1,
+        fragment=torch.searchsorted(fragment_start, start, right=True) - 1,
         rank=place[start] // max(tokens, 1),
         local_start=place[start] % max(tokens, 1),
         place=place,

@@ -1,9 +1,9 @@
-"""Chunkwise context parallelism: activations stay where they are, states travel.
+"""Chunkwise context parallelism: activations stay on their rank, states travel.
 
-Every rank runs the layer over its own pieces of the sequence. What crosses ranks is what a
-recurrence hands from one piece to the next: W - 1 projection rows for the convolution
-(:mod:`.history`) and, in fp32, what each piece does to the state (:mod:`.states`). Heads are not
-split, so their number limits nothing, and the traffic does not grow with the sequence.
+Every rank runs the mixer over its own pieces of the sequence. Two things cross ranks for each
+piece: the W - 1 projection rows before it, for the convolution (:mod:`.history`), and the fp32 map
+of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks will do,
+and the traffic does not grow with the sequence.
 
 Legend: s this rank's tokens, B batch, W conv taps.
 """
@@ -40,7 +40,7 @@ class Chunkwise:
         state: the states of its heads.
         taps: of the convolution, W.
         group: the context-parallel group.
-        sequence_layout: how the ranks' tokens were cut from the sequence.
+        sequence_layout: how the data loader cut the sequence.
         exchange: how state maps travel, ``"gather"`` or ``"share"`` (see :mod:`.map_exchange`);
             None takes the cheaper for each micro-batch, see
             :mod:`megatron_gdn.context_parallel.price`.
@@ -67,7 +67,7 @@ class Chunkwise:
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        """The sequence positions that this rank holds, of ``tokens``, in its order."""
         lengths = Documents.lengths_of(documents, tokens)
         return local_indices(lengths, self.size, self._group.rank(), self._sequence_layout)
 
@@ -82,7 +82,7 @@ class Chunkwise:
         if exchange is None:
             packed = None if documents is None else lengths
             prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, packed)
-            exchange = min(prices, key=prices.get)
+            exchange = min(prices, key=prices.__getitem__)
         where = (lengths, self.size, self._sequence_layout, self._group.rank())
         history = history_route(*where, self._taps, device)
         states = state_table(*where, rows, device)

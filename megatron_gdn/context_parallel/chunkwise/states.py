@@ -1,11 +1,12 @@
 """States across pieces of a sequence that lie on different ranks.
 
-Every rank computes what its pieces do to a state, ``S_out = through @ S_in + local``; one exchange
-of these maps gives it the states that enter its pieces, and the rule runs from there. The backward
-is the same from the other end: d_local, an exchange with the transposed maps, the rule from there.
+Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of
+these maps gives each rank the states that enter its pieces, and the rule starts from those states.
+The backward does the same from the other end: d_local, an exchange with the transposed maps, then
+the rule's backward.
 
-Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (pieces that
-states enter and leave by), M chains times value heads; H value heads, K key dim, V value dim.
+Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (fragments that
+states enter and leave); M chains times value heads; H value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ class StateTable:
     """Between which pieces states travel, for one rank and all rows of a batch.
 
     In zigzag every document is a chain of 2 * cp nodes, one piece each. In the layouts that cut
-    the whole buffer there is one chain, of runs: what enters a run enters its first piece, what
-    leaves it leaves its last, and a run of several pieces lets nothing through.
+    the whole buffer there is one chain, of fragments. A state enters a fragment by its first piece
+    and leaves it by its last piece. A fragment of several pieces lets no state through.
 
     Attributes:
         sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
-        nodes: of every chain, which is cut where a run lets nothing through.
+        nodes: of every chain; the chain is cut at fragments that let no state through.
         node_count: h.
         first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
-            rank's nodes; None where those are all N pieces in this order.
+            rank's nodes; None if these are all N pieces in this order.
         leavers: tokens and boundaries of each node's last piece; set only if these are at most half
-            of the tokens. Otherwise the maps of all pieces are computed at once, and the run of the
-            rule uses what that has computed.
-        enters, leaves, passes: ``[h * chains, 1, 1, 1]``, 1 where the first piece goes on with a
-            document, where the last one's goes on elsewhere, where a state gets from end to end;
-            else 0. None if the mask is 1 everywhere except at chain ends, where it is unused.
+            of the tokens. Otherwise the maps of all pieces are computed at once, and the rule's
+            forward reuses their intermediate results.
+        enters: bool ``[h * chains, 1, 1, 1]``, true if the first piece continues a document.
+        leaves: likewise, true if the last piece's document continues on another node.
+        passes: likewise, true if a state passes from end to end. A mask is None if it is true
+            everywhere except at chain ends, where it is unused.
     """
 
     sequences: Documents
@@ -63,7 +65,7 @@ class StateTable:
 
 
 def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = frozenset()) -> Nodes:
-    """Where the runs of a layout live, in the order of the stream; no state passes ``cuts``."""
+    """The rank of every fragment of a layout, in stream order; no state passes ``cuts``."""
     ranks = tuple(range(cp_size))
     if layout is SequenceLayout.CONTIGUOUS:
         return Nodes(ranks, (0,) * cp_size, cuts)
@@ -71,15 +73,15 @@ def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = fro
 
 
 def _cuts(pieces: Pieces, layout: SequenceLayout) -> frozenset[int]:
-    """The runs that no state passes: those that are not one piece amid a document.
+    """The fragments that no state passes: all but those that are one piece inside a document.
 
-    Every rank finds the same, and of all nodes: the chain is followed through those of others.
+    Every rank computes the same set for all nodes, since it follows the whole chain.
     """
     if layout is SequenceLayout.ZIGZAG:  # a chain is one document, and its nodes are the pieces
         return frozenset()
-    alone = pieces.run.bincount() == 1
+    alone = pieces.fragment.bincount() == 1
     amid = (pieces.seen > 0) & (pieces.left > 0)
-    passed = pieces.run[amid & alone[pieces.run]].tolist()
+    passed = pieces.fragment[amid & alone[pieces.fragment]].tolist()
     return frozenset(range(len(alone))).difference(passed)
 
 
@@ -100,8 +102,8 @@ def state_table(
     n, h = len(nodes.hosts), nodes.hosts.count(rank)
     mine = pieces.held_by(rank)
     N = len(mine)
-    node, chain = pieces.run[mine] % n, pieces.run[mine] // n
-    chains = int(pieces.run.max()) // n + 1
+    node, chain = pieces.fragment[mine] % n, pieces.fragment[mine] // n
+    chains = int(pieces.fragment.max()) // n + 1
     key = torch.tensor(nodes.slots, device="cpu")[node] * chains + chain
     number = torch.arange(N, device="cpu")
     first = key.new_full((h * chains,), N).scatter_reduce_(0, key, number, "amin")
@@ -153,7 +155,7 @@ def state_table(
 
 def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
     x = x_N if index is None else x_N.index_select(0, index)
-    # Not a product: what does not pass must not pass as NaN either.
+    # Not a product: 0 * NaN would pass NaN on.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
@@ -163,7 +165,7 @@ def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
 
 
 class StatesOfPieces:
-    """The states that enter this rank's pieces, folded from the maps of all pieces before them.
+    """The states that enter this rank's pieces, computed from the maps of all earlier pieces.
 
     A :class:`~megatron_gdn.ops.neighbours.StateLink`.
 

@@ -3,10 +3,9 @@
     to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
     to sequence   [S, B, p] -> [s, B, P]   and gets its own tokens' columns back
 
-Each is the other's gradient. Beside the wire there is one pass over the data, into or out of the
-messages: long runs of rows that are neighbours in the sequence are received into (or sent from)
-their places directly, short ones take a second pass. What a rank keeps is carried while the
-messages travel.
+Each is the other's gradient. Beside the transfer there is one pass over the data, into or out of
+the messages. Long fragments are received into (or sent from) their places directly; short ones take
+a second pass. A rank copies the rows that it keeps while the messages travel.
 
 Legend: S tokens of the whole sequence in sequence order, s this rank's share of them in its order,
 B batch, P width of a whole row, p width of one rank's.
@@ -28,17 +27,17 @@ from ..layouts import SequenceLayout
 from .route import Wave, route
 from .shares import HeadShares
 
-# Rows travel in waves of at least this many bytes: one is packed (or unpacked) while the other is
-# under way. Fewer bytes are sooner through than a second round of messages is started. On 4 H200,
-# two waves take 0.75 of one wave's time at 600 MB, and 1.3 times it at 150 MB.
+# Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
+# travels. For fewer bytes a second round of messages costs more than it hides. On 4 H200, two waves
+# take 0.75 of one wave's time at 600 MB, and 1.3 times it at 150 MB.
 MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
-# Every message costs the host some 30 microseconds, and NCCL is slower with many. Shorter ones
-# are not worth it: the rows are then sent as one message per peer, and put in order by a second
-# pass. On 4 H200, runs of 30 to 100 MB take 0.85 of the blocks' time, runs of 3 MB 3.5 times.
+# Every message costs the host some 30 microseconds, and NCCL is slower with many messages. So
+# fragments below this size are sent together, one message per peer, and a second pass puts the rows
+# in order. On 4 H200, fragments of 30 to 100 MB take 0.85 of that way's time, of 3 MB 3.5 times it.
 MESSAGE_BYTES = 28 << 20
-# What a rank keeps is carried while the messages travel, by a kernel of its own. Up to this many
-# bytes it is carried with what it sends: copying them takes less time than the launch.
+# A rank copies the rows that it keeps in a kernel of their own, while the messages travel. Up to
+# this many bytes they are copied in the packing kernel: the copy takes less time than a launch.
 OWN_BYTES = 16 << 20
 
 
@@ -49,16 +48,16 @@ def limits() -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Who takes part, which columns each rank holds, and where the tokens go.
+    """The group, the columns of each rank, and the places of the tokens.
 
-    Runs of at least ``direct_run`` tokens (on average) travel as messages of their own. Where
-    ``at_once``, there is one wave, and nothing to do while it travels.
+    Fragments of at least ``direct_fragment`` tokens (on average) travel as messages of their own.
+    With ``at_once`` there is one wave, and no other work while it travels.
     """
 
     group: dist.ProcessGroup
     shares: HeadShares
     waves: tuple[Wave, ...]
-    direct_run: float
+    direct_fragment: float
     at_once: bool
 
     @classmethod
@@ -78,8 +77,8 @@ class Exchange:
         at_once = waves == 1 and sum(lengths) // shares.ranks * row_bytes <= OWN_BYTES
         return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes, at_once)
 
-    def sends_runs(self, wave: Wave) -> bool:
-        return wave.mean_run >= self.direct_run
+    def sends_fragments(self, wave: Wave) -> bool:
+        return wave.mean_fragment >= self.direct_fragment
 
     @cached_property
     def rank(self) -> int:
@@ -122,7 +121,7 @@ def _rows_of(rows: Tensor, wave: Wave) -> Tensor:
 def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
     """Start sending ``messages`` to the peers and receiving as much from each.
 
-    Where nothing is done meanwhile there is no work to wait for: all is in the stream's order.
+    With ``at_once`` the list is empty: the call is in the stream's order.
     """
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
@@ -134,25 +133,25 @@ def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor
     return [] if work is None else [work], received
 
 
-def _send_runs(
+def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Start a message per run, between ``messages`` and the runs' places in ``full``.
+    """Start a message per fragment, between ``messages`` and the fragments' places in ``full``.
 
-    To heads, this rank's runs leave its messages and its peers' arrive in ``full``; to sequence,
-    the reverse. Messages of one pair of ranks are matched in the order they are given.
+    To heads, this rank's fragments are sent from ``messages`` and its peers' are received in
+    ``full``; to sequence, the reverse. A pair of ranks lists its messages in the same order.
     """
     group, rank = exchange.group, exchange.rank
     at_home, abroad = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
     operations = []
     for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
-        for run in wave.runs[rank]:
+        for fragment in wave.fragments[rank]:
             operations.append(
-                dist.P2POp(at_home, message[run.locally], group=group, group_peer=peer)
+                dist.P2POp(at_home, message[fragment.locally], group=group, group_peer=peer)
             )
-        for run in wave.runs[peer]:
+        for fragment in wave.fragments[peer]:
             operations.append(
-                dist.P2POp(abroad, full[run.in_sequence], group=group, group_peer=peer)
+                dist.P2POp(abroad, full[fragment.in_sequence], group=group, group_peer=peer)
             )
     return dist.batch_isend_irecv(operations)
 
@@ -170,9 +169,9 @@ def _wait_for(works: list[dist.Work]) -> Callable[[], None]:
 def _deliver(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, pack: ModuleType
 ) -> Callable[[], None]:
-    """Start carrying every rank's messages to their rows of ``full``; call the result to finish."""
-    if exchange.sends_runs(wave):
-        return _wait_for(_send_runs(exchange, wave, messages, full, to_heads=True))
+    """Start the transfer of every rank's messages to their rows of ``full``; the result ends it."""
+    if exchange.sends_fragments(wave):
+        return _wait_for(_send_fragments(exchange, wave, messages, full, to_heads=True))
     works, received = _swap(exchange, messages)
 
     def finish() -> None:
@@ -186,15 +185,15 @@ def _deliver(
 def _collect(
     exchange: Exchange, wave: Wave, full: Tensor, pack: ModuleType
 ) -> tuple[Tensor, Callable[[], None]]:
-    """The reverse: the messages that rows of ``full`` become on their ranks, and how to finish."""
+    """The reverse: start the transfer of rows of ``full``; the messages received, and its end."""
     messages = _messages(full, exchange, wave)
-    if exchange.sends_runs(wave):
-        return messages, _wait_for(_send_runs(exchange, wave, messages, full, to_heads=False))
+    if exchange.sends_fragments(wave):
+        return messages, _wait_for(_send_fragments(exchange, wave, messages, full, to_heads=False))
     beside = wave is not exchange.waves[0]
     pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
     works, received = _swap(exchange, messages)
 
-    def finish(sent: Tensor = messages) -> None:  # which must not be freed before it has left
+    def finish(sent: Tensor = messages) -> None:  # keeps ``messages`` alive until they are sent
         _wait_for(works)()
 
     return received, finish
@@ -213,7 +212,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
         pack.pack_peers(
             _rows_of(whole, wave), messages, shares, rank, own=kept, beside_transfer=bool(sent)
         )
-        # Messages are kept until they have left: their memory must not be given to others.
+        # Keeps the messages alive until they are sent: their memory must not be used again before.
         sent.append((messages, _deliver(exchange, wave, messages, full, pack)))
     for wave in () if exchange.at_once else exchange.waves:
         pack.pack_own(_rows_of(whole, wave), full, shares, rank, wave.own_place)

@@ -26,7 +26,7 @@ def _check_exchange(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> N
 
 
 def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
-    """Every section shared out evenly among ``cp_size`` ranks."""
+    """Every section split evenly among ``cp_size`` ranks."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -37,7 +37,7 @@ def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size:
 
 
 def _layout_of(balanced: bool) -> SequenceLayout:
-    """Rank order is sequence order to ranks that hold contiguous pieces."""
+    """The layout whose undoing is asked for: rank order is sequence order in the contiguous one."""
     return SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
 
 
@@ -58,7 +58,7 @@ def tensor_a2a_cp2hp(
         seq_dim: 0.
         head_dim: -1 or 2.
         cp_group: the ranks that share the sequence.
-        split_sections: widths of the sections of D, each shared out by itself (query heads among
+        split_sections: widths of the sections of D, each split by itself (query heads among
             all ranks, then key heads, ...); None treats D as one section.
         undo_attention_load_balancing: return tokens in sequence order, undoing the zigzag of one
             sequence of S tokens; otherwise they come as rank 0's, rank 1's, ...
@@ -97,8 +97,8 @@ def tensor_a2a_hp2cp(
         tensor: ``[S, B, d]``.
         split_sections: widths of the sections of **d**, as they stand in ``tensor``: those given to
             :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
-        redo_attention_load_balancing: ``tensor`` is in sequence order and the result shall be a
-            zigzag share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
+        redo_attention_load_balancing: ``tensor`` is in sequence order and the result is a zigzag
+            share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
 
     Returns:
         ``[s, B, D]``.
@@ -147,7 +147,7 @@ def get_parameter_local_cp(
         param: the whole parameter.
         dim: the dimension that holds the heads.
         cp_group: the context-parallel group.
-        split_sections: widths of sections of ``dim`` to be shared out one by one.
+        split_sections: widths of the sections of ``dim``, each split by itself.
 
     Returns:
         A view of ``param`` for one section, else a new tensor.

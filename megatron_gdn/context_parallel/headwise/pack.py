@@ -7,7 +7,8 @@ The plain-torch twin, with the same signatures, is :mod:`.pack_torch`.
     full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
     place         int32: the row of ``full`` that holds token t
 
-A message lies as it is sent; what a rank keeps for itself goes from whole to full rows directly.
+A message is stored as it is sent. A rank copies the rows that it keeps from whole to full rows
+directly.
 
 Legend: S tokens of the whole sequence, s this rank's share of them, B batch, P width of a whole
 row, p width of one rank's.
@@ -28,7 +29,7 @@ from .shares import HeadShares, Strip, alignment, strips
 _WARPS, _COLUMNS = 8, 1024
 _TILE_BYTES = 32 << 10  # eight 16-byte loads per thread, under way together
 _PER_PROCESSOR = 2  # as many as fit at once
-# Programs that run beside a transfer leave it this many multiprocessors; NCCL takes up to 32.
+# Kernels beside a transfer leave this many multiprocessors free for it; NCCL takes up to 32.
 _LEFT_TO_TRANSFERS = 32
 
 
@@ -38,7 +39,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """How many programs walk over the tiles; copies come out the same for any number."""
+    """How many programs process the tiles; the result is the same for any number."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = _processors(device)
@@ -48,14 +49,14 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_at_once(whole: Tensor, cut: tuple[Strip, ...]) -> int:
-    """Rows of a tile, so that its widest block is of some size; short sequences make more tiles."""
+    """Rows of a tile, so that its widest block has a fixed size, smaller for short sequences."""
     tile = _TILE_BYTES if whole.shape[0] * whole.shape[1] >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * whole.element_size()
     return max(1, min(128, tile // widest))
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Strides of tokens and batch rows in units of what divides both, and that unit."""
+    """Strides of tokens and of batch rows in units of their common power of two, and that unit."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     stride_s = whole.stride(0) if whole.shape[0] > 1 else 0
     stride_b = whole.stride(1) if whole.shape[1] > 1 else 0
@@ -109,8 +110,8 @@ def pack_peers(
 ) -> None:
     """Write to every peer's message its columns of ``whole``.
 
-    ``own``: the full rows and the place for :func:`pack_own`, which is then done in the same pass.
-    ``beside_transfer`` leaves processors to a transfer that is under way.
+    ``own``: the full rows and the place for :func:`pack_own`, which then runs in the same pass.
+    ``beside_transfer`` leaves multiprocessors free for a transfer.
     """
     _carry(
         whole, messages, None, strips(shares, _COLUMNS),
@@ -178,7 +179,7 @@ def unpack_peers(
 
 
 def _whole_rows(messages: Tensor) -> tuple[Tensor, tuple[Strip, ...]]:
-    """The messages as one run of rows that are carried whole."""
+    """All messages as rows ``[(ranks - 1) s, B, p]``, and the strips of such a row."""
     width = messages.shape[-1]
     return messages.flatten(0, 1), strips(HeadShares.even(1, (width,)), _COLUMNS)
 

@@ -75,10 +75,10 @@ def carry_columns_kernel(
 
 @triton.jit
 def _sum_strip(
-    whole_R, message_R, mine_R, real_R, piece, me, message_size,
+    whole_R, message_R, mine_R, real_R, part, me, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    whole_R += STRIPS[AT][0] + piece * STRIPS[AT][2]
+    whole_R += STRIPS[AT][0] + part * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     mine_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
@@ -86,7 +86,7 @@ def _sum_strip(
         at_D = block * BLOCK + tl.arange(0, BLOCK)[None, :]
         total_RD = tl.zeros((real_R.shape[0], BLOCK), WIDE)
         for copy in tl.static_range(COPIES):
-            rank = piece * COPIES + copy
+            rank = part * COPIES + copy
             if rank == me:
                 x_RD = tl.load(mine_R + at_D, mask=real_R, other=0.0)
             else:
@@ -106,13 +106,13 @@ def sum_copies_kernel(
     """Add up the COPIES of every strip in the order of their ranks, in WIDE, rounded once.
 
     A peer's rows lie in its message, this rank's (``me``) at ``place[t]`` of ``mine``.
-    grid (any number of programs); ``tiles`` = tiles of ROWS rows times pieces (ranks / COPIES).
+    grid (any number of programs); ``tiles`` = tiles of ROWS rows times blocks (ranks / COPIES).
     """
     rows = tokens * batch
-    tiles_per_piece = tl.cdiv(rows, ROWS)
+    tiles_per_block = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        piece = tile // tiles_per_piece
-        row_R = tile % tiles_per_piece * ROWS + tl.arange(0, ROWS)
+        part = tile // tiles_per_block
+        row_R = tile % tiles_per_block * ROWS + tl.arange(0, ROWS)
         real_R = (row_R < rows)[:, None]
         t_R = row_R // batch
         b_R = row_R % batch
@@ -122,6 +122,6 @@ def sum_copies_kernel(
         message_R = (message_ptr + tl.cast(row_R, tl.int64) * OWN_WIDTH)[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _sum_strip(
-                whole_R, message_R, mine_R, real_R, piece, me, tl.cast(rows, tl.int64) * OWN_WIDTH,
+                whole_R, message_R, mine_R, real_R, part, me, tl.cast(rows, tl.int64) * OWN_WIDTH,
                 STRIPS, strip, COPIES, WIDE,
             )  # fmt: skip

@@ -26,21 +26,21 @@ def pack_peers(
         full, place = own
         pack_own(whole, full, shares, rank, place)
     for message, peer in zip(messages, shares.peers(rank), strict=True):
-        for piece in shares.pieces(peer):
-            message[..., piece.own_columns] = whole[..., piece.columns]
+        for block in shares.blocks(peer):
+            message[..., block.own_columns] = whole[..., block.columns]
 
 
 def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
     """As :func:`.pack.pack_own`."""
-    for piece in shares.pieces(rank):
-        full[place, :, piece.own_columns] = whole[..., piece.columns]
+    for block in shares.blocks(rank):
+        full[place, :, block.own_columns] = whole[..., block.columns]
 
 
 def unpack_own(full: Tensor, whole: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
     """As :func:`.pack.unpack_own`."""
-    for piece in shares.pieces(rank):
-        if piece.copies == 1:
-            whole[..., piece.columns] = full[place, :, piece.own_columns]
+    for block in shares.blocks(rank):
+        if block.copies == 1:
+            whole[..., block.columns] = full[place, :, block.own_columns]
 
 
 def unpack_peers(
@@ -58,18 +58,18 @@ def unpack_peers(
     if with_own:
         unpack_own(full, whole, shares, rank, place)
     wide = torch.promote_types(whole.dtype, torch.float32)
-    totals: dict[slice, Tensor] = {}
+    totals: dict[tuple[int, int], Tensor] = {}
     received = dict(zip(shares.peers(rank), messages, strict=True))
     for other in range(shares.ranks):
-        for piece in shares.pieces(other):
-            if piece.copies == 1 and other == rank:
+        for block in shares.blocks(other):
+            if block.copies == 1 and other == rank:
                 continue
             rows = full[place] if other == rank else received[other]
-            rows = rows[..., piece.own_columns]
-            if piece.copies == 1:
-                whole[..., piece.columns] = rows
+            rows = rows[..., block.own_columns]
+            if block.copies == 1:
+                whole[..., block.columns] = rows
                 continue
-            key = piece.columns.start, piece.columns.stop
+            key = block.columns.start, block.columns.stop
             totals[key] = totals.get(key, 0) + rows.to(wide)
     for (start, stop), total in totals.items():
         whole[..., start:stop] = total

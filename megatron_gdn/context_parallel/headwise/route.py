@@ -17,8 +17,11 @@ from ..layouts import SequenceLayout, inverse, rank_order_of_sequence
 
 
 @dataclass(frozen=True)
-class Run:
-    """``tokens`` neighbours in a rank's order that are neighbours in the sequence too."""
+class Fragment:
+    """``tokens`` neighbours in a rank's order that are neighbours in the sequence too.
+
+    ``local`` and ``sequence`` are the positions of the first, in the wave and in the sequence.
+    """
 
     local: int
     sequence: int
@@ -35,13 +38,13 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """The part of a route that travels at one time: the same stretch of every rank's tokens.
+    """One of the waves in which rows travel: the same stretch of every rank's tokens.
 
     Attributes:
         tokens: which of a rank's tokens, ``size`` of them.
         own_place: int32 ``[size]``, sequence positions of this rank's tokens.
-        peer_place: int32 ``[(R - 1) * size]``, likewise of all peers', end to end.
-        positions: int64 ``[R, size]`` on the CPU, likewise of every rank's.
+        peer_place: int32 ``[(R - 1) * size]``, those of all peers' tokens, end to end.
+        positions: int64 ``[R, size]`` on the CPU, those of every rank's tokens.
     """
 
     tokens: slice
@@ -54,24 +57,24 @@ class Wave:
         return self.tokens.stop - self.tokens.start
 
     @cached_property
-    def mean_run(self) -> float:
-        """Tokens per run, on the rank with the most runs: every rank finds the same number."""
+    def mean_fragment(self) -> float:
+        """Tokens per fragment, on the rank with the most of them: the same on every rank."""
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
         return self.size / (1 + int(breaks.max()))
 
     @cached_property
-    def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """Every rank's runs; ``local`` counts from the start of the wave."""
-        return tuple(_runs(positions_s) for positions_s in self.positions)
+    def fragments(self) -> tuple[tuple[Fragment, ...], ...]:
+        """Every rank's fragments; ``local`` counts from the start of the wave."""
+        return tuple(_fragments(positions_s) for positions_s in self.positions)
 
 
-def _runs(positions_s: Tensor) -> tuple[Run, ...]:
+def _fragments(positions_s: Tensor) -> tuple[Fragment, ...]:
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist()]
     ends = [*starts[1:], positions_s.numel()]
     first = positions_s[starts].tolist()
     return tuple(
-        Run(start, at, end - start) for start, end, at in zip(starts, ends, first, strict=True)
+        Fragment(start, at, end - start) for start, end, at in zip(starts, ends, first, strict=True)
     )
 
 
@@ -96,7 +99,7 @@ def route(
     Args:
         lengths: tokens of each document (one entry when not packed).
         layout: how the buffer was cut.
-        waves: in how many parts of about equal size the tokens travel.
+        waves: how many waves of about equal size the tokens travel in.
 
     Raises:
         ValueError: a length that does not divide, see

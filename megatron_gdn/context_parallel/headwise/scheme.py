@@ -1,7 +1,7 @@
-"""Headwise (hidden-parallel) context parallelism: trade the sequence split for a head split.
+"""Headwise (hidden-parallel) context parallelism: the heads are split instead of the sequence.
 
-An exchange turns "a share of the tokens, all heads" into "all tokens, a share of the heads", so
-the convolution and the recurrence run over whole sequences; the inverse follows them.
+An exchange turns "some tokens, all heads" into "all tokens, some heads". The convolution and the
+recurrence then run over whole sequences, and the inverse exchange follows.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, P width of a
 projection row of one tensor-parallel rank, p of one rank's heads, V width of a mixed row.
@@ -20,6 +20,7 @@ from ...ops import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
+from ...ops.uncompiled import uncompiled
 from ..layouts import SequenceLayout
 from ..scheme import Passage
 from .exchange import Exchange, to_heads, to_sequence
@@ -30,16 +31,16 @@ from .shares import HeadShares
 class Headwise:
     """Hidden-parallel context parallelism over ``group`` for one tensor-parallel rank's heads.
 
-    Every rank gets an equal number of state heads and the heads that serve them. Where ranks
-    outnumber key heads, neighbours share one: its query and key travel to each of them, and what
-    they find as its gradient is summed.
+    Every rank gets an equal number of state heads and the heads that serve them. If there are more
+    ranks than key heads, neighbouring ranks hold the same key head: its query and key travel to
+    each of them, and their gradients are summed.
 
     Args:
         layout: projection columns of one tensor-parallel rank.
         group: the context-parallel group.
-        sequence_layout: how the ranks' tokens were cut from the sequence.
+        sequence_layout: how the data loader cut the sequence.
 
-    ``layout`` of the object are the columns inside the exchange, on one rank.
+    ``self.layout`` holds the columns inside the exchange, on one rank.
 
     Raises:
         ValueError: the heads cannot be shared by the group.
@@ -63,7 +64,7 @@ class Headwise:
         self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """How the rows of one micro-batch get here and back.
+        """How the rows of one micro-batch reach this scheme and return.
 
         Args:
             documents: of the packed buffer.
@@ -103,24 +104,24 @@ class Headwise:
         return _OwnRows.apply(param, _own_rows(shares, rank, param.device))
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """Which of the ``tokens`` sequence positions this rank holds, in its order."""
+        """The sequence positions that this rank holds, of ``tokens``, in its order."""
         lengths = Documents.lengths_of(documents, tokens)
         return positions(lengths, self.size, self._sequence_layout)[self._group.rank()]
 
 
 def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -> Tensor:
     """The rows that ``rank`` holds, a view for one section; gradients reach just those rows."""
-    mine = [param.narrow(dim, piece.whole, piece.width) for piece in shares.pieces(rank)]
+    mine = [param.narrow(dim, block.whole, block.width) for block in shares.blocks(rank)]
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
 
 
-@torch.compiler.disable  # Dynamo takes the handles of point-to-point messages for tensors
+@uncompiled  # Dynamo takes the handles of point-to-point messages for tensors
 def open_rows(proj_sBP: Tensor, exchange: Exchange) -> Tensor:
     return to_heads(proj_sBP, exchange)
 
 
 class _OwnRows(torch.autograd.Function):
-    """Distinct rows of a parameter: one pass, and the gradient of all sections another."""
+    """Distinct rows of a parameter: one pass forward, and one backward for all sections."""
 
     @staticmethod
     def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
@@ -135,6 +136,6 @@ class _OwnRows(torch.autograd.Function):
 
 @cached_by_stream(16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
-    columns = [range(piece.whole, piece.whole + piece.width) for piece in shares.pieces(rank)]
+    columns = [range(block.whole, block.whole + block.width) for block in shares.blocks(rank)]
     table = torch.tensor([row for rows in columns for row in rows], device="cpu")
     return to_device(table, device)

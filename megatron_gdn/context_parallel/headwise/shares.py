@@ -1,4 +1,4 @@
-"""How the columns of a row are shared out over ranks, as plain numbers for the kernels."""
+"""How the columns of a row are split over ranks, as plain numbers for the kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from math import gcd
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
-    """The columns of one section that one rank holds: where in the whole row, where in its own."""
+class ColumnBlock(NamedTuple):
+    """Columns of one section on one rank.
+
+    They start at ``whole`` in the whole row and at ``own`` in the rank's row. ``copies`` ranks hold
+    the same columns.
+    """
 
     whole: int
     own: int
@@ -26,11 +30,11 @@ class Piece(NamedTuple):
 
 
 class HeadShares(NamedTuple):
-    """Sections of a row, each cut by itself into equal pieces of whole heads.
+    """Sections of a row, each cut by itself into equal blocks of whole heads.
 
-    A section of ``c`` copies is cut into ``ranks / c`` pieces and rank r holds piece ``r // c``:
-    with one copy every column lives on one rank, with more each lives on ``c`` neighbours. A rank's
-    own row is its pieces, in the order of the sections.
+    A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``:
+    with one copy every column is on one rank, else on ``c`` neighbouring ranks. A rank's own row
+    is its blocks, in the order of the sections.
 
     Attributes:
         ranks: how many ranks share the heads.
@@ -49,7 +53,7 @@ class HeadShares(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of the pieces, the sections of a rank's own row."""
+        """Widths of the blocks, the sections of a rank's own row."""
         return tuple(w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True))
 
     @property
@@ -60,13 +64,13 @@ class HeadShares(NamedTuple):
     def own_width(self) -> int:
         return sum(self.widths)
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def blocks(self, rank: int) -> list[ColumnBlock]:
         """What ``rank`` holds, section by section."""
-        pieces, whole, own = [], 0, 0
+        blocks, whole, own = [], 0, 0
         for section, width, copies in zip(self.sections, self.widths, self.copies, strict=True):
-            pieces.append(Piece(whole + rank // copies * width, own, width, copies))
+            blocks.append(ColumnBlock(whole + rank // copies * width, own, width, copies))
             whole, own = whole + section, own + width
-        return pieces
+        return blocks
 
     def peers(self, rank: int) -> list[int]:
         return [other for other in range(self.ranks) if other != rank]
@@ -89,9 +93,9 @@ class Strip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
-    """The pieces cut into blocks of at most ``most`` columns, so that kernels need no masks."""
+    """A rank's columns in blocks of at most ``most`` columns, so that kernels need no masks."""
     cut = []
-    for whole, own, width, copies in shares.pieces(0):
+    for whole, own, width, copies in shares.blocks(0):
         done, block = 0, most
         while done < width:
             while block > width - done:

@@ -1,7 +1,7 @@
 """The gated delta rule as a function of tensors, differentiable in all of them.
 
-It chooses its implementation as the layer does, by :func:`.resolve.resolve_rule`, and runs it in
-the same stages; only the oracle, token by token, is not a layer's.
+:func:`.resolve.resolve_rule` chooses its implementation, as for the layer, and the stages are the
+same. Only the token recurrence (``"recurrent"``), the oracle, is not for layers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run_rule(
         q = q * (scale * k.shape[-1] ** 0.5)
     filled = None
     if documents is not None and 0 in documents.lengths:
-        # A rule counts non-empty documents; the state of an empty one passes it by.
+        # A rule counts non-empty documents. An empty document's final state is its initial one.
         filled = torch.tensor([n > 0 for n in documents.lengths], device=v.device)
     initial = initial_state if filled is None or initial_state is None else initial_state[filled]
     o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)

@@ -6,13 +6,13 @@ Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 
 class RuleInputs(NamedTuple):
-    """``o_t = S_t^T q_t / sqrt(K)`` over these; in a backward, None where the rule reads none."""
+    """Inputs of the rule. A backward gets None for those that the rule does not read again."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
@@ -24,9 +24,9 @@ class RuleInputs(NamedTuple):
 class RuleGrads(NamedTuple):
     """Gradients of the inputs, for the front's backward.
 
-    dq and dk may have H heads, one per value head: the front sums those that share a key head. With
-    a ``factor`` the true gradient of a head is ``tensor * factor[head]``. The factor is a power of
-    two, the same for the value heads of one key head; the front multiplies in fp32.
+    dq and dk may have H heads, one per value head: the front sums those of one key head. With a
+    ``factor`` the true gradient of a head is ``tensor * factor[head]``, which the front computes in
+    fp32. The factor is a power of two, the same for the value heads of one key head.
     """
 
     q: Tensor
@@ -37,8 +37,8 @@ class RuleGrads(NamedTuple):
     factor: Tensor | None = None  # [H] fp32
 
 
-def in_one_row(x: Tensor | None) -> Tensor | None:
-    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy."""
+def in_one_row(x: Any) -> Any:
+    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; None stays."""
     if x is None or x.shape[0] == 1:
         return x
     return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])

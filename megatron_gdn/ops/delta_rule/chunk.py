@@ -2,10 +2,10 @@
 
 A sequence is cut into chunks of C tokens. Inside a chunk everything is a matrix product; only the
 state at chunk boundaries is computed one chunk after the other (:mod:`.chunk_math` has the
-equations). The backward is in closed form; it walks forward again and keeps what that takes until
-it has walked back, so nothing of size T * C outlives either pass. Every reduction has a fixed
-order, so results repeat bit for bit; every product has a fixed shape on a GPU, so a sequence's
-results do not depend on the others of its batch either.
+equations). The backward is in closed form. It computes the forward again and keeps its
+intermediates until the walk back, so no tensor of size T * C outlives either pass. Every reduction
+has a fixed order, so results repeat bit for bit. Every product has a fixed shape on a GPU, so a
+sequence's results do not depend on the others of its batch.
 
 Legend: N sequences, n chunks, T tokens, G key heads, R value heads per key head, H = G * R, K key
 dim, V value dim.
@@ -32,9 +32,9 @@ class ChunkedRule(NamedTuple):
     """The rule over sequences of known lengths, as two plain calls without autograd.
 
     A token that is not finite (NaN or inf in k, v, g, beta) makes the outputs of its head NaN from
-    itself on, those before it keep their bits; a log-decay may be -inf. Finite numbers whose
-    products overflow inside a chunk may reach the outputs of the chunk's earlier tokens, and the
-    backward of such a sequence reaches all of it.
+    itself on. Outputs before it keep their bits. A log-decay may be -inf. Finite numbers whose
+    products overflow inside a chunk may change the outputs of the chunk's earlier tokens, and all
+    gradients of the sequence.
 
     Attributes:
         lengths: tokens of every sequence, as they follow each other.
@@ -70,7 +70,7 @@ class ChunkedRule(NamedTuple):
         return table.to_tokens(rows, v), final
 
     def final_states(self, q, k, v, g, beta, state: Tensor) -> Tensor:
-        """What :meth:`forward` returns second, without the output."""
+        """The final states ``[N, G, R, K, V]`` of :meth:`forward`, without the output."""
         table = self._table(v)
         final, carried = _copy(state), None
         ends = state.flatten(1, 2), final.flatten(1, 2)
@@ -81,7 +81,7 @@ class ChunkedRule(NamedTuple):
         return final
 
     def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
-        """What :meth:`backward` returns last; it depends on no state."""
+        """The gradient of the initial states, the last of :meth:`backward`; it reads no state."""
         table = self._table(v)
         d_initial, d_carried = _copy(d_final), None
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
@@ -94,8 +94,8 @@ class ChunkedRule(NamedTuple):
     def backward(self, do, d_final, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g, beta and the initial states.
 
-        What the walk forward computed is kept until the walk back comes by: some 0.36 MiB per chunk
-        and value head of 128 x 128, within this call only.
+        Intermediates of the walk forward are kept until the walk back: some 0.36 MiB per chunk and
+        value head of 128 x 128, within this call only.
         """
         table = self._table(v)
         inputs = (q, k, v, g, beta)
@@ -167,9 +167,9 @@ def torch_chunk_gated_delta_rule(
         raise ValueError(f"chunk_size={chunk_size} must be at least 1; 64 is usual.")
     if use_qk_l2norm_in_kernel:
         query, key = l2norm(query), l2norm(key)
-    scale = key.shape[-1] ** -0.5 if scale is None else scale
+    factor = key.shape[-1] ** -0.5 if scale is None else scale
     lengths = (key.shape[1],) * key.shape[0] if documents is None else documents.lengths
-    rule = ChunkedRule(lengths, chunk_size, scale)
+    rule = ChunkedRule(lengths, chunk_size, factor)
     state = rule.zero_state(key, value)
     if initial_state is not None:
         state = initial_state.to(state.dtype).reshape(state.shape)

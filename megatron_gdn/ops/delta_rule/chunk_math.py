@@ -7,16 +7,16 @@ the state before the chunk:
     o            = exp(G) q S + P B x            P_ij = (q_i . k_j) Gamma_ij,  j <= i
     S_next       = exp(G_C) S + (exp(G_C - G) k)^T B x
 
-(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) x is what each token has to correct, its
-v less what the state already returns for its k; B x is what it writes. x is affine in S, and so is
+(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) x is each token's correction: its v minus
+the value that the state returns for its k. B x is written to the state. x is affine in S, and so is
 the state after the chunk:
 
     x            = U + W S      U = (I + A B)^-1 v,          W = -(I + A B)^-1 exp(G) k
     S_next       = M S + Z      Z = (exp(G_C - G) B k)^T U,  M = exp(G_C) I + (exp(G_C - G) B k)^T W
 
 All but S is computed for many chunks at once; the walk from state to state is one product per
-chunk. Its gradient walks back with M^T. What is wanted of queries and of keys alike is computed in
-one launch for both, queries before keys.
+chunk. Its gradient walks back with M^T. Q and K are stacked, Q first, so that shared products take
+one launch.
 
 Legend: n chunks of the group, G key heads, R value heads per key head, m = n * G, b = m * R,
 C tokens of a chunk, K key dim, V value dim, N sequences.
@@ -55,7 +55,7 @@ def _upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 class Chunks:
-    """The chunks of one group; what does not need the state is made when first asked for."""
+    """The chunks of one group. Tensors that do not need the state are made on first use."""
 
     def __init__(
         self,
@@ -82,24 +82,24 @@ class Chunks:
         self.q.mul_(scale)
         self.v = self._of_value_heads(v, wide)
         self.beta = self._of_value_heads(beta, wide)
-        # G is summed and subtracted in fp64: after a strong decay G is in the thousands, and the
-        # difference of two fp32 numbers of that size has lost the digits that exp() magnifies.
+        # G is summed and subtracted in fp64: after a strong decay G is in the thousands, and a
+        # difference of two such fp32 numbers lacks the digits that exp() magnifies.
         g = self._of_value_heads(g, torch.float64)
         g.clamp_(min=least_log_decay(wide))  # -inf - -inf would be NaN
         self._reached = self._set_aside(g) if set_aside else None
         self._G = g @ _upto(C, 0, g.dtype, g.device)
         self.decay_in = self._G.exp().to(wide)  # [b, C], from the chunk's start to token i
         self.decay_out = (self._G[:, -1:] - self._G).exp_().to(wide)  # from token i to its end
-        if set_aside:  # NaN in what is written makes the state after the chunk NaN
+        if self._reached is not None:  # NaN in what is written makes the state after the chunk NaN
             self.decay_out.masked_fill_(self._reached[:, -1:], float("nan"))
 
     def _set_aside(self, g: Tensor) -> Tensor:
-        """Zero the tokens whose k, v, g or beta is not finite; those that they reach, ``[b, C]``.
+        """Zero the tokens whose k, v, g or beta is not finite; the tokens they reach, ``[b, C]``.
 
-        In the products with triangular matrices an earlier token takes 0 times what a later one
-        has, which NaN and inf survive. So these tokens go in as zeros, and NaN is put back where
-        the recurrence has it: in the output from the first of them on, and in the state after the
-        chunk. (A q reaches no output but its own.)
+        In products with triangular matrices an earlier token takes 0 times a later one's values,
+        and 0 * NaN is NaN. So these tokens are set to zero, and NaN is written where the recurrence
+        has it: in the output from the first of them on, and in the state after the chunk. (A q
+        reaches its own output only.)
         """
         largest = [torch.linalg.vector_norm(x, float("inf"), dim=-1) for x in (self.k, self.v)]
         bad_k = largest[0].mul_(0) != 0  # NaN and inf times 0 are NaN
@@ -323,9 +323,8 @@ def _without_diagonal_of_second(pairs: Tensor) -> Tensor:
 def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Tensor:
     """Gradient of the per-token log-decay from the interactions it scales.
 
-    g_t multiplies every interaction between a writer before t and a reader at t or later. Summing
-    exactly those, instead of differences of sums that contain the others too, keeps full relative
-    accuracy when decay is so strong that almost nothing crosses.
+    g_t multiplies every interaction between a writer before t and a reader at t or later. Only
+    those are summed. Differences of larger sums would lose relative accuracy under strong decay.
 
     Args:
         crossing: ``[b, C, C]``, reader i against writer j; entries with j >= i are ignored.

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch sit in chunks, and the groups that chunks are computed in.
+"""The places of a batch's tokens in chunks, and the groups that chunks are computed in.
 
 Legend: N sequences, n chunks, C tokens of a chunk, T tokens of all sequences.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..host_tables import cached_by_stream, to_device
 
-# Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the chip, and to
-# keep the host ahead of it. Not a power of two: lengths that are, cut into documents, make a few
-# chunks more than a power of two, and would fill up almost one group more than uncut.
+# Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the GPU, and to keep
+# the host ahead of it. Not a power of two: a buffer whose length is one, cut into documents, has a
+# few chunks more than a power of two, and would need one more group that is almost empty.
 _AT_ONCE = 1536
 
 
@@ -49,9 +49,9 @@ class ChunkGroup:
 class ChunkTable:
     """The chunks of N sequences, sequence after sequence.
 
-    On a GPU all groups have one size and the last is filled up with empty chunks. So every matrix
-    product has one shape, whatever the batch, the library takes one kernel for it, and what a
-    sequence computes does not depend on its neighbours in a single bit.
+    On a GPU all groups have one size; the last is filled up with empty chunks. So every matrix
+    product has one shape for any batch, the library takes one kernel for it, and no bit of a
+    sequence depends on its neighbours.
 
     Attributes:
         slot: int64 ``[T]``, the slot of each token; None when slots are tokens.

@@ -1,7 +1,7 @@
 """fla's Triton kernels as a rule, through the functions beneath its autograd class.
 
-Calling those directly skips fla's own saved tensors and its copies of strided inputs, and leaves
-the backward in our hands. They belong to fla 0.6; :mod:`.obstacles` checks that before this rule is
+Direct calls skip fla's own saved tensors and its copies of strided inputs, and let the mixer call
+the backward. The functions are those of fla 0.6; :mod:`.obstacles` checks that before this rule is
 chosen.
 """
 
@@ -42,7 +42,7 @@ def _parts(
 
 
 def parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
-    """The parts whose maps fla computes, whose kernel counts elements within one in 32 bits."""
+    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     if documents is None:
         sequences = tuple(row * tokens for row in range(rows + 1))
@@ -53,7 +53,7 @@ def parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
 
 
 class _Triangular(NamedTuple):
-    """What the state maps and the run both need."""
+    """Intermediates that the state maps and the forward share."""
 
     g_sum: Tensor  # [B, S, H] fp32, log2-decay summed within chunks
     A: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
@@ -62,6 +62,8 @@ class _Triangular(NamedTuple):
 
 
 class FlaRule:
+    """fla's gated delta rule for bf16 or fp16: ``backend="fla"``."""
+
     name = "fla"
     batch_invariant = False
     operand_dtype = None
@@ -155,7 +157,7 @@ class FlaBackward:
         d_written = fla.chunk_bwd_dv_local(
             q=inputs.q, k=inputs.k, g=self._g_sum, do=self._d_o, scale=scale, **boundaries
         )
-        # Its values are not read; given, it asks for the gradient of initial states.
+        # Its values are not read; fla computes the gradient of initial states if it is given.
         initial = self._g_sum.new_empty(N, H, K, V)
         _, d_local, _ = fla.chunk_gated_delta_rule_bwd_dhu(
             q=inputs.q, k=inputs.k, w=w, g=self._g_sum, h0=initial, dht=None, do=self._d_o,
@@ -164,7 +166,7 @@ class FlaBackward:
         return d_local
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Nothing to do: nothing that was made of d_o is kept."""
+        """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         inputs = self._inputs

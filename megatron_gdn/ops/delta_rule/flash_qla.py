@@ -7,7 +7,7 @@ batch is made from host offsets, and the heads are summed inside our backward ke
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,8 +24,9 @@ from .obstacles import why_not_heads
 class FlashQlaRule:
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side. A part whose log-decay falls below
-    -10 is taken to forget what entered it (e^-10 = 4.5e-5, a hundredth of a bf16 rounding).
+    Long sequences are cut into parts that run side by side. If the log-decay of a part falls below
+    -10, the state that entered it is taken as zero from there on (e^-10 = 4.5e-5, a hundredth of a
+    bf16 rounding).
 
     Args:
         batch_invariant: cut a sequence by its own length and the number of heads alone, so that
@@ -67,10 +68,10 @@ class FlashQlaRule:
 
 
 class Uncarried(NamedTuple):
-    """How a forward without states was run by FlashQLA's own driver."""
+    """The plan of a forward without states, run by FlashQLA's own driver."""
 
     plan: Plan
-    cache: type | None  # FlashQLA's dataclass of what its cut carries over to the backward
+    cache: type | None  # FlashQLA's dataclass of the tensors that its backward reuses
 
 
 class FlashQlaForward:
@@ -86,7 +87,7 @@ class FlashQlaForward:
 
     def state_map(self) -> StateMap:
         maps = self._part_maps()
-        return StateMap(*compose(maps.local, maps.through, maps.plan.parts))
+        return StateMap(*compose(maps.local, maps.through, maps.plan.cut))
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
@@ -104,7 +105,7 @@ class FlashQlaForward:
             output_final_state=final, enable_fwd_cp_cache=keep, cp_context=plan.context,
             is_train=True,
         )  # fmt: skip
-        # What the cut carries over to the backward: plain tensors of a small dataclass.
+        # The tensors that the backward reuses: fields of a small dataclass.
         kept = () if carried is None else tuple(vars(carried).values())
         cache = None if carried is None else type(carried)
         return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Uncarried(plan, cache)))
@@ -113,9 +114,7 @@ class FlashQlaForward:
 class CarriedBackward:
     """After a forward that carried states between parts itself."""
 
-    def __init__(
-        self, d_o: Tensor, inputs: RuleInputs, saved: tuple[Tensor | None, ...], plan: Plan
-    ) -> None:
+    def __init__(self, d_o: Tensor, inputs: RuleInputs, saved: tuple[Any, ...], plan: Plan) -> None:
         self._rows, self._plan, self._saved = inputs.k.shape[:2], plan, saved
         self._d_o, self._inputs = in_one_row(d_o), inputs_in_one_row(inputs)
         self._d_local: Tensor | None = None  # [P, H, K, V], of parts
@@ -128,15 +127,16 @@ class CarriedBackward:
         return self._d_local
 
     def d_initial(self) -> Tensor:
-        through = None if self._plan.parts.are_sequences else self._saved[3]
-        return initial_gradients(self._of_parts(), through, self._plan.parts)
+        parts = self._plan.cut
+        through = None if parts.are_sequences else self._saved[3]
+        return initial_gradients(self._of_parts(), through, parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         if self._d_local is not None:
             self._d_local = self._d_local * by
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        parts, (g_sum, A) = self._plan.parts, self._saved[:2]
+        parts, (g_sum, A) = self._plan.cut, self._saved[:2]
         if parts.are_sequences:
             first, last_grad = initial, d_final
         else:
@@ -165,12 +165,13 @@ class UncarriedBackward:
         # The forward carried no states, so it did not keep what the chain of gradients needs.
         g_sum, A = (in_one_row(x) for x in self._saved.tensors[:2])
         plan = self._rule.plan(self._inputs, self._documents, states=True)
-        maps = flash_qla_states.part_maps(inputs_in_one_row(self._inputs), plan, g_sum, A)
+        inputs = inputs_in_one_row(self._inputs)
+        maps = flash_qla_states.part_maps(inputs, plan, (g_sum, A))
         saved = flash_qla_states.saved_tensors(maps, entering=None)
         return CarriedBackward(self._d_o, self._inputs, saved, plan).d_initial()
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Nothing to do: nothing that was made of d_o is kept."""
+        """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         plan, cache = self._saved.plan
@@ -196,7 +197,7 @@ def _gradients(
     first: Tensor | None,
     last_grad: Tensor | None,
 ) -> RuleGrads:
-    """From what enters every part, and the gradient of what leaves it."""
+    """From the states ``first`` that enter parts, and the gradient of those that leave them."""
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
               "cu_seqlens": plan.part_offsets}  # fmt: skip
     states, *_ = stages().fused_gdr_h(

@@ -64,7 +64,7 @@ def with_fences(source: str) -> str:
     """The same source with :func:`missing_fences` put in."""
     lines = source.split("\n")
     for number in reversed(missing_fences(source)):
-        indent = re.match(r"\s*", lines[number])[0]
+        indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
         lines.insert(number, indent + _FENCE)
     return "\n".join(lines)
 
@@ -79,8 +79,8 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     Args:
         kernels: modules of FlashQLA, and the name in each of a function that tilelang compiles.
     """
-    import tvm_ffi
-    from tilelang.engine.callback import register_cuda_postproc
+    import tvm_ffi  # pyright: ignore[reportMissingImports]
+    from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 
     before = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
 

@@ -1,4 +1,4 @@
-"""Where FlashQLA cuts the sequences of a batch, made from host offsets and kept by value."""
+"""FlashQLA's cut of a batch's sequences into parts, made from host offsets and kept by value."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ UNFENCED = {
 @cache
 def stages() -> ModuleType:
     """FlashQLA's stages, from the module that picked them for this architecture."""
-    from flash_qla.ops.gated_delta_rule import chunk
+    from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
     missing = [name for name in _STAGES if not hasattr(chunk, name)]
     if missing:
@@ -57,22 +58,28 @@ class Plan:
 
     Attributes:
         context: FlashQLA's own description of it.
-        parts: the same cut; None for batch rows that FlashQLA runs side by side, none of them cut.
+        parts: the same cut; None for uncut batch rows that FlashQLA runs side by side.
     """
 
-    context: object
+    context: Any
     parts: Parts | None
 
     @property
+    def cut(self) -> Parts:
+        """:attr:`parts` of a plan for states, which always has them."""
+        assert self.parts is not None
+        return self.parts
+
+    @property
     def part_offsets(self) -> Tensor | None:
-        """What the kernels take for ``cu_seqlens``: the parts are sequences to them."""
+        """The ``cu_seqlens`` of kernels that take each part as a sequence."""
         return None if self.parts is None else self.parts.offsets
 
 
 def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | None:
-    """FlashQLA's choice for the batch as a whole; None: it cuts nothing.
+    """FlashQLA's cut for the batch as a whole; None if it cuts no sequence.
 
-    It reads lengths and heads only, never data, so it repeats.
+    It depends on lengths and heads only, never on data, so it repeats.
     """
     with torch.device("cpu"):
         context = stages().build_cp_context(
@@ -114,7 +121,7 @@ def plan_of(
 
 def _remember_chunks(on_device: Tensor, offsets) -> None:
     """Spares the kernels' wrappers from reading lengths back from the device."""
-    from flash_qla.utils.index import prepare_varlen_metadata
+    from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
 
     with torch.device("cpu"):
-        prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))
+        index.prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))

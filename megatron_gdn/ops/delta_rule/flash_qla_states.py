@@ -1,13 +1,13 @@
-"""States in and out of FlashQLA: what parts do to a state, and gradients of states.
+"""States in and out of FlashQLA: the state maps of parts, and gradients of states.
 
 FlashQLA's kernel for the states of parts gives, per part and head, ``S_out = through @ S_in +
-local``. Its own driver asks for it where it cuts a sequence; here it serves sequences as well,
-whose maps are the products of their parts'. From one such pass come the transition that context
-parallelism sends around, and, once the entering states are known, the forward itself.
+local``. Its own driver calls it for sequences that it cuts. Here it also serves whole sequences:
+their maps are the products of their parts' maps. One such pass gives the maps that context
+parallelism sends and, with the entering states, the forward.
 
-A head whose log-decay sums to less than -20 within a part forgets what entered it: e^-20 = 2e-9,
-less than fp32 keeps of a sum, so ``through`` is zero there and ``local`` needs only the chunks
-since. (FlashQLA's own driver says -10.)
+If a head's log-decay sums to less than -20 within a part, ``through`` is zero there and ``local``
+needs only the chunks since: e^-20 = 2e-9 is less than fp32 keeps of a sum. (FlashQLA's own driver
+uses -10.)
 
 Legend: S tokens, N sequences, P parts, H value heads, K key dim, V value dim.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,37 +32,42 @@ _FORGOTTEN = -20.0
 
 @dataclass(frozen=True, eq=False)
 class PartMaps:
-    """What a batch's parts do to a state, and what the other passes can reuse."""
+    """The maps of a batch's parts, and intermediates that other passes reuse."""
 
     plan: Plan
     g_sum: Tensor  # [1, S, H] fp32, log-decay summed within chunks
     A: Tensor  # [1, S, H, 64], inverse of the chunk's triangular system
     local: Tensor  # [P, H, K, V] fp32
     through: Tensor  # [P, H, K, K] fp32
-    chunks_back: Tensor  # [P, H] int32, chunks from a part's start that see what entered it
+    chunks_back: Tensor  # [P, H] int32, chunks from a part's start that S_in reaches
 
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """How a forward that carries states was run; it saved :func:`saved_tensors`."""
+    """The plan of a forward with states; it saved :func:`saved_tensors`."""
 
     plan: Plan
 
 
 def part_maps(
-    inputs: RuleInputs, plan: Plan, g_sum: Tensor | None = None, A: Tensor | None = None
+    inputs: RuleInputs, plan: Plan, triangular: tuple[Tensor, Tensor] | None = None
 ) -> PartMaps:
-    """One pass over k, v, the gates and beta; ``inputs`` of one row."""
-    parts, sequences = plan.parts, plan.context.cu_seqlens
+    """One pass over k, v, the gates and beta; ``inputs`` of one row.
+
+    ``triangular``: ``g_sum`` and ``A`` of a forward that has computed them.
+    """
+    parts, sequences = plan.cut, plan.context.cu_seqlens
     size = stages().CHUNK_SIZE
-    if g_sum is None:
+    if triangular is not None:
+        g_sum, A = triangular
+    else:
         g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences, chunk_size=size)
         A = stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences, chunk_size=size)
     chunks, chunks_back, *_ = stages().get_warmup_chunks_bidi(
         g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
         chunk_size=size, threshold=_FORGOTTEN,
     )  # fmt: skip
-    # The kernel counts chunks back from a part's end, off the grid of a part that ends inside one.
+    # The kernel counts chunks from a part's end, which is off the grid if it lies inside a chunk.
     if parts.ragged is not None:
         chunks = torch.where(parts.ragged, parts.chunks, chunks)
     local, through = _run_parts(inputs, g_sum, A, parts.offsets, chunks)
@@ -102,9 +108,9 @@ def _run_parts_fp32(
     return local, through
 
 
-def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Tensor | None, ...]:
-    """g_sum, A, chunks_back, then of cut sequences the maps' ``through`` and what enters parts."""
-    if maps.plan.parts.are_sequences:
+def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Any, ...]:
+    """g_sum, A, chunks_back; if sequences are cut, also ``through`` and the entering states."""
+    if maps.plan.cut.are_sequences:
         return maps.g_sum, maps.A, maps.chunks_back
     return maps.g_sum, maps.A, maps.chunks_back, maps.through, entering
 
@@ -116,7 +122,7 @@ def forward(
 
     With ``final`` also the states that leave them.
     """
-    parts = maps.plan.parts
+    parts = maps.plan.cut
     entering = entering_states(maps.local, maps.through, parts, initial)
     o, _, last = stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=maps.A, g=maps.g_sum, b=inputs.beta,
@@ -128,13 +134,13 @@ def forward(
 
 
 def d_initial_of_parts(
-    d_o: Tensor, inputs: RuleInputs, saved: tuple[Tensor | None, ...], plan: Plan
+    d_o: Tensor, inputs: RuleInputs, saved: tuple[Any, ...], plan: Plan
 ) -> Tensor:
-    """``[P, H, K, V]``: the gradient of states that enter parts, if those that leave get none."""
+    """``[P, H, K, V]``: the gradient of states that enter parts, if that of leaving ones is 0."""
     g_sum, A, chunks_back, *_ = saved
     _, d_local = stages().fused_gdr_dh(
         q=inputs.q, k=inputs.k, a=A, g=g_sum, b=inputs.beta, do=d_o, dht=None, output_dh0=True,
-        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.parts.offsets,
+        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.cut.offsets,
         num_warmup_chunks=chunks_back,
     )  # fmt: skip
     return d_local

@@ -1,17 +1,17 @@
 """Operands of the delta rule in fp16 where the layer's dtype is bf16.
 
-The GPU rules multiply on tensor cores, in fp32 from operands of 16 bits: whatever goes from one
-product of a chunk into the next (the inverse, gated scores, written values, states and their
-gradients) is rounded to the dtype of q, k and v. bf16 keeps 8 bits of it, fp16 11, at the same
-speed. fp16's price is its range, 2^-14 to 65504 at full precision, and this file pays it:
+The GPU rules multiply on tensor cores: operands of 16 bits, sums in fp32. An operand that is itself
+a product of the chunk (the inverse, gated scores, written values, states and their gradients) is
+rounded to the dtype of q, k and v. bf16 keeps 8 bits, fp16 keeps 11, at the same speed. But fp16
+has full precision only from 2^-14 to 65504:
 
-- q and k have unit length; v is the output of a SiLU, like the state a mean of such values, and o
-  a fraction of the state. They are used as they are. Beyond 65504 they are inf, and the output and
-  the gradients inf or NaN: nothing saturates. Values below 2^-14 lose bits, those below 2^-17 have
+- q and k have unit length. v is the output of a SiLU, the state is a mean of such values, and o is
+  a fraction of the state. They are not scaled. Values beyond 65504 become inf, and the output and
+  gradients inf or NaN; no value is clamped. Values below 2^-14 lose bits; those below 2^-17 have
   fewer than in bf16.
-- Gradients may have any size, so d_o is multiplied by a power of two, and the rule's backward,
-  which is linear in it, returns gradients so much larger. Whoever reads them multiplies with the
-  inverse, in fp32 (:class:`.base.RuleGrads`). Both are exact.
+- Gradients may have any size. So d_o is multiplied by a power of two. The rule's backward is linear
+  in d_o and returns gradients multiplied by the same power, and the front multiplies them by the
+  inverse, in fp32 (:class:`.base.RuleGrads`). Both products are exact.
 
 The power is chosen for each key head, from the largest |d_o| of its value heads, on the device, and
 brings that below 1. Above, there is room for sums. With g <= 0, beta <= 1 and unit keys no step of
@@ -22,8 +22,8 @@ tokens of the largest gradient, alike in sign in all of V as the values are, in 
 forgets nor writes (beta = 5e-4), the largest came to 2^15; gradients that agree in a hundredth of
 their largest leave 2^6 more. Beyond, inf comes out, and is seen.
 
-Below, an element under 2^-13 of the largest loses bits and one under 2^-16 has fewer than in bf16;
-the error there is at most 2^-24 of the largest. Where one token in 500 has gradients 2^10 times the
+An element under 2^-13 of the largest loses bits, and one under 2^-16 has fewer than in bf16; the
+error there is at most 2^-24 of the largest. Where one token in 500 has gradients 2^10 times the
 others', dq, dk, dv and dbeta as a whole still have 0.97 to 1.05 times the plain rule's error, and
 dg at most 1.15 times, in simulation (``benchmarks/rounding.py --loud 10``).
 
@@ -36,12 +36,13 @@ Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N se
 from __future__ import annotations
 
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..rule import Rule, RuleForward, Saved
+from ..rule import Rule, RuleForward, Saved, ScalableBackward
 from . import half_torch
 from .base import RuleGrads, RuleInputs
 
@@ -50,10 +51,10 @@ LARGEST_D_FINAL = 5
 
 
 class HalfOperands:
-    """A rule that works on fp16, in a layer of another dtype; see the top of this file.
+    """A rule on fp16 operands in a layer of another dtype; see the top of this file.
 
     q, k and v come in fp16 and o leaves in fp16. d_o comes in the layer's dtype. States and their
-    gradients are in true units on this side of the wrapped rule.
+    gradients are unscaled here; only the wrapped rule sees scaled ones.
 
     Args:
         rule: not batch invariant: the power of two depends on all documents of a batch, and which
@@ -93,7 +94,8 @@ class HalfBackward:
         self._key_heads = inputs.k.shape[2]
         self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
         del d_o  # frees it where the caller has handed it over
-        self._backward = rule.begin_backward(self._half, inputs, saved, documents)
+        begun = rule.begin_backward(self._half, inputs, saved, documents)
+        self._backward = cast(ScalableBackward, begun)
 
     def d_initial(self) -> Tensor:
         return self._backward.d_initial() * _of_states(self._down)

@@ -139,13 +139,14 @@ def lower(
     )
     block = block_dim(ratio * V)
     rows = max(1, 4 * _ELEMENTS // block)
-    made = torch.empty(3, H, dtype=torch.float32, device=half.device).unbind()
+    made = torch.empty(3, H, dtype=torch.float32, device=half.device)
+    ratio_H, up_H, down_H = made.unbind()
     _lower_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
-        half, up, found, *made, T, tiles,
+        half, up, found, ratio_H, up_H, down_H, T, tiles,
         EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
         C=ratio * V, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
     )  # fmt: skip
-    return made
+    return ratio_H, up_H, down_H
 
 
 def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What stands in the way of each package's kernels on a device; the one place for these facts."""
+"""Why a package's kernels cannot run on a device: hardware, dtypes, sizes, versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Obstacle(NamedTuple):
 def version_tuple(text: str) -> tuple[int, ...]:
     """``"3.7.1rc1+cu130"`` -> ``(3, 7, 1)``: good enough to compare releases."""
     parts = text.split("+")[0].split(".")[:3]
-    return tuple(int(re.match(r"\d*", part).group() or 0) for part in parts)
+    return tuple(int((re.match(r"\d+", part) or ["0"])[0]) for part in parts)
 
 
 def installed_version(package: str) -> str | None:

@@ -15,6 +15,8 @@ CHUNK = 64
 
 
 class PlainRule:
+    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``."""
+
     name = "reference"
     batch_invariant = True
     operand_dtype = None
@@ -43,7 +45,7 @@ def _chunked(inputs: RuleInputs, documents: Documents | None) -> tuple[RuleInput
 
 
 def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
-    """``[N, H, K, V]``, or nothing, as the rule has it: ``[N, G, R, K, V]``."""
+    """``[N, H, K, V]``, or None for zero, as ``[N, G, R, K, V]``."""
     zero = rule.zero_state(inputs.k, inputs.v)
     return zero if state is None else state.to(zero.dtype).reshape(zero.shape)
 
@@ -54,7 +56,7 @@ class PlainForward:
         self._inputs, self._rule = _chunked(inputs, documents)
 
     def state_map(self) -> StateMap:
-        """The rule on K more value columns that write nothing and start as the identity."""
+        """The final states with K more value columns, of values 0 and the identity as states."""
         inputs, rule = self._inputs, self._rule
         v, (K, V) = inputs.v, (inputs.k.shape[3], inputs.v.shape[3])
         wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
@@ -83,7 +85,7 @@ class PlainBackward:
         return self._rule.state_gradient(self._d_o, nothing, *self._inputs).flatten(1, 2)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Nothing to do: nothing that was made of d_o is kept."""
+        """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         state, d_state = (_state(self._rule, self._inputs, x) for x in (initial, d_final))

@@ -44,13 +44,13 @@ def recurrent_gated_delta_rule(
     wide = torch.promote_types(value.dtype, torch.float32)
     if use_qk_l2norm_in_kernel:
         query, key = l2norm(query), l2norm(key)
-    scale = key.shape[-1] ** -0.5 if scale is None else scale
+    factor = key.shape[-1] ** -0.5 if scale is None else scale
     groups = key.shape[2]
 
     def by_group(x: Tensor) -> Tensor:
         return x.to(wide).unflatten(2, (groups, -1))
 
-    q_BTGK, k_BTGK = query.to(wide) * scale, key.to(wide)
+    q_BTGK, k_BTGK = query.to(wide) * factor, key.to(wide)
     v_BTGRV, g_BTGR, beta_BTGR = by_group(value), by_group(g), by_group(beta)
 
     if documents is None:

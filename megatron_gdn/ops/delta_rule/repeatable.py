@@ -1,9 +1,9 @@
 """Which kernels deterministic mode may use: those that were seen to repeat, and nothing else.
 
-That a kernel has no atomics and no timed choices is read in its source; that it has no race is not.
-So every line below stands for runs of ``benchmarks/bench_determinism.py`` on that GPU: hundreds of
+A kernel's source shows whether it has atomics or timed choices, but not whether it has a race. So
+every line below stands for runs of ``benchmarks/bench_determinism.py`` on that GPU: hundreds of
 forward and backward passes in two processes, over poisoned memory and beside a competing stream,
-equal in every bit of the output and of every gradient.
+with every bit of the output and of every gradient equal.
 """
 
 from __future__ import annotations

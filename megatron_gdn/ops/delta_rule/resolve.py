@@ -61,8 +61,8 @@ def resolve_rule(
             fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
             name where it was not tested; the log then says so.
         operands: what flash_qla and fla round the operands of their products to in a bf16 layer:
-            ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). Where
-            fp16 would be the more exact but cannot be had, ``reason`` says so.
+            ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
+            fp16 would be more exact but cannot be used, ``reason`` says so.
         normalise_qk: whether q and k have unit length; fp16 operands need that.
 
     Raises:
@@ -85,7 +85,7 @@ def resolve_rule(
 
 
 def _why_not_half(rule: Rule, normalise_qk: bool) -> str | None:
-    """Why a rule keeps its operands in bf16; None where they become fp16."""
+    """Why a rule keeps its operands in bf16; None if they become fp16."""
     if rule.batch_invariant:
         return "what they round depends on all documents of a batch, which deterministic mode bars"
     if not normalise_qk:
@@ -125,7 +125,7 @@ def _choose(
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Obstacle | None:
-    """What stands in the way of a rule here, every requirement checked; None if nothing does."""
+    """Why a rule cannot run here, every requirement checked; None if it can."""
     if name == "flash_qla":
         obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
         heads = why_not_heads("flash_qla", sizes.value_heads)
@@ -151,8 +151,9 @@ def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadS
     untested = why_not_repeatable("flash_qla", device, dtype, sizes)
     why = untested if obstacle is None else obstacle.why
     if why is None:
-        evidence = find_repeatable("flash_qla", device, dtype, sizes).evidence
-        return Choice(_make("flash_qla", True), f"deterministic mode; {evidence}")
+        known = find_repeatable("flash_qla", device, dtype, sizes)
+        assert known is not None
+        return Choice(_make("flash_qla", True), f"deterministic mode; {known.evidence}")
     if device.type == "cuda":
         say_once(f"Deterministic Gated DeltaNet takes the plain-torch rule ({why}).", device.type)
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")

@@ -1,4 +1,4 @@
-"""What a mixer asks of the front: projection rows to the inputs of its rule, and back.
+"""The interface of a front: projection rows to the inputs of a rule, and back.
 
 Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..layout import Layout
 
-# conv weight [C, 1, W], conv bias [C] or None, then what else the front has.
+# conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
 Parameters = Sequence[Tensor | None]
 
 
@@ -23,15 +23,19 @@ class Front(Protocol):
     Attributes:
         layout: the columns of a projection row.
         names: of the rule's inputs that :meth:`forward` makes, in order.
-        convolved: those of them that the convolution makes, ``[B, S, heads, width]`` each. The
-            first W - 1 tokens of a sequence read the rows before it.
-        cheap: those that a mixer had better compute again in the backward than save.
+        convolved: those that the convolution makes, ``[B, S, heads, width]`` each. Their first
+            W - 1 tokens of a sequence depend on its history.
+        cheap: those that the mixer computes again in the backward instead of saving them.
     """
 
-    layout: Layout
-    names: tuple[str, ...]
-    convolved: tuple[str, ...]
-    cheap: tuple[str, ...]
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def convolved(self) -> tuple[str, ...]: ...
+    @property
+    def cheap(self) -> tuple[str, ...]: ...
 
     def forward(
         self,
@@ -63,7 +67,7 @@ class Front(Protocol):
 
         Args:
             grads: of the inputs, as the rule returns them.
-            d_proj: ``[S, B, P]``. Every column is written once, except those that the output norm
-                writes (the gate's).
+            d_proj: ``[S, B, P]``. Every column is written once, except the gate's, which the output
+                norm writes.
         """
         ...

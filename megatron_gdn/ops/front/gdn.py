@@ -8,6 +8,8 @@ V value dim, C conv channels, W taps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -60,13 +62,13 @@ def prepare_forward(
         documents: boundaries of packed documents, the same in every batch row; None when every row
             is one sequence. Taps never cross a boundary, in either direction.
         normalise_qk: False leaves q and k as SiLU made them.
-        batch_invariant: let the bits of a packed document not depend on where it lies: one path
-            for tokens near boundaries and far from them, and no fused multiply-add, which a
-            compiler places in one copy of a loop and not in another.
-        parts: what to compute, a stretch of ``"qkvg"`` (g is both gates); the rest is None.
+        batch_invariant: the bits of a packed document do not depend on its place: tokens near
+            boundaries and far from them take one path, without fused multiply-add, which a compiler
+            may place in one copy of a loop and not in another.
+        parts: what to compute, a substring of ``"qkvg"`` (g is both gates); the rest is None.
         dtype: of q, k and v; None is the projection's.
-        tile: overrides the table of :mod:`.tiles`, for tuning and tests. Either is made smaller
-            where tokens lie too far apart for it, see :func:`.tiles.within_reach`.
+        tile: overrides the table of :mod:`.tiles`, for tuning and tests. It is made smaller if
+            tokens lie too far apart for it, see :func:`.tiles.within_reach`.
 
     Returns:
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
@@ -110,7 +112,8 @@ def prepare_forward(
             ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
-    return RuleInputs(q, k, v, g, beta)
+    made: list[Any] = [q, k, v, g, beta]
+    return RuleInputs(*made)
 
 
 def prepare_backward(
@@ -144,8 +147,8 @@ def prepare_backward(
         dv: ``[B, S, H, V]``.
         dg, dbeta: ``[B, S, H]``.
         d_proj: ``[S, B, P]``, written.
-        factor: ``[H]`` fp32, what the gradients of a value head and of its key head are to be
-            multiplied by; value heads of one key head share theirs. None: nothing.
+        factor: ``[H]`` fp32; the true gradient is tensor * factor[h]. The value heads of one key
+            head have the same factor. None is 1.
         batch_invariant: as in :func:`prepare_forward`.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
     """

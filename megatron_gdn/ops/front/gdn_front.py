@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,10 +51,10 @@ class GDNFront:
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
 
-    names: ClassVar[tuple[str, ...]] = RuleInputs._fields
-    convolved: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-    # q is the part whose second pass costs least for the bytes that it frees.
-    cheap: ClassVar[tuple[str, ...]] = ("q",)
+    names = RuleInputs._fields
+    convolved = ("q", "k", "v")
+    # Of q, k and v, computing q again costs the least per byte that it frees.
+    cheap = ("q",)
 
     @property
     def layout(self) -> Layout:

@@ -7,6 +7,7 @@ C conv channels, W taps.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def prepare_forward(
     rows_BSP = proj.transpose(0, 1)
     assert parts and parts in "qkvg"
     heads = {"q": sizes.key_heads, "k": sizes.key_heads, "v": sizes.value_heads}
-    made: dict[str, Tensor | None] = dict.fromkeys("qkv")
+    made: dict[str, Any] = dict.fromkeys(RuleInputs._fields)
     columns = dict(zip("qkv", _column_slices(sizes), strict=True))
     for part in parts.rstrip("g"):
         section = columns[part]
@@ -68,11 +69,11 @@ def prepare_forward(
         if normalise_qk and part != "v":
             x = l2norm(x, eps)
         made[part] = x.to(dtype or proj.dtype).contiguous()
-    if "g" not in parts:
-        return RuleInputs(**made, g=None, beta=None)
-    b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
-    g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
-    return RuleInputs(**made, g=g.contiguous(), beta=beta.contiguous())
+    if "g" in parts:
+        b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
+        g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
+        made |= {"g": g.contiguous(), "beta": beta.contiguous()}
+    return RuleInputs(**made)
 
 
 def prepare_backward(
@@ -101,8 +102,9 @@ def prepare_backward(
     inputs += [] if conv_bias is None else [conv_bias]
     with torch.enable_grad():
         leaves = [x.detach().to(wide).requires_grad_() for x in inputs]
+        rows, weight, decay, time_bias, *bias = leaves
         outputs = prepare_forward(
-            leaves[0], leaves[1], leaves[4] if conv_bias is not None else None, *leaves[2:4], sizes,
+            rows, weight, bias[0] if bias else None, decay, time_bias, sizes,
             documents=documents, normalise_qk=normalise_qk, eps=eps,
         )  # fmt: skip
     heads = sizes.key_heads

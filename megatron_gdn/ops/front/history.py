@@ -1,12 +1,11 @@
 """A front over pieces of sequences, which start from the rows before them: the *history*.
 
-A token's taps reach W - 1 rows back, so the first W - 1 tokens of a piece need rows that are not in
-the batch: they come from other ranks, or from a cache. The front runs on the batch as if every
-piece were a sequence, and the first tokens of the pieces are then computed again in a small buffer
+A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece need rows that are not in
+the batch; they come from other ranks or from a cache. The front first runs on the batch as if every
+piece were a sequence. The same front then computes the first tokens of the pieces again, in a small
+buffer:
 
     [ history of the piece | first rows of the piece ]     for every piece that has a history
-
-by the same front, which knows nothing of any of this.
 
 Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, R rows of
 history, E rows of the small buffer.
@@ -27,19 +26,18 @@ from .base import Front, Parameters
 
 @dataclass(frozen=True, eq=False)
 class HistoryTable:
-    """Which rows are computed again, and where gradients of rows belong. Indices on the device.
+    """The rows that are computed again, and the places of their gradients; indices on the device.
 
     Attributes:
-        edges: the pieces of the small buffer, as documents; None when nothing is computed again.
-        history_at: rows of the small buffer that hold the history, in the order it arrives.
+        edges: the stretches of the small buffer, as documents; None if no row is computed again.
+        history_at: rows of the small buffer that hold the history, in the order of arrival.
         redone_at, again_at: tokens of the batch that are computed again, and their rows in the
             small buffer.
-        gradient_rows: tokens of the batch that get a gradient from elsewhere.
-        gradient_sources: ``[rows, most]``: for each of them, the indices into ``cat(edge, returned,
-            zero)`` that are summed: of the small buffer, of the rows that came back, of one row of
-            zeros.
-        sent_from: the rows that were sent, as starts and widths of a few stretches, where no row
-            gets more than one gradient; else None.
+        gradient_rows: tokens of the batch that get further gradients.
+        gradient_sources: ``[rows, most]``. For each gradient row, the indices into ``cat(edge,
+            returned, zero)`` that are summed.
+        sent_from: the rows that were sent, as ``(start, width)`` of a few stretches, if no row gets
+            more than one further gradient; else None.
     """
 
     edges: Documents | None
@@ -56,28 +54,28 @@ class Transfer(Protocol):
 
 
 class HistoryLink(Protocol):
-    """Where the history comes from, and where its gradient goes."""
+    """The source of the history, which also takes its gradient."""
 
     table: HistoryTable
 
     def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
-        """Start to send what others need of the batch's rows, and to receive ``[R, B, C]``."""
+        """Start to send the rows that others need, and to receive the history ``[R, B, C]``."""
         ...
 
     def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
-        """Start the reverse: gradients of what :meth:`fetch` sent come back."""
+        """Start the reverse: receive the gradients of the rows that :meth:`fetch` sent."""
         ...
 
 
 class ContinuedFront:
-    """A front over pieces: the same calls and results as over whole sequences.
+    """A front over pieces, with the results of the front over whole sequences.
 
-    One object serves one forward and its backward: the history is fetched once, and the small
-    buffer of a second forward serves the backward too.
+    One object serves one forward and its backward. The history is fetched once. If a second forward
+    makes the small buffer again, the backward reuses it.
 
     Args:
         front: the front of whole sequences.
-        link: where the history comes from.
+        link: the source of the history.
     """
 
     def __init__(self, front: Front, link: HistoryLink) -> None:
@@ -95,7 +93,7 @@ class ContinuedFront:
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
     ) -> Any:
-        """As the inner one; ``documents`` are the pieces."""
+        """As the inner front's; ``documents`` are the pieces."""
         transfer, again = None, self._history_RBC is not None
         if not again:
             self._history_RBC, transfer = self._link.fetch(proj[..., self._columns])
@@ -123,7 +121,7 @@ class ContinuedFront:
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor | None, ...]:
-        """As the inner one. The tokens computed again get their gradients in the small buffer."""
+        """As the inner front's. Tokens computed again get their gradients in the small buffer."""
         table, columns = self._table, self._columns
         channels = self.layout.conv_width
         d_edge_EBC = proj.new_empty(0, *proj.shape[1:2], channels, dtype=_wide(proj))
@@ -155,12 +153,14 @@ class ContinuedFront:
             return rest
         # Only the convolution is computed again: other parameters have no second gradient.
         both = zip(rest[:2], of_edges[:2], strict=True)
-        return *(None if x is None else x + y for x, y in both), *rest[2:]
+        return *(None if x is None or y is None else x + y for x, y in both), *rest[2:]
 
     def _add_one_by_one(self, d_conv: Tensor, d_edge_EBC: Tensor, returned: Tensor) -> None:
-        """Add to the few rows that have a gradient elsewhere, in fp32, each rounded once."""
+        """Add the further gradients to their few rows, in fp32, each rounded once."""
         table = self._table
+        assert table.sent_from is not None
         if table.edges is not None:
+            assert isinstance(table.redone_at, EvenRows)
             ours = table.redone_at.of(d_conv, 0)
             ours.add_(take(d_edge_EBC, table.again_at, 0).reshape(ours.shape))
         begin = 0
@@ -174,6 +174,7 @@ class ContinuedFront:
         In fp32, so that its gradients are rounded only where they are added to the batch's.
         """
         table = self._table
+        assert table.edges is not None and self._history_RBC is not None
         edge_EBP = proj.new_zeros(table.edges.total_tokens, *proj.shape[1:], dtype=_wide(proj))
         edge_EBC = edge_EBP[..., self._columns]
         put(edge_EBC, table.history_at, 0, self._history_RBC)
@@ -181,22 +182,23 @@ class ContinuedFront:
         return edge_EBP
 
     def _take_edge_gradients(self, grads: Any) -> Any:
-        """Move the gradients of the redone tokens out of ``grads`` into some of the small buffer.
+        """Move the gradients of the redone tokens from ``grads`` to the small buffer's.
 
-        What the convolution does not make is not computed again, so its gradient there is zero.
+        Inputs that the convolution does not make are not computed again: their gradient there is 0.
         """
+        assert self._table.edges is not None
         E, moved = self._table.edges.total_tokens, {}
         for name in self.names:
             grad = getattr(grads, name)
             if name in self.convolved:
-                moved[name] = self._take_edge_gradient(grad)
+                moved[name] = self._take_edge_gradient(grad, E)
             else:
                 moved[name] = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
         return grads._replace(**moved)
 
-    def _take_edge_gradient(self, grad: Tensor) -> Tensor:
+    def _take_edge_gradient(self, grad: Tensor, E: int) -> Tensor:
         table = self._table
-        edge = grad.new_zeros(grad.shape[0], table.edges.total_tokens, *grad.shape[2:])
+        edge = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
         put(edge, table.again_at, 1, grad, table.redone_at)
         zero(grad, table.redone_at, 1)
         return edge

@@ -44,7 +44,10 @@ def gated_norm_backward(
     wide = torch.promote_types(proj.dtype, torch.float32)
     with torch.enable_grad():
         leaves = [x.detach().to(wide).requires_grad_() for x in (o, proj, gamma)]
-        out = gated_norm_forward(*leaves, z, eps=eps, zero_centered=zero_centered)
+        o_wide, proj_wide, gamma_wide = leaves
+        out = gated_norm_forward(
+            o_wide, proj_wide, gamma_wide, z, eps=eps, zero_centered=zero_centered
+        )
     d_o, d_rows, d_gamma = torch.autograd.grad(out, leaves, d_out.to(wide))
     d_proj[..., z] = d_rows[..., z]
     return d_o.to(proj.dtype).contiguous(), d_gamma.to(gamma.dtype)

@@ -2,11 +2,10 @@
 
     S_after = through @ S_before + local
 
-of the parts of a sequence (:mod:`.fold`) or of its pieces on different ranks
-(:mod:`megatron_gdn.context_parallel.chunkwise.map_exchange`). A chain is as slow as its products
-follow each other, so on a GPU one launch follows all of them, every program some columns of one
-head's state, which never leave it (:mod:`.chains_kernels`); the plain-torch twin is
-:mod:`.chains_torch`.
+The maps are those of the parts of a sequence (:mod:`.fold`) or of its pieces on different ranks
+(:mod:`megatron_gdn.context_parallel.chunkwise.map_exchange`). The products of a chain depend on
+each other. So on a GPU one launch follows all chains, and every program keeps some columns of one
+head's state in registers (:mod:`.chains_kernels`). The plain-torch twin is :mod:`.chains_torch`.
 
 Legend: N chains, L steps of the longest, P maps, Q states written, H heads, K rows of a state,
 V columns of ``local``, X columns of the states that are followed.
@@ -30,12 +29,12 @@ _ROWS = (16, 32, 64, 128)  # powers of two that the kernel multiplies
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Which maps chains apply, and where the states between them go.
+    """The maps that chains apply, and the places of the states between them.
 
     Attributes:
         chains: of every chain its steps ``(target, map)``: write the state to ``target``, then
             apply ``map``; NONE leaves either out. No chain is without steps.
-        table: int32 ``[N, L, 2]``, the same on the device, filled up with NONE.
+        table: int32 ``[N, L, 2]``, the same on the device, padded with NONE.
     """
 
     chains: tuple[tuple[tuple[int, int], ...], ...]
@@ -55,19 +54,19 @@ def follow(
     out: Tensor,
     start: Tensor | str | None = None,
 ) -> Tensor:
-    """Follow every chain and write the states it is told to.
+    """Follow every chain and write the states at its targets.
 
     Args:
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
         out: ``[Q, H, K, X]``, written; X is V, or V + K from the identity.
         start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY follows
-            maps instead, ``local`` beside ``through``, from the one that changes nothing.
+            maps instead, ``local`` beside ``through``, starting from the identity map.
 
     Returns:
-        ``out``. In fp32, whatever torch's switches say. On a GPU every factor is the sum of two of
-        TF32, which is off by 2^-20 of it at most (fp32's rounding: 2^-24), added up in a fixed
-        order: 16 maps of 128 rows came to 1.7e-6 of the state, fp32 products to 4.5e-7.
+        ``out``, computed in fp32 whatever torch's switches say. On a GPU each factor is a sum of
+        two TF32 numbers, within 2^-20 of the factor (fp32 rounds to 2^-24), and sums have a fixed
+        order. The error of 16 maps of 128 rows was 1.7e-6 of the state, with fp32 products 4.5e-7.
     """
     P, H, K, V = local.shape
     identity = isinstance(start, str)

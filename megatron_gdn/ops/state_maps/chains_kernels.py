@@ -65,10 +65,10 @@ def follow(
     X = out.shape[3]
     given = start if isinstance(start, Tensor) else local  # any pointer: it is not followed
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
-    start = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
+    kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     _follow_kernel[(N, H, triton.cdiv(X, _COLUMNS))](
         local, through, given, out, steps.table, L, V, X,
         *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3],
-        K=K, COLUMNS=_COLUMNS, START=start, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,
+        K=K, COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,
     )  # fmt: skip
     return out

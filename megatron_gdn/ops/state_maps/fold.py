@@ -19,8 +19,8 @@ def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tenso
         through: ``[P, H, K, K]`` fp32.
 
     Returns:
-        ``local`` ``[N, H, K, V]`` and ``through`` ``[N, H, K, K]``; of sequences that are cut, side
-        by side in one tensor.
+        ``local`` ``[N, H, K, V]`` and ``through`` ``[N, H, K, K]``. If some sequence is cut, they
+        are views of one ``[N, H, K, V + K]`` tensor.
     """
     if parts.are_sequences:
         return local, through
@@ -33,10 +33,10 @@ def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tenso
 def entering_states(
     local: Tensor, through: Tensor, parts: Parts, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every part, ``[P, H, K, V]``; None where all of them are zero.
+    """The state that enters every part, ``[P, H, K, V]``; None if all are zero.
 
     Args:
-        initial: ``[N, H, K, V]`` fp32, what enters the sequences; None is zero.
+        initial: ``[N, H, K, V]`` fp32, the states that enter the sequences; None is zero.
     """
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
@@ -52,19 +52,21 @@ def leaving_gradients(
     Follows ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to its first.
 
     Args:
-        d_local: ``[P, H, K, V]`` fp32; like ``through``, not read where no sequence is cut.
+        d_local: ``[P, H, K, V]`` fp32; like ``through``, read only if some sequence is cut.
         through: ``[P, H, K, K]`` fp32.
         d_final: ``[N, H, K, V]`` fp32, the gradient of the final states; None is zero.
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
+    assert d_local is not None and through is not None
     d_final = None if d_final is None else d_final.to(d_local.dtype).contiguous()
     return follow(d_local, through.mT, parts.leaving, d_local.new_empty(d_local.shape), d_final)
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
-    """The gradient of the initial states, ``[N, H, K, V]``, when the final states get none."""
+    """The gradient of the initial states, ``[N, H, K, V]``, where that of the final states is 0."""
     if parts.are_sequences:
         return d_local
+    assert through is not None
     out = d_local.new_empty(len(parts.opening.chains), *d_local.shape[1:])
     return follow(d_local, through.mT, parts.opening, out)

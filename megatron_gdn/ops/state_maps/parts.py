@@ -1,7 +1,7 @@
 """Sequences cut into parts, so that one long sequence can occupy a whole GPU.
 
-A core runs the parts side by side. What a part does to the state that enters it is an affine map,
-and :mod:`.fold` chains the maps of one sequence.
+A rule runs the parts side by side. Each part is an affine map of the state that enters it, and
+:mod:`.fold` chains the maps of one sequence.
 
 Legend: N sequences, P parts.
 """
@@ -27,23 +27,21 @@ _FEWEST_CHUNKS = 32
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Tables of N sequences cut into P parts; every cut lies a multiple of 64 tokens into its
-    sequence.
+    """Tables of N sequences cut into P parts, at multiples of 64 tokens from a sequence's start.
 
     Attributes:
         sequences: int32 ``[N + 1]``, where sequences begin, and the end.
         offsets: int32 ``[P + 1]``, where parts begin, and the end.
         first: int32 ``[N + 1]``, the first part of every sequence, and P.
         owner: int32 ``[P]``, the sequence of every part.
-        opens, closes: bool ``[P]``, whether the part is the first or last of a sequence of more
-            than one part; both true for the only part of a sequence.
+        opens, closes: bool ``[P]``, whether the part is the first or the last of its sequence.
         chunks: int32 ``[P, 1]``, chunks of 64 tokens per part, rounded up.
-        ragged: bool ``[P, 1]``, whether the part ends inside a chunk; None where none does.
-        nowhere: bool ``[P]``, false.
-        whole: follows the parts of every sequence and writes what comes out.
-        entering: follows them and writes what enters every part.
-        opening, leaving: the same from the last part to the first, for gradients: what the first
-            part hands back, and what every part gets.
+        ragged: bool ``[P, 1]``, whether the part ends inside a chunk; None if no part does.
+        nowhere: bool ``[P]``, all false.
+        whole: steps that write the final state of each sequence.
+        entering: steps that write the state that enters each part.
+        opening: steps from the last part to the first that write dS_in of each sequence.
+        leaving: likewise, that write dS_out of each part.
     """
 
     sequences: Tensor
@@ -98,14 +96,14 @@ class Parts:
 
 
 def _last_of(chains: Sequence[range], device: torch.device) -> Steps:
-    """Write the state that leaves the n-th chain to n."""
+    """Steps that write the state after the n-th chain to place n."""
     return Steps.build(
         [[*((NONE, part) for part in chain), (n, NONE)] for n, chain in enumerate(chains)], device
     )
 
 
 def _each_of(chains: Sequence[range], device: torch.device) -> Steps:
-    """Write the state that enters a part to its own place."""
+    """Steps that write the state before each part to the part's place."""
     return Steps.build(
         [[*((part, part) for part in chain[:-1]), (chain[-1], NONE)] for chain in chains], device
     )
@@ -116,10 +114,9 @@ def parts_by_length(
 ) -> list[int]:
     """Part offsets where the cut of a sequence depends on its length and the heads alone.
 
-    A sequence alone is cut into as many parts as fill a GPU of 128 multiprocessors; parts shorter
-    than 32 chunks (fewer where heads are so few that even more parts leave the GPU empty) are not
-    worth their cost, since neighbours fill the GPU as well. No part has more than ``longest``
-    tokens (a multiple of 64) where given.
+    A sequence is cut into as many parts as fill a GPU of 128 multiprocessors. But no part is
+    shorter than 32 chunks, since other sequences fill the GPU too, or than ``value_heads`` chunks
+    (at least 8) if these are fewer. No part has more than ``longest`` tokens (a multiple of 64).
     """
     most = max(1, FULL_GPU // value_heads)
     fewest = max(8, min(_FEWEST_CHUNKS, value_heads))

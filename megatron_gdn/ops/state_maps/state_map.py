@@ -1,4 +1,4 @@
-"""What a stretch of tokens does to a recurrent state.
+"""The affine map of a recurrent state that a stretch of tokens makes.
 
 Legend: N stretches, H heads, K rows of a state, V columns.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 class StateShape(NamedTuple):
     """The states that one rank's heads carry: ``[heads, rows, columns]`` per sequence.
 
-    ``diagonal``: a token only decays the rows of a state, it does not mix them.
+    ``diagonal``: a token multiplies each row of a state by a factor and does not mix rows.
     """
 
     heads: int
@@ -35,11 +35,11 @@ class StateShape(NamedTuple):
 class StateMap(NamedTuple):
     """``S_out = through S_in + local``, one map for each stretch and head.
 
-    The delta rule mixes the rows of a state, so its ``through`` is a matrix. A rule that only
-    decays them has one factor for each row: ``through`` then has one column.
+    The delta rule mixes the rows of a state, so its ``through`` is a matrix. For a rule that only
+    decays rows, ``through`` has one column, the factor of each row.
 
     Attributes:
-        local: ``[N, H, K, V]`` fp32, what leaves when zero enters.
+        local: ``[N, H, K, V]`` fp32, S_out for S_in = 0.
         through: ``[N, H, K, K]`` or ``[N, H, K, 1]`` fp32.
     """
 
