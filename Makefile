@@ -22,7 +22,7 @@ test-all: test-kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-kernels: $(VENV)/.ready
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels
 
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
