@@ -260,7 +260,7 @@ def test_wrong_shapes_say_what_is_expected():
         gated_delta_mixer(
             *tensors, sizes, rule=rule, norm=norm, documents=Documents.from_cu_seqlens([0, 5], 5)
         )
-    with pytest.raises(ValueError, match="cover the whole buffer"):
+    with pytest.raises(ValueError, match="cover all of it"):
         gated_delta_mixer(
             tensors[0][:, :1], *tensors[1:], sizes, rule=rule, norm=norm,
             documents=Documents.from_cu_seqlens([0, 4], 4),
