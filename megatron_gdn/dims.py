@@ -1,4 +1,4 @@
-"""Every size of a Gated DeltaNet layer, computed and checked in one place."""
+"""The sizes of a Gated DeltaNet layer, from Megatron's config to one rank's share."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from .context_parallel.price import price
 from .context_parallel.scheme import Passage
 from .observe import log_once
 from .ops import Documents
+from .ops.documents import require_one_row
 from .ops.host_tables import keep_if_captured, stream_of_tables
 from .ops.layout import Layout
 from .ops.rule import Rule
@@ -140,11 +141,8 @@ class MicroBatches:
         tokens = s * (1 if group is None else group.size())
         device, dtype = proj_sBP.device, proj_sBP.dtype
         documents = resolve_packed_seq_params(packed, tokens, device)
-        if documents is not None and B != 1:
-            raise ValueError(
-                f"packed documents need a batch of 1, got {B} rows of {s} tokens on this rank. Lay "
-                f"the rows end to end and extend cu_seqlens."
-            )
+        if documents is not None:
+            require_one_row(B, f"{B} rows of {s} tokens on this rank")
         require_agreement(self._layer, group, tokens, B, documents, device)
         rule = self.latest_rule = self._rule(device, dtype)
         key = (stream_of_tables(), documents, group, rule, s, B, device, dtype)

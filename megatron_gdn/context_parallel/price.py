@@ -31,7 +31,7 @@ from .layouts import SequenceLayout
 # state passing takes 0.22 ms more than the layer alone as a CUDA graph, and 0.7 where the host is
 # too slow for its launches. The wire carries 128 MiB in 0.46.
 SUMMARY = 1 / 7000  # computing the maps of the pieces: a share of a map's bytes for every token
-FIXED = 128 * 2**20  # small launches and the halo, once per layer
+FIXED = 128 * 2**20  # small launches and the history, once per layer
 # One collective more: 57 us, an estimate between the 10 to 28 that GPUs take for a small one and
 # the 300 that a slow host takes to issue it.
 LATENCY = 16 * 2**20

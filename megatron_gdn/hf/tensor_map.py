@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..init import take_share
+
 
 @dataclass(frozen=True, slots=True)
 class HFRef:
@@ -180,8 +182,7 @@ def shard(
                 f"{name}: {size} rows along dimension {dim} do not split over {ranks} ranks; "
                 f"use a tensor-parallel size that divides {', '.join(map(str, sections))}."
             )
-    pieces = [section.chunk(ranks, dim) for section in full.split(sections, dim)]
-    return [torch.cat(rank_pieces, dim) for rank_pieces in zip(*pieces, strict=True)]
+    return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
 
 def unshard(shards: Sequence[Tensor], dim: int, sections: Sequence[int] = ()) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .documents import Documents
+from .documents import Documents, require_one_row
 
 
 def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:
@@ -161,11 +161,7 @@ def causal_conv1d(
         )
     documents = None
     if cu_seqlens is not None:
-        if x.shape[0] != 1:
-            raise ValueError(
-                f"packed documents need a batch of 1, got x of shape {tuple(x.shape)}. Lay the "
-                f"rows end to end and extend cu_seqlens."
-            )
+        require_one_row(x.shape[0], f"x of shape {tuple(x.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, x.shape[1], device=x.device)
     channels, taps = weight.shape
     sequences = x.shape[0] if documents is None else len(documents.lengths)

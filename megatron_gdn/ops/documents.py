@@ -131,6 +131,19 @@ class Documents:
         return to_device(position_T.to(torch.int32), self.device)
 
 
+def require_one_row(rows: int, given: str) -> None:
+    """Refuse packed documents in a batch of several rows.
+
+    Raises:
+        ValueError: ``rows`` is not 1; ``given`` says what came.
+    """
+    if rows != 1:
+        raise ValueError(
+            f"packed documents need a batch of 1, got {given}. Lay the rows end to end and extend "
+            f"cu_seqlens."
+        )
+
+
 def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
     """The values of ``cu_seqlens``, which waits for the device of a tensor that is on one."""
     if isinstance(source, Tensor):

@@ -65,11 +65,7 @@ class HeadSizes(NamedTuple):
             ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not
                 contiguous, or the value heads are not a multiple of the key heads.
         """
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly; "
-                f"the value heads must be a multiple of the key heads."
-            )
+        require_even_groups(self.key_heads, self.value_heads)
         if proj.dim() != 3 or proj.shape[2] != self.width:
             raise ValueError(
                 f"the projection must be [S, B, {self.width}] for {self.key_heads} key heads of "
@@ -81,6 +77,19 @@ class HeadSizes(NamedTuple):
                 f"the columns of the projection must be adjacent in memory, got strides "
                 f"{proj.stride()}; call .contiguous() on it first."
             )
+
+
+def require_even_groups(key_heads: int, value_heads: int) -> None:
+    """Refuse value heads that are not a multiple of the key heads.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if value_heads % key_heads:
+        raise ValueError(
+            f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value heads "
+            f"must be a multiple of the key heads."
+        )
 
 
 @lru_cache(maxsize=64)

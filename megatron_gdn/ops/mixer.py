@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .documents import Documents
+from .documents import Documents, require_one_row
 from .front.base import Front
 from .front.gdn_front import GDNFront, kernels_for
 from .front.history import ContinuedFront
@@ -251,11 +251,7 @@ def gated_delta_mixer(
             f"shape {tuple(conv_weight.shape)} and strides {conv_weight.stride()}."
         )
     if documents is not None:
-        if B != 1:
-            raise ValueError(
-                f"packed documents need a batch of 1, got a projection of shape "
-                f"{tuple(proj.shape)}. Lay the rows end to end and extend cu_seqlens."
-            )
+        require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
         Documents.from_cu_seqlens(documents, S)
         assert neighbours is None
     if rule.operand_dtype is not None and not normalise_qk:

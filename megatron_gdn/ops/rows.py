@@ -35,13 +35,12 @@ Rows = EvenRows | Tensor
 
 def stretches(index: Tensor) -> list[tuple[int, int]]:
     """An index on the host as (start, width) of its stretches of neighbours."""
-    found: list[list[int]] = []
-    for row in index.tolist():
-        if found and row == sum(found[-1]):
-            found[-1][1] += 1
-        else:
-            found.append([row, 1])
-    return [(start, width) for start, width in found]
+    if not index.numel():
+        return []
+    starts = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist()]
+    ends = [*starts[1:], index.numel()]
+    first = index[starts].tolist()
+    return [(row, end - start) for row, start, end in zip(first, starts, ends, strict=True)]
 
 
 def rows_at(index: Tensor, device: torch.device) -> Rows:

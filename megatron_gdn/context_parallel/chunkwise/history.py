@@ -69,13 +69,13 @@ def history_route(
     by_giver = giver[taken].argsort(stable=True)
 
     mine = pieces.held_by(rank)
-    halo = pieces.seen[mine].clamp(max=reach)
-    mine, halo = mine[halo > 0], halo[halo > 0]
+    history = pieces.seen[mine].clamp(max=reach)
+    mine, history = mine[history > 0], history[history > 0]
     redone = pieces.length[mine].clamp(max=reach)
-    edge_length = halo + redone
+    edge_length = history + redone
     edge_start = edge_length.cumsum(0) - edge_length
-    halo_slots = _ranges(edge_start, halo)
-    redone_slots = _ranges(edge_start + halo, redone)
+    history_slots = _ranges(edge_start, history)
+    redone_slots = _ranges(edge_start + history, redone)
     redone_rows = _ranges(pieces.local_start[mine], redone)
 
     edge_rows = int(edge_length.sum())
@@ -90,7 +90,7 @@ def history_route(
         edges = Documents((0, *edge_length.cumsum(0).tolist()), device)
     table = HistoryTable(
         edges=edges,
-        history_at=rows_at(halo_slots[by_giver], device),
+        history_at=rows_at(history_slots[by_giver], device),
         redone_at=rows_at(redone_rows, device),
         again_at=rows_at(redone_slots, device),
         gradient_rows=to_device(rows, device),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream, to_device
+from ...ops.rows import stretches
 from ..layouts import SequenceLayout, inverse, rank_order_of_sequence
 
 
@@ -69,13 +70,11 @@ class Wave:
 
 
 def _fragments(positions_s: Tensor) -> tuple[Fragment, ...]:
-    breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist()]
-    ends = [*starts[1:], positions_s.numel()]
-    first = positions_s[starts].tolist()
-    return tuple(
-        Fragment(start, at, end - start) for start, end, at in zip(starts, ends, first, strict=True)
-    )
+    local, found = 0, []
+    for position, tokens in stretches(positions_s):
+        found.append(Fragment(local, position, tokens))
+        local += tokens
+    return tuple(found)
 
 
 @lru_cache(maxsize=16)

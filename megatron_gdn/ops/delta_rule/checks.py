@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..documents import Documents
+from ..documents import Documents, require_one_row
+from ..head_sizes import require_even_groups
 
 
 def check_rule_inputs(
@@ -45,18 +46,10 @@ def check_rule_inputs(
                 f"{name} must have shape {shape} to fit key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)}, got {tuple(tensor.shape)}."
             )
-    if value_heads % key_heads:
-        raise ValueError(
-            f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value "
-            f"heads must be a multiple of the key heads."
-        )
+    require_even_groups(key_heads, value_heads)
     documents = None
     if cu_seqlens is not None:
-        if B != 1:
-            raise ValueError(
-                f"packed documents need a batch of 1, got key of shape {tuple(key.shape)}. Lay "
-                f"the rows end to end and extend cu_seqlens."
-            )
+        require_one_row(B, f"key of shape {tuple(key.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, T, device=key.device)
     sequences = B if documents is None else len(documents.lengths)
     state_shape = (sequences, value_heads, K, V)
