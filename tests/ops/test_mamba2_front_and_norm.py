@@ -36,7 +36,9 @@ def written_out(proj, weight, bias, A_log, dt_bias, D, limit):
     x, B, C = F.silu(x).mT.split(LAYOUT.conv_widths, dim=-1)
     dt = F.softplus(rows[..., LAYOUT.columns("dt")] + dt_bias).clamp(*limit)
     B, C = (t.unflatten(-1, (G, K)) for t in (B, C))
-    return SSDInputs(x.unflatten(-1, (H, V)), B, C, dt, -A_log.exp() * dt, D[:, None])
+    return SSDInputs(
+        x.unflatten(-1, (H, V)), B, C, dt, -A_log.exp() * dt, D[:, None].expand(*dt.shape, 1)
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -58,7 +58,7 @@ class Mamba2Front:
     """A :class:`~.base.Front` of projection rows z | x | B | C | dt.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
-    ``[H]``, D ``[H]`` or ``[H V]``. D is handed on to the rule as ``[H, 1]`` or ``[H, V]``.
+    ``[H]``, D ``[H]`` or ``[H V]``. The rule gets D for every token, as a view of the parameter.
 
     Attributes:
         layout: the columns of a projection row.
@@ -100,17 +100,16 @@ class Mamba2Front:
         made: dict[str, Tensor | None] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):
             rows = convolve_rows(self._conv_rows(proj), weight.flatten(1), bias, documents)
-            made.update(zip(self.convolved, self._cut(rows), strict=True))
+            heads = (x.contiguous() for x in self._cut(rows))
+            made.update(zip(self.convolved, heads, strict=True))
         if "dt" in wanted or "g" in wanted:
             dt, g = time_steps(self._dt_rows(proj), A_log, dt_bias, self.dt_limit)
-            made.update(dt=dt, g=g)
+            made.update(dt=dt.contiguous(), g=g.contiguous())
         if "D" in wanted:
             wide = torch.promote_types(D.dtype, torch.float32)
-            made["D"] = D.to(wide).view(self.layout.state_heads, -1)
-        return SSDInputs(**{
-            name: x.contiguous() if x is not None and name in wanted else None
-            for name, x in made.items()
-        })  # fmt: skip
+            D = D.to(wide).view(self.layout.state_heads, -1)
+            made["D"] = D.expand(proj.shape[1], proj.shape[0], -1, -1)
+        return SSDInputs(**{n: x if n in wanted else None for n, x in made.items()})
 
     def backward(
         self,
@@ -132,7 +131,7 @@ class Mamba2Front:
         d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
         self._conv_rows(d_proj).copy_(d_conv)
         self._dt_rows(d_proj).copy_(d_dt)
-        d_weight, d_D = d_weight.view(weight.shape), grads.D.to(D.dtype).view(D.shape)
+        d_weight, d_D = d_weight.view(weight.shape), grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
         return d_weight, d_bias[0] if d_bias else None, d_A_log, d_dt_bias, d_D
 
 

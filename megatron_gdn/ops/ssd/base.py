@@ -1,6 +1,6 @@
 """Inputs and gradients of the state-space dual (SSD): linear attention with a scalar decay.
 
-    S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D x_t
+    S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
 per head; heads h R .. h R + R - 1 read group h of B and C (Dao, Gu, *Transformers are SSMs*, 2024).
 
@@ -25,7 +25,7 @@ class SSDInputs(NamedTuple):
     C: Tensor  # [B, S, G, K], the queries
     dt: Tensor  # [B, S, H] fp32, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
-    D: Tensor  # [H, 1] or [H, V] fp32, the same for all tokens
+    D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so its tokens share their memory
 
 
 def sequence_lengths(inputs: SSDInputs, documents: Documents | None) -> tuple[int, ...]:

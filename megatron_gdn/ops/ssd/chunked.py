@@ -31,7 +31,7 @@ class GroupInputs(NamedTuple):
     C: Tensor  # [n, G, T, K]
     dt: Tensor  # [n, G, R, T]
     g: Tensor  # [n, G, R, T]
-    D: Tensor  # [G, R, 1, 1 or V]
+    D: Tensor  # [n, G, R, T, 1 or V]
 
 
 class Ends(NamedTuple):
@@ -51,8 +51,7 @@ def group_inputs(table: ChunkTable, group: ChunkGroup, inputs: SSDInputs) -> Gro
 
     return GroupInputs(
         chunks(inputs.x, grouped), chunks(inputs.B, (G,)), chunks(inputs.C, (G,)),
-        chunks(inputs.dt, grouped), chunks(inputs.g, grouped),
-        inputs.D.to(wide).view(*grouped, 1, -1),
+        chunks(inputs.dt, grouped), chunks(inputs.g, grouped), chunks(inputs.D, grouped),
     )  # fmt: skip
 
 

@@ -96,10 +96,7 @@ def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
 
 
 def _rows(inputs: SSDInputs, documents: Documents | None) -> SSDInputs:
-    if documents is None:
-        return inputs
-    *of_tokens, D = inputs
-    return SSDInputs(*map(in_one_row, of_tokens), D)
+    return inputs if documents is None else SSDInputs(*map(in_one_row, inputs))
 
 
 class _Operands:
@@ -193,8 +190,8 @@ class FlaBackward:
         )
         d_dt = (d_v.float() * inputs.x).sum(-1)
         d_x = (d_v * inputs.dt[..., None]).addcmul_(d_o.float(), inputs.D).to(inputs.x.dtype)
-        d_D = (d_o.float() * inputs.x).sum((0, 1))
-        if inputs.D.shape[1] == 1:
-            d_D = d_D.sum(1, keepdim=True)
-        found = (in_rows(t, self._rows) for t in (d_x, d_B, d_C, d_dt, d_g))
-        return SSDInputs(*found, d_D)
+        d_D = d_o.float() * inputs.x
+        if inputs.D.shape[3] == 1:
+            d_D = d_D.sum(3, keepdim=True)
+        found = (in_rows(t, self._rows) for t in (d_x, d_B, d_C, d_dt, d_g, d_D))
+        return SSDInputs(*found)

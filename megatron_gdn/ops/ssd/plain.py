@@ -27,7 +27,7 @@ from .chunked import (
 )
 
 CHUNK = 64
-_CHUNK_DIMS = (3, 2, 2, 3, 3)  # of x, B, C, dt, g: [n, G, R, ...] or [n, G, ...]
+_CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
 class PlainSSD:
@@ -143,8 +143,7 @@ class PlainBackward:
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
         one, inputs = self._pass, self._pass.inputs
         entering, d_leaving = one.states(initial), one.states(d_final)
-        rows = [one.table.rows_like(x) for x in inputs[:-1]]
-        d_D = torch.zeros_like(inputs.D, dtype=wide_dtype(inputs.x))
+        rows = [one.table.rows_like(x) for x in inputs]
         with full_fp32_matmul(inputs.x.device.type):
             starts, d_carried = self._starts(entering), one.carried()
             for group in reversed(one.table.groups):
@@ -159,11 +158,10 @@ class PlainBackward:
                     (o, *ends), (*leaves, carried), (self._d_chunks(group), *d_ends),
                     materialize_grads=True,
                 )  # fmt: skip
-                d_D += grads.pop().view_as(d_D)
                 for to, gradient, dims in zip(rows, grads, _CHUNK_DIMS, strict=True):
                     one.table.put(to, group, gradient.flatten(0, dims - 1))
-        found = (one.table.to_tokens(to, like) for to, like in zip(rows, inputs[:-1], strict=True))
-        return SSDInputs(*found, d_D.to(inputs.D.dtype))
+        found = (one.table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
+        return SSDInputs(*found)
 
     @torch.no_grad()
     def _starts(self, entering: Tensor) -> list[Tensor]:

@@ -25,7 +25,7 @@ def random_inputs(S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool =
     inputs = SSDInputs(
         randn(B, S, heads, v).to(dtype), randn(B, S, g_heads, k).to(dtype),
         randn(B, S, g_heads, k).to(dtype), dt, -dt * randn(heads).exp(),
-        randn(heads, v if per_channel_D else 1),
+        randn(heads, v if per_channel_D else 1).expand(B, S, -1, -1),
     )  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
     inputs = inputs._replace(**{n: getattr(inputs, n).to(wide) for n in ("dt", "g", "D")})
@@ -43,17 +43,17 @@ def token_by_token(
     """Output ``[B, S, H, V]`` and final states ``[N, H, K, V]``, one token after another."""
     x, B, C, dt, g, D = (t.double() for t in inputs)
     repeat = x.shape[2] // B.shape[2]
-    flat = [t.flatten(0, 1) for t in (x, B, C, dt, g)]
+    flat = [t.flatten(0, 1) for t in (x, B, C, dt, g, D)]
     flat[1:3] = [t.repeat_interleave(repeat, dim=1) for t in flat[1:3]]
     outputs, finals = [], []
-    for n, (x, B, C, dt, g) in enumerate(zip(*(t.split(lengths) for t in flat), strict=True)):
+    for n, (x, B, C, dt, g, D) in enumerate(zip(*(t.split(lengths) for t in flat), strict=True)):
         state = x.new_zeros(x.shape[1], B.shape[2], x.shape[2])
         if initial is not None:
             state = initial[n].double()
         for t in range(len(x)):
             written = torch.einsum("hk,hv->hkv", B[t], dt[t, :, None] * x[t])
             state = g[t].exp()[:, None, None] * state + written
-            outputs.append(torch.einsum("hkv,hk->hv", state, C[t]) + D * x[t])
+            outputs.append(torch.einsum("hkv,hk->hv", state, C[t]) + D[t] * x[t])
         finals.append(state)
     return torch.stack(outputs).view(inputs.x.shape), torch.stack(finals)
 

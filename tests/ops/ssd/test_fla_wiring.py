@@ -45,8 +45,7 @@ class StandIn:
 
     def _inputs(self, q, k, v, g):
         dt = torch.ones_like(g)
-        zero = v.new_zeros(v.shape[2], 1, dtype=g.dtype)
-        return SSDInputs(v, k, q, dt, g - 1, zero)
+        return SSDInputs(v, k, q, dt, g - 1, torch.zeros_like(g)[..., None])
 
     def _documents(self, cu_seqlens):
         return None if cu_seqlens is None else documents_of(cu_seqlens.diff().tolist())
