@@ -32,6 +32,7 @@ from .micro_batch import MicroBatch, MicroBatches
 from .mixer import require_wide_gates
 from .module_hooks import wait_for_parameters
 from .observe import span
+from .ops.front.gdn_front import why_not_triton
 from .ops.front.mamba2 import UNLIMITED, Mamba2Front
 from .ops.gated_norm.grouped import GateOnly, GateThenNorm, grouped_rms_norm
 from .ops.mixer import GatedNorm, mix
@@ -319,7 +320,8 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         require_wide_gates(self)
         scheme, passage = batch.scheme, batch.passage
         convolved, bias = scheme.layout.conv_names, self.conv1d_bias
-        functions, gamma, norm_after = self._norm_for(scheme)
+        triton = why_not_triton(proj_sBP, self.d_conv) is None
+        functions, gamma, norm_after = self._norm_for(scheme, triton)
         mixed = mix(
             passage.open(proj_sBP),
             (
@@ -329,7 +331,7 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
                 scheme.local(self.dt_bias),
                 scheme.local(self.D),
             ),
-            front=Mamba2Front(scheme.layout, self.dt_limit),
+            front=Mamba2Front(scheme.layout, self.dt_limit, triton, batch.rule.batch_invariant),
             rule=batch.rule,
             norm=GatedNorm(gamma, self.norm.eps if self.rmsnorm else 0.0),
             norm_kernels=functions,
@@ -340,7 +342,7 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
             return closed
         return grouped_rms_norm(closed, self.norm.weight, self.ngroups_local_tp, self.norm.eps)
 
-    def _norm_for(self, scheme: Scheme) -> tuple[Tensor | None, bool]:
+    def _norm_for(self, scheme: Scheme, triton: bool) -> tuple[Any, Tensor | None, bool]:
         """What runs inside the mixer, its gamma, and whether the norm runs after the exchange.
 
         A norm needs all heads of a group. Where an exchange puts them on several ranks, only the
@@ -352,7 +354,12 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         groups = scheme.layout.heads("group")
         if scheme.moves_rows and groups * scheme.size != self.ngroups_local_tp:
             return GateOnly(), None, True
-        return GateThenNorm(groups), scheme.local(self.norm.weight), False
+        gamma = scheme.local(self.norm.weight)
+        if triton:
+            from .ops.gated_norm.grouped_triton import TritonGateThenNorm
+
+            return TritonGateThenNorm(groups), gamma, False
+        return GateThenNorm(groups), gamma, False
 
     def sharded_state_dict(
         self,

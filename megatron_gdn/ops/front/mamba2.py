@@ -1,4 +1,4 @@
-"""The front of a Mamba2 mixer in plain torch: conv + SiLU, time steps and decays.
+"""The front of a Mamba2 mixer: conv + SiLU, time steps and decays.
 
     x, B, C = SiLU(conv(x, B, C))
     dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
@@ -63,10 +63,14 @@ class Mamba2Front:
     Attributes:
         layout: the columns of a projection row.
         dt_limit: least and greatest time step.
+        triton: convolve with the kernels of :mod:`.mamba2_conv`, not in plain torch.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
     """
 
     layout: Layout
     dt_limit: tuple[float, float] = UNLIMITED
+    triton: bool = False
+    batch_invariant: bool = False
 
     names: ClassVar[tuple[str, ...]] = SSDInputs._fields
     convolved: ClassVar[tuple[str, ...]] = ("x", "B", "C")
@@ -99,9 +103,9 @@ class Mamba2Front:
         wanted = self.names if only is None else only
         made: dict[str, Tensor | None] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):
-            rows = convolve_rows(self._conv_rows(proj), weight.flatten(1), bias, documents)
-            heads = (x.contiguous() for x in self._cut(rows))
-            made.update(zip(self.convolved, heads, strict=True))
+            made.update(
+                zip(self.convolved, self._convolve(proj, weight, bias, documents), strict=True)
+            )
         if "dt" in wanted or "g" in wanted:
             dt, g = time_steps(self._dt_rows(proj), A_log, dt_bias, self.dt_limit)
             made.update(dt=dt.contiguous(), g=g.contiguous())
@@ -121,18 +125,49 @@ class Mamba2Front:
     ) -> tuple[Tensor | None, ...]:
         weight, bias, A_log, dt_bias, D = parameters
         with torch.enable_grad():
-            of_conv = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
-            rows = convolve_rows(*of_conv, documents)
             of_gates = _leaves(self._dt_rows(proj), A_log, dt_bias)
             dt, g = time_steps(*of_gates, self.dt_limit)
-        d_rows = torch.cat([x.flatten(2) for x in grads[:3]], dim=-1).to(rows.dtype)
-        given = [x for x in of_conv if x is not None]
-        d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
         d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
-        self._conv_rows(d_proj).copy_(d_conv)
         self._dt_rows(d_proj).copy_(d_dt)
-        d_weight, d_D = d_weight.view(weight.shape), grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
-        return d_weight, d_bias[0] if d_bias else None, d_A_log, d_dt_bias, d_D
+        d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
+        d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
+        return d_weight, d_bias, d_A_log, d_dt_bias, d_D
+
+    def _convolve(
+        self, proj: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents | None
+    ) -> tuple[Tensor, ...]:
+        """x, B and C."""
+        if self.triton:
+            from .mamba2_conv import conv_forward
+
+            return conv_forward(proj, weight, bias, self.layout, documents, self.batch_invariant)
+        rows = convolve_rows(self._conv_rows(proj), weight.flatten(1), bias, documents)
+        return tuple(x.contiguous() for x in self._cut(rows))
+
+    def _convolve_backward(
+        self,
+        proj: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grads: tuple[Tensor, ...],
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of weight and bias, and of the convolved columns in ``d_proj``."""
+        if self.triton:
+            from .mamba2_conv import conv_backward
+
+            return conv_backward(
+                proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant
+            )
+        with torch.enable_grad():
+            leaves = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
+            rows = convolve_rows(*leaves, documents)
+        d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(rows.dtype)
+        given = [x for x in leaves if x is not None]
+        d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
+        self._conv_rows(d_proj).copy_(d_conv)
+        return d_weight.view(weight.shape), d_bias[0] if d_bias else None
 
 
 def _leaves(*tensors: Tensor | None) -> list[Tensor | None]:
