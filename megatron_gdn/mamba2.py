@@ -27,6 +27,7 @@ from .context_parallel import LinearCpMode, Scheme, SequenceLayout
 from .forward_arguments import refuse_unsupported
 from .grouped_norm import GroupedRMSNorm
 from .init import device_for, init_share_
+from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
 from .mamba2_dims import Mamba2Dims
 from .micro_batch import MicroBatch, MicroBatches
 from .mixer import require_wide_gates
@@ -139,8 +140,8 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(config)
-        _refuse(norm_before_gate, dt_init, dt_scale, bias)
-        _check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
+        refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
+        check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.config, self.layer_number = config, layer_number
@@ -386,37 +387,3 @@ def _choose_rule(
     return resolve_ssd(
         backend, device=device, dtype=dtype, state_dim=state_dim, deterministic=deterministic
     )
-
-
-def _refuse(norm_before_gate: bool, dt_init: str, dt_scale: float, bias: bool) -> None:
-    """Arguments of Megatron's constructor that it does not honour either."""
-    given = {
-        "norm_before_gate": (norm_before_gate, False),
-        "dt_init": (dt_init, "random"),
-        "dt_scale": (dt_scale, 1.0),
-        "bias": (bias, False),
-    }
-    for name, (value, legal) in given.items():
-        if value != legal:
-            raise ValueError(f"Mamba2Mixer takes {name}={legal!r} only, got {value!r}.")
-
-
-def _check_ranges(
-    A_init_range: tuple[float, float],
-    dt_init_range: tuple[float, float],
-    dt_init_floor: float,
-    dt_limit: tuple[float, float],
-) -> None:
-    for name, (low, high) in {
-        "A_init_range": A_init_range,
-        "dt_min, dt_max": dt_init_range,
-    }.items():
-        if not 0 < low <= high:
-            raise ValueError(
-                f"{name} = ({low}, {high}) must be (low, high) with 0 < low <= high: its logarithm "
-                f"is taken."
-            )
-    if not dt_init_floor > 0:
-        raise ValueError(f"dt_init_floor={dt_init_floor} must be above 0.")
-    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit={dt_limit} must be (least, greatest) with 0 <= least.")
