@@ -39,6 +39,7 @@ from .ops.gated_norm.grouped import GateOnly, GateThenNorm, grouped_rms_norm
 from .ops.mixer import GatedNorm, mix
 from .ops.rule import Rule
 from .ops.ssd.resolve import resolve_ssd
+from .ops.uncompiled import uncompiled
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
@@ -316,6 +317,7 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         with span("out_proj"):
             return self.out_proj(mixed_sBV)
 
+    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def _mix(self, batch: MicroBatch, proj_sBP: Tensor) -> Tensor:
         """Projection rows to rows for out_proj, ``[s, B, H V]``."""
         require_wide_gates(self)

@@ -81,7 +81,5 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
             in_proj=te.TELayerNormColumnParallelLinear, out_proj=te.TERowParallelLinear
         )
     else:
-        submodules = Mamba2MixerSubmodules(
-            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
-        )
+        submodules = Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     return ModuleSpec(module=Mamba2Mixer, params=options, submodules=submodules)
