@@ -2,6 +2,7 @@
 
     python3 benchmarks/compile_kernels.py
     python3 benchmarks/compile_kernels.py --tokens 32768 --kernels backward --loops --keep /tmp/asm
+    python3 benchmarks/compile_kernels.py --tokens 8192 --kernels mamba2
 
 For each compilation its seconds of processor time by stage, registers, stack (spills and frames)
 and shared memory, and with --loops the instructions of every loop. A launch that an earlier one's
@@ -28,9 +29,12 @@ import triton.compiler.compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from megatron_gdn.mamba2_dims import Mamba2Dims
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front import gdn as prepare
+from megatron_gdn.ops.front import mamba2_conv
 from megatron_gdn.ops.gated_norm import norm
+from megatron_gdn.ops.gated_norm.grouped_triton import TritonGateThenNorm
 from megatron_gdn.ops.head_sizes import HeadSizes
 
 
@@ -169,6 +173,22 @@ class Problem:
     def norms(self, **_options) -> None:
         self.norm_forward()
         self.norm_backward()
+
+    def mamba2(self, batch_invariant: bool = False) -> None:
+        """The launches of a Mamba2 mixer with 128 heads of 64 and 8 groups of 128."""
+        tokens, dims = len(self.proj), Mamba2Dims(
+            hidden_size=4096, num_heads=128, num_groups=8, head_dim=64, state_dim=128,
+            conv_kernel_dim=4,
+        )  # fmt: skip
+        layout, place = dims.layout, (self.documents, batch_invariant)
+        proj, weight = self.tensor(tokens, 1, layout.width), self.tensor(layout.conv_width, 1, 4)
+        bias, z = self.tensor(layout.conv_width), layout.columns("z")
+        d_proj = torch.empty_like(proj)
+        made = mamba2_conv.conv_forward(proj, weight, bias, layout, *place)
+        mamba2_conv.conv_backward(proj, weight, bias, layout, made, d_proj, *place)
+        functions, gamma = TritonGateThenNorm(dims.num_groups), self.tensor(dims.d_inner)
+        out = functions.gated_norm_forward(made[0], proj, gamma, z)
+        functions.gated_norm_backward(out, made[0], proj, gamma, z, d_proj)
 
 
 def loops(compilation: Compilation) -> list[Counter[str]]:

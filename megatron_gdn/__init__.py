@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from .dims import GDNDims
     from .layer import GatedDeltaNet, GatedDeltaNetSubmodules
+    from .mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
     from .ops import (
         Documents,
         Layout,
@@ -32,6 +33,8 @@ _HOME = {
     "GatedDeltaNet": "layer",
     "GatedDeltaNetSubmodules": "layer",
     "Layout": "ops",
+    "Mamba2Mixer": "mamba2",
+    "Mamba2MixerSubmodules": "mamba2",
     "SequenceLayout": "context_parallel",
     "_split_tensor_factory": "checkpoint",
     "causal_conv1d": "ops",
@@ -53,6 +56,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNetSubmodules",
     "Layout",
+    "Mamba2Mixer",
+    "Mamba2MixerSubmodules",
     "SequenceLayout",
     "_split_tensor_factory",
     "causal_conv1d",

@@ -86,6 +86,11 @@ def _split_tensor_factory(
     )
 
 
+# Of a mixer whose convolution is no module of its own, as Megatron's MambaMixer since 0.19: what
+# files call these parameters, which were a module's before.
+_CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
+
+
 def mixer_sharded_state_dict(
     layer: MegatronModule,
     layout: Layout,
@@ -103,7 +108,8 @@ def mixer_sharded_state_dict(
     that it reads, without tensor parallelism.
 
     Args:
-        layer: has ``in_proj``, ``conv1d`` and ``pg_collection``.
+        layer: has ``in_proj``, ``pg_collection``, and ``conv1d`` or its parameters as
+            ``conv1d_weight`` and ``conv1d_bias``, which files know by the module's names.
         layout: columns of its projection, on one tensor-parallel rank.
         per_head: names of its own parameters, one row per state head each.
 
@@ -125,7 +131,10 @@ def mixer_sharded_state_dict(
 
     own: dict[str, Any] = {}
     layer._save_to_state_dict(own, "", keep_vars=True)
-    result = sharded(own, prefix, dict.fromkeys(per_head, 0))
+    result = sharded(own, prefix, dict.fromkeys((*per_head, *_CONV_PARAMETERS), 0))
+    for name, stored in _CONV_PARAMETERS.items():
+        if name in own:
+            result[f"{prefix}{name}"].key = f"{prefix}{stored}"
     for name, child in layer.named_children():
         at = f"{prefix}{name}."
         if name == "conv1d":
@@ -141,6 +150,7 @@ def mixer_sharded_state_dict(
         "in_proj.bias": (layout.widths, layout.names),
         "conv1d.weight": (layout.conv_widths, layout.conv_names),
         "conv1d.bias": (layout.conv_widths, layout.conv_names),
+        **dict.fromkeys(_CONV_PARAMETERS, (layout.conv_widths, layout.conv_names)),
     }
     if metadata.get("gdn_whole_bias"):
         if tp_group.size() > 1:

@@ -92,7 +92,11 @@ def require_causal(
 
 
 def refuse_unsupported(
-    inference_context: Any, inference_params: Any, sequence_len_offset: Any, keywords: dict
+    inference_context: Any,
+    inference_params: Any,
+    sequence_len_offset: Any,
+    keywords: dict,
+    layer: str = "GatedDeltaNet",
 ) -> None:
     """Refuse what the layer cannot honour.
 
@@ -102,19 +106,19 @@ def refuse_unsupported(
     """
     if inference_context is not None or inference_params is not None:
         raise NotImplementedError(
-            "GatedDeltaNet is a training layer and keeps no inference state; export the weights "
+            f"{layer} is a training layer and keeps no inference state; export the weights "
             "and serve them elsewhere, or call the model without an inference context."
         )
     if sequence_len_offset is not None:
-        raise NotImplementedError("GatedDeltaNet does not support sequence_len_offset.")
+        raise NotImplementedError(f"{layer} does not support sequence_len_offset.")
     if keywords.get("attention_bias") is not None:
         raise NotImplementedError(
-            "GatedDeltaNet has no attention scores to add attention_bias to; pass None."
+            f"{layer} has no attention scores to add attention_bias to; pass None."
         )
     given = {name for name, value in keywords.items() if value is not None}
     unknown = sorted(given - _ATTENTION_ONLY)
     if unknown:
         raise TypeError(
-            f"GatedDeltaNet.forward() does not know the keyword(s) {', '.join(unknown)}; it "
+            f"{layer}.forward() does not know the keyword(s) {', '.join(unknown)}; it "
             f"ignores only {', '.join(sorted(_ATTENTION_ONLY))}."
         )

@@ -94,6 +94,7 @@ class MicroBatches:
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`.context_parallel.price`; None: the config's, else auto.
         choose_rule: from device, dtype and deterministic or not to a rule and the reason.
+        mixer, recurrence: as the log calls them.
 
     Raises:
         ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
@@ -111,11 +112,13 @@ class MicroBatches:
         *,
         mode: str | LinearCpMode | None,
         choose_rule: ChooseRule,
+        mixer: str = "GatedDeltaNet",
+        recurrence: str = "delta rule",
     ) -> None:
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
         self._group, self._sequence_layout = group, sequence_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
-        self._layer = number_of_new_layer()
+        self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._rules: dict[tuple, Rule] = {}
         self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
@@ -163,7 +166,7 @@ class MicroBatches:
         key = device.type, dtype, deterministic
         if key not in self._rules:
             rule, reason = self._choose_rule(device, dtype, deterministic)
-            log_once(f"GatedDeltaNet: delta rule backend {rule.name!r} ({reason})")
+            log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
             self._rules[key] = rule
         return self._rules[key]
 
@@ -245,7 +248,7 @@ class MicroBatches:
         """Log the scheme that ``auto`` takes, the first time that it takes it."""
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True
-            log_once(f"GatedDeltaNet: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
+            log_once(f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
 
 
 def _expected_device() -> torch.device:

@@ -1,4 +1,4 @@
-"""Hybrid stacks ('G' Gated DeltaNet, '-' MLP, '*' attention, ...) with our Gated DeltaNet layer.
+"""Hybrid stacks ('G' Gated DeltaNet, 'M' Mamba2, '-' MLP, '*' attention, ...) with our mixers.
 
 In Python, and by the same name in a launch:
 
@@ -16,6 +16,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,22 +27,24 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.ops.ssd.resolve import RULES
 
-from .layer import gated_delta_net_spec, resolve_modules
+from .layer import gated_delta_net_spec, mamba2_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
     GDN_NORM_KEYS,
+    MAMBA_NORM_KEYS,
     MLP_NORM_KEYS,
     local_attention_spec,
     local_mlp_builder,
     unavailable,
 )
 
-_SYMBOLS = {"mamba_layer": "M", "dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
+_SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
-    """Spec of a Megatron ``HybridStack`` whose 'G' layers are `megatron_gdn.GatedDeltaNet`.
+    """Spec of a Megatron ``HybridStack`` whose 'G' and 'M' layers have the mixers of this package.
 
     It is a spec, as ``--spec`` wants it, and it is called for another one:
 
@@ -52,17 +55,21 @@ class HybridStackSpec(ModuleSpec):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.
 
-            spec(modules="auto", *, qk_layernorm=False, num_moe_experts=None, **options)
+            spec(modules="auto", *, qk_layernorm=False, num_moe_experts=None, mamba=None, **options)
 
         Args:
-            modules: ``"te"`` is Megatron's own hybrid stack with the 'G' layer exchanged;
-                ``"local"`` is plain torch (GDN, MLP, attention, experts); ``"auto"`` is ``"te"``
-                where Transformer Engine is installed. Checkpoints of the two are interchangeable.
+            modules: ``"te"`` is Megatron's own hybrid stack with the 'G' and 'M' mixers exchanged;
+                ``"local"`` is plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is
+                ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
+                interchangeable.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             num_moe_experts: builds local 'E' layers for that many experts
                 (``config.num_moe_experts``).
+            mamba: keyword arguments of the Mamba2Mixer constructor, for 'M' layers.
             **options: keyword arguments of the GatedDeltaNet constructor, ``backend`` (of the delta
-                rule) among them. ``cp_layout`` goes to local '*' layers too.
+                rule) among them. ``cp_layout`` goes to 'M' and local '*' layers too,
+                ``linear_cp_mode`` and a ``backend`` that Mamba2 has to 'M' layers, unless
+                ``mamba`` says otherwise.
 
         Returns:
             a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
@@ -81,26 +88,46 @@ def _hybrid_stack_spec(
     *,
     qk_layernorm: bool = False,
     num_moe_experts: int | None = None,
+    mamba: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
     modules = resolve_modules(modules)
     mixer = gated_delta_net_spec(modules, **options)
+    mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
     if modules == "te":
-        submodules = _te_submodules(mixer, qk_layernorm)
+        submodules = _te_submodules(mixer, mamba2, qk_layernorm)
     else:
         attention = local_attention_spec(qk_layernorm, options.get("cp_layout", "zigzag"))
-        submodules = _local_submodules(mixer, attention, num_moe_experts)
+        submodules = _local_submodules(mixer, mamba2, attention, num_moe_experts)
     return HybridStackSpec(module=HybridStack, submodules=submodules)
 
 
-def _te_submodules(mixer: ModuleSpec, qk_layernorm: bool) -> HybridStackSubmodules:
+def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
+    """Of GatedDeltaNet's options those that mean the same in a Mamba2 mixer."""
+    shared = {k: v for k, v in options.items() if k in ("cp_layout", "linear_cp_mode")}
+    if options.get("backend") in RULES:
+        shared["backend"] = options["backend"]
+    return shared
+
+
+def _te_submodules(
+    mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool
+) -> HybridStackSubmodules:
     gdn_layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=mixer, self_attn_bda=get_bias_dropout_add
         ),
     )
-    stack = replace(hybrid_layer_specs.hybrid_stack_spec.submodules, gdn_layer=gdn_layer)
+    mamba_layer = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(mixer=mamba2, mamba_bda=get_bias_dropout_add),
+    )
+    stack = replace(
+        hybrid_layer_specs.hybrid_stack_spec.submodules,
+        gdn_layer=gdn_layer,
+        mamba_layer=mamba_layer,
+    )
     if qk_layernorm:
         # Megatron's own stack has no place for these norms, whatever the config asks for.
         layer = stack.attention_layer
@@ -113,10 +140,19 @@ def _te_submodules(mixer: ModuleSpec, qk_layernorm: bool) -> HybridStackSubmodul
 
 
 def _local_submodules(
-    mixer: ModuleSpec, attention: ModuleSpec, num_moe_experts: int | None
+    mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec, num_moe_experts: int | None
 ) -> HybridStackSubmodules:
     layers = {
         "gdn_layer": _local_mixer_layer(mixer, GDN_NORM_KEYS),
+        "mamba_layer": ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=TorchRMSNorm,
+                mixer=mamba2,
+                mamba_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=dict(MAMBA_NORM_KEYS),
+            ),
+        ),
         "attention_layer": _local_mixer_layer(attention, ATTENTION_NORM_KEYS),
         "mlp_layer": ModuleSpec(
             module=MLPLayer,

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet mixer as a Megatron ModuleSpec, over Transformer Engine or local modules."""
+"""Our mixers as Megatron ModuleSpecs, over Transformer Engine or local modules."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 
 MODULES = ("auto", "local", "te")
 
@@ -66,3 +67,19 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
         metainfo={"fuse_input_layernorm": fused},
     )
+
+
+def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
+    """Spec of `megatron_gdn.Mamba2Mixer` for the ``mixer`` place of a MambaLayer.
+
+    Args:
+        modules: as in `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
+        **options: keyword arguments of the Mamba2Mixer constructor.
+    """
+    if resolve_modules(modules) == "te":
+        submodules = Mamba2MixerSubmodules(
+            in_proj=te.TELayerNormColumnParallelLinear, out_proj=te.TERowParallelLinear
+        )
+    else:
+        submodules = Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(module=Mamba2Mixer, params=options, submodules=submodules)

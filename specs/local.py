@@ -19,6 +19,7 @@ from megatron_gdn.local_self_attention import TorchSelfAttention
 
 GDN_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 ATTENTION_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -52,8 +53,8 @@ class UnavailableLayer:
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-            "'-' (MLP), '*' (attention) and, with num_moe_experts given, 'E' (experts). Use "
-            'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
+            "'M' (Mamba2), '-' (MLP), '*' (attention) and, with num_moe_experts given, 'E' "
+            '(experts). Use hybrid_stack_spec("te"), which needs Transformer Engine, or change '
             "--hybrid-layer-pattern."
         )
 

@@ -20,6 +20,10 @@ SIZES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 6,
+    "mamba_state_dim": 5,
 }
 
 

@@ -99,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "--hybrid-layer-pattern",
         default="G-G-G-*-",
         metavar="SYMBOLS",
-        help="one symbol per layer: G Gated DeltaNet, - MLP, * attention; | cuts pipeline stages",
+        help="one symbol per layer: G Gated DeltaNet, M Mamba2, - MLP, * attention; | cuts "
+        "pipeline stages",
     )
     group.add_argument("--hidden-size", type=int, default=128, help="channels")
     group.add_argument("--ffn-hidden-size", type=int, help="channels; unset: 3 x hidden size")
@@ -111,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         "--linear-value-head-dim", type=int, default=32, help="channels per value head"
     )
     group.add_argument("--linear-conv-kernel-dim", type=int, default=4, help="tokens")
+    group.add_argument("--mamba-num-heads", type=int, default=8, help="heads of 'M' layers")
+    group.add_argument("--mamba-head-dim", type=int, default=32, help="channels per such head")
+    group.add_argument("--mamba-state-dim", type=int, default=32, help="rows of its state")
+    group.add_argument("--mamba-num-groups", type=int, default=2, help="groups that share B and C")
     group.add_argument(
         "--transformer-impl",
         choices=("auto", "local", "transformer_engine"),
@@ -226,7 +231,9 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _require_positive(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
-        is_size = name.endswith(("_size", "_iters", "_heads", "_dim", "_length", "_interval"))
+        is_size = name.endswith(
+            ("_size", "_iters", "_heads", "_groups", "_dim", "_length", "_interval")
+        )
         least = 0 if name in ("lr_warmup_iters", "save_interval") else 1
         if is_size and value is not None and value < least:
             raise ValueError(
@@ -239,7 +246,7 @@ def _complete_model(args: argparse.Namespace) -> None:
     if unknown or not args.hybrid_layer_pattern.strip("|"):
         raise ValueError(
             f"--hybrid-layer-pattern {args.hybrid_layer_pattern!r}: unknown symbols "
-            f"{''.join(unknown)!r}; use G (Gated DeltaNet), - (MLP), * (attention), M (Mamba), "
+            f"{''.join(unknown)!r}; use G (Gated DeltaNet), - (MLP), * (attention), M (Mamba2), "
             "E (experts), and | between pipeline stages."
         )
     args.num_layers = len(args.hybrid_layer_pattern.replace("|", ""))

@@ -2,6 +2,7 @@
 
 from .chunkwise.scheme import Chunkwise
 from .headwise.functional import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
+from .headwise.mamba import MambaContextParallel
 from .headwise.scheme import Headwise
 from .layouts import SequenceLayout, inverse, local_indices, rank_order_of_sequence
 from .price import LinearCpMode
@@ -11,6 +12,7 @@ __all__ = [
     "Chunkwise",
     "Headwise",
     "LinearCpMode",
+    "MambaContextParallel",
     "Passage",
     "Scheme",
     "SequenceLayout",

@@ -2,7 +2,8 @@
 
 In Python: `build_model` makes the Megatron model that a ``config.json`` describes,
 `load_hf_weights` fills it, `save_hf_weights` and `state_dict_to_hf` go back, `gdn_layer_from_hf`
-and `gdn_layer_to_hf` convert one layer. Between folders and Megatron's distributed checkpoints:
+and `gdn_layer_to_hf` convert one layer, `mamba2_layer_from_hf` and `mamba2_layer_to_hf` a Mamba2
+mixer. Between folders and Megatron's distributed checkpoints:
 `import_folder` and `export_folder`, or ``python -m megatron_gdn.hf import | export | compare |
 flags``. `fp32_contract` says which tensors are fp32 whatever a file holds.
 """
@@ -11,6 +12,7 @@ from .build import build_model, transformer_config
 from .checkpoint_folder import CheckpointWeights, export_folder, import_folder
 from .compare import Difference, compare_folders
 from .gdn_layer import gdn_layer_from_hf, gdn_layer_to_hf
+from .mamba2_layer import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .megatron_arguments import megatron_flags
 from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
 from .model_config import HFModelConfig, parse_hf_config, read_hf_config
@@ -28,6 +30,8 @@ __all__ = [
     "gdn_layer_to_hf",
     "import_folder",
     "load_hf_weights",
+    "mamba2_layer_from_hf",
+    "mamba2_layer_to_hf",
     "megatron_flags",
     "megatron_state",
     "parse_hf_config",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..dims import GDNDims
+from .layer_maps import hf_from_ranks, ranks_from_hf
 from .tensor_map import HFRef, TensorMap
 
 Storage = Literal["interleaved", "flat"]
@@ -156,30 +157,9 @@ def gdn_layer_from_hf(
         ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
             split.
     """
-    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
-    sources = {source.key: source for entry in maps for source in entry.sources}
-    if hf_state.keys() != sources.keys():
-        raise ValueError(
-            f"a {storage} layer has {sorted(sources)}; "
-            f"missing {sorted(sources.keys() - hf_state.keys())}, "
-            f"not known {sorted(hf_state.keys() - sources.keys())}."
-        )
-    for key, source in sources.items():
-        if tuple(hf_state[key].shape) != source.shape:
-            raise ValueError(
-                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
-                f"{source.shape}."
-            )
-    for entry in maps:
-        for source in entry.sources:
-            entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
     dims.shard(tp_size)
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
-    for entry in maps:
-        full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
-        for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
-            state[entry.name] = piece
-    return ranks
+    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
+    return ranks_from_hf(maps, hf_state, tp_size, f"a {storage} layer")
 
 
 def gdn_layer_to_hf(
@@ -199,14 +179,5 @@ def gdn_layer_to_hf(
         originals: Hugging Face tensors as imported (see `TensorMap.to_hf`); ``norm.weight`` is
             the one that needs it.
     """
-    dtypes, originals = dtypes or {}, originals or {}
-    state: dict[str, Tensor] = {}
-    for entry in gdn_layer_maps("", "", dims, storage, zero_centered_gamma):
-        full = entry.unshard([rank[entry.name] for rank in ranks])
-        keys = [source.key for source in entry.sources]
-        known = [originals[key] for key in keys] if all(k in originals for k in keys) else None
-        natural = [piece.dtype for piece in known] if known else [full.dtype] * len(keys)
-        wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
-        pieces = entry.to_hf(full, wanted, known)
-        state.update(zip(keys, pieces, strict=True))
-    return state
+    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
+    return hf_from_ranks(maps, ranks, dtypes, originals)

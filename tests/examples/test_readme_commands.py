@@ -68,6 +68,9 @@ RUN_BY = {
     'pip install ".[fla]"': INSTALLED.format("clone"),
     "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 .venv/bin/python -m pytest "
     "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
+    EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
+        "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_three_mixers_is_learned"
+    ),
     "python3 benchmarks/bench_determinism.py --out determinism.jsonl": GPU,
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.

@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
-from megatron_gdn import GatedDeltaNet, specs
+from megatron_gdn import GatedDeltaNet, Mamba2Mixer, specs
 from megatron_gdn.compat import tested_megatron
 from megatron_gdn.local_self_attention import TorchSelfAttention
 from megatron_gdn.specs import (
@@ -19,6 +19,7 @@ from megatron_gdn.specs import (
     gpt_block_spec,
     hybrid,
     hybrid_stack_spec,
+    mamba2_spec,
 )
 from tests.examples import spec_laws
 from tests.parallel import make_config
@@ -27,22 +28,36 @@ without_te = pytest.mark.skipif(HAVE_TE, reason="says what happens without Trans
 
 
 def test_local_modules_write_the_checkpoint_keys_of_transformer_engine(pools):
-    keys, names, _ = pools(1).run(spec_laws.hybrid_keys_and_options, "G-*")[0]
+    keys, names, _ = pools(1).run(spec_laws.hybrid_keys_and_options, "G-*M")[0]
     assert "decoder.layers.0.input_layernorm.weight" in names
     assert {
         "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
         "decoder.layers.0.self_attention.in_proj.weight.beta",
         "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
         "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.3.mixer.in_proj.layer_norm_weight",
+        "decoder.layers.3.mixer.in_proj.weight.dt",
+        "decoder.layers.3.mixer.conv1d.weight.x",
+        "decoder.layers.3.mixer.norm.weight",
         "decoder.final_norm.weight",
     } <= keys
     assert not any("layernorm." in key for key in keys)
 
 
+def test_what_both_mixers_know_goes_to_both():
+    shared = {"cp_layout": "contiguous", "linear_cp_mode": "chunkwise"}
+    layers = hybrid_stack_spec("local", backend="flash_qla", **shared).submodules
+    assert layers.mamba_layer.submodules.mixer.params == shared
+    options = {"backend": "reference", "mamba": {"backend": "fla", "norm_eps": 1e-6}}
+    layers = hybrid_stack_spec("local", **options).submodules
+    assert layers.mamba_layer.submodules.mixer.params == {"backend": "fla", "norm_eps": 1e-6}
+
+
 def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
     """Megatron's own stack has none, whatever ``config.qk_layernorm`` says."""
-    mixer = gated_delta_net_spec("local")
-    with_norms, without = (hybrid._te_submodules(mixer, asked) for asked in (True, False))
+    mixers = gated_delta_net_spec("local"), mamba2_spec("local")
+    with_norms, without = (hybrid._te_submodules(*mixers, asked) for asked in (True, False))
+    assert without.mamba_layer.submodules.mixer.module is Mamba2Mixer
     for stack, norm in ((with_norms, te.TENorm), (without, None)):
         attention = stack.attention_layer.submodules.self_attention.submodules
         assert attention.q_layernorm is attention.k_layernorm is norm
@@ -60,7 +75,7 @@ def test_options_reach_the_layer(pools):
     assert "buffer" in layout.lower()
 
 
-@pytest.mark.parametrize("symbol", ["M", "E"])
+@pytest.mark.parametrize("symbol", ["D", "E"])
 def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symbol):
     (message,) = pools(1).run(spec_laws.hybrid_refusal, "G" + symbol)
     assert f"no layer for '{symbol}'" in message and 'hybrid_stack_spec("te")' in message
@@ -152,7 +167,8 @@ def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeyp
     monkeypatch.setattr(hybrid, "HybridStackSubmodules", OtherStack)
     layers = hybrid_stack_spec("local").submodules
     assert layers.gdn_layer.submodules.self_attention.module is GatedDeltaNet
-    for place, symbol in (("mamba_layer", "M"), ("moe_layer", "E"), ("csa_layer", "csa_layer")):
+    assert layers.mamba_layer.submodules.mixer.module is Mamba2Mixer
+    for place, symbol in (("moe_layer", "E"), ("csa_layer", "csa_layer")):
         with pytest.raises(NotImplementedError, match=f"no layer for {symbol!r}"):
             build_module(getattr(layers, place))
     assert layers.mtp_block_spec is None

@@ -7,6 +7,7 @@ seconds and needs triton, so nothing here runs before a GPU backend is considere
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -39,10 +40,13 @@ _CALLED = {
 }  # fmt: skip
 
 
-@cache
-def why_not_callable() -> str | None:
-    """Which function of the installed fla cannot be called as it is here; None if all can."""
-    for (home, name), wanted in _CALLED.items():
+def why_not_called_so(called: Mapping[tuple[str, str], set[str]]) -> str | None:
+    """Which of these functions cannot be called with its arguments by name; None if all can.
+
+    Args:
+        called: (module, function) to the arguments that are passed by name.
+    """
+    for (home, name), wanted in called.items():
         try:
             module = import_module(home)
         except Exception as error:  # what fla needs may be missing or broken in any way
@@ -53,9 +57,16 @@ def why_not_callable() -> str | None:
         missing = sorted(wanted - set(inspect.signature(function).parameters))
         if missing:
             return f"{name} of {home} has no argument {', '.join(missing)}"
-    if not hasattr(import_module(_CHUNK), "RCP_LN2"):
-        return f"{_CHUNK} has no RCP_LN2"
     return None
+
+
+@cache
+def why_not_callable() -> str | None:
+    """Which function of the installed fla cannot be called as it is here; None if all can."""
+    why = why_not_called_so(_CALLED)
+    if why is None and not hasattr(import_module(_CHUNK), "RCP_LN2"):
+        return f"{_CHUNK} has no RCP_LN2"
+    return why
 
 
 def stages() -> ModuleType:

@@ -89,7 +89,7 @@ class GDNFront:
         )  # fmt: skip
 
 
-def _why_not_triton(proj: Tensor, taps: int) -> str | None:
+def why_not_triton(proj: Tensor, taps: int) -> str | None:
     if not proj.is_cuda:
         return f"the Triton kernels run on a GPU, not on {proj.device.type}"
     if proj.dtype == torch.float64:
@@ -111,7 +111,7 @@ def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> tuple[ModuleT
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
     if kernels == "auto":
-        why = _why_not_triton(proj, taps)
+        why = why_not_triton(proj, taps)
         kernels = "triton" if why is None else "torch"
         if why is not None:
             say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",

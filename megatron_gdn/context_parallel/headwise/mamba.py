@@ -1,0 +1,209 @@
+"""Head exchange for a Mamba2 mixer that owns its parameters, ours or another's.
+
+    rows = cp.pre_conv_ssm(mixer.in_proj(x))         [B, s, P] -> [B, S, p]
+    y    = ...                                       conv and recurrence of p's heads, cp.get_*()
+    y    = cp.post_conv_ssm(y)                       [B, S, v] -> [B, s, V]
+    out  = mixer.out_proj(mixer.norm(y))             a norm group may span the heads of all ranks
+
+Legend: S tokens of the whole sequence, s = S / cp of one rank, B batch, P width of a projection row
+z | x | B | C | dt, p of one rank's heads, V = heads * head_dim, v = V / cp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops import Documents
+from ...ops.layout import Layout, Section
+from ..layouts import SequenceLayout
+from .exchange import Exchange, to_heads, to_sequence
+from .scheme import share_of_parameter
+from .shares import HeadShares
+
+_RESOLVED = "_megatron_gdn_boundaries"
+
+
+class MambaContextParallel:
+    """Hidden-parallel context parallelism around a Mamba2 mixer.
+
+    It owns no parameters and is no module: ``mixer``'s are read when they are asked for, so that
+    tensors that sharded data parallelism puts in their place are found. Their shares are views,
+    gradients reach the whole parameters; summed over the group they are those of one rank.
+
+    Sequences lie in Megatron's zigzag layout: every sequence (every document) is cut into 2 cp
+    chunks, and rank r holds chunks r and 2 cp - 1 - r.
+
+    Args:
+        cp_group: the context-parallel group.
+        num_heads, head_dim: of the mixer, before this split.
+        n_groups: groups of B and C. With fewer groups than ranks, neighbours hold a copy each.
+        d_state: width of B and of C.
+        mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
+            ``conv1d_bias``.
+
+    Attributes:
+        num_heads_local, n_groups_local, d_inner_local: of one rank.
+        group_repeat_count: ranks that hold a copy of the same group.
+
+    Raises:
+        ValueError: the heads or the groups cannot be shared by the group's ranks.
+    """
+
+    def __init__(
+        self,
+        cp_group: dist.ProcessGroup,
+        num_heads: int,
+        head_dim: int,
+        n_groups: int,
+        d_state: int,
+        mixer: torch.nn.Module,
+    ) -> None:
+        self.cp_group, self.mixer = cp_group, mixer
+        self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.n_groups, self.d_state = n_groups, d_state
+        if num_heads % n_groups:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of n_groups={n_groups}.")
+        layout = Layout(
+            (
+                Section("z", "head", head_dim),
+                Section("x", "head", head_dim, conv=True),
+                Section("B", "group", d_state, conv=True),
+                Section("C", "group", d_state, conv=True),
+                Section("dt", "head", 1),
+            ),
+            (("head", num_heads), ("group", n_groups)),
+        )
+        local = layout.share(self.cp_size)
+        self.num_heads_local, self.n_groups_local = local.heads("head"), local.heads("group")
+        self.group_repeat_count = max(1, self.cp_size // n_groups)
+        self.d_inner, self.d_inner_local = num_heads * head_dim, self.num_heads_local * head_dim
+        copies = layout.copies(self.cp_size)
+        self._width = layout.width
+        self._proj = HeadShares(self.cp_size, layout.widths, copies)
+        self._conv = HeadShares(self.cp_size, layout.conv_widths, copies[1:4])
+        self._mixed = HeadShares.even(self.cp_size, (self.d_inner,))
+
+    def pre_conv_ssm(
+        self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
+    ) -> Tensor:
+        """All columns of a share of the tokens to this rank's columns of all tokens, in order.
+
+        Args:
+            projected_states: ``[B, s, P]``, or ``[T / cp, P]`` of packed documents.
+            cu_seqlens: their global offsets ``[N + 1]``, before the split. An offset tensor is read
+                from its device once; ``Documents`` never.
+
+        Returns:
+            ``[B, S, p]`` or ``[T, p]``; with one rank the very tensor that was given.
+
+        Raises:
+            ValueError: rows of another width, offsets with several batch rows or that end
+                elsewhere, or a length that is not a multiple of 2 cp.
+        """
+        if self.cp_size == 1:
+            return projected_states
+        rows = self._rows(projected_states, self._width, "projected_states")
+        lengths = self._lengths(rows, rows.shape[0] * self.cp_size, cu_seqlens)
+        heads = to_heads(rows, self._exchange(self._proj, lengths, rows))
+        return self._shaped(heads, projected_states)
+
+    def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
+        """The inverse, of mixed rows.
+
+        Args:
+            output: ``[B, S, v]`` or ``[T, v]``.
+            cu_seqlens: as :meth:`pre_conv_ssm` had it.
+
+        Returns:
+            ``[B, s, V]`` or ``[T / cp, V]``; with one rank the very tensor that was given.
+
+        Raises:
+            ValueError: as :meth:`pre_conv_ssm`.
+        """
+        if self.cp_size == 1:
+            return output
+        rows = self._rows(output, self.d_inner_local, "output")
+        lengths = self._lengths(rows, rows.shape[0], cu_seqlens)
+        whole = to_sequence(rows, self._exchange(self._mixed, lengths, rows))
+        return self._shaped(whole, output)
+
+    def get_conv1d_weight(self) -> Tensor:
+        """``[channels of this rank, taps]``, from ``[channels, 1, taps]``."""
+        return self._conv_share(self._conv_parameter("weight")).squeeze(1)
+
+    def get_conv1d_bias(self) -> Tensor | None:
+        """``[channels of this rank]``, or None."""
+        bias = self._conv_parameter("bias")
+        return None if bias is None else self._conv_share(bias)
+
+    def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
+        """``[heads of this rank]``, of ``whole`` where that was gathered already."""
+        return self._head_share(self.mixer.dt_bias if whole is None else whole)
+
+    def get_A_log(self, whole: Tensor | None = None) -> Tensor:
+        """``[heads of this rank]``, of ``whole`` where that was gathered already."""
+        return self._head_share(self.mixer.A_log if whole is None else whole)
+
+    def get_D(self, whole: Tensor | None = None) -> Tensor:
+        """``[heads of this rank]`` or their channels, of ``whole`` where that was gathered."""
+        return self._head_share(self.mixer.D if whole is None else whole)
+
+    def _conv_parameter(self, name: str) -> Tensor | None:
+        conv = getattr(self.mixer, "conv1d", None)
+        return getattr(self.mixer, f"conv1d_{name}") if conv is None else getattr(conv, name)
+
+    def _conv_share(self, param: Tensor) -> Tensor:
+        if self.cp_size == 1:
+            return param
+        return share_of_parameter(param, 0, self._conv, self.cp_rank)
+
+    def _head_share(self, param: Tensor) -> Tensor:
+        if self.cp_size == 1:
+            return param
+        shares = HeadShares.even(self.cp_size, (param.shape[0],))
+        return share_of_parameter(param, 0, shares, self.cp_rank)
+
+    def _rows(self, x: Tensor, width: int, name: str) -> Tensor:
+        """``[B, s, width]`` or ``[t, width]`` to ``[s, B, width]``."""
+        if x.dim() not in (2, 3) or x.shape[-1] != width:
+            raise ValueError(
+                f"{name} must be [B, tokens, {width}] or [tokens, {width}], got {tuple(x.shape)}."
+            )
+        return x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1)
+
+    def _shaped(self, rows: Tensor, like: Tensor) -> Tensor:
+        return rows.squeeze(1) if like.dim() == 2 else rows.transpose(0, 1).contiguous()
+
+    def _lengths(
+        self, rows: Tensor, tokens: int, cu_seqlens: Tensor | Documents | None
+    ) -> tuple[int, ...]:
+        if cu_seqlens is None:
+            return (tokens,)
+        if rows.shape[1] != 1:
+            raise ValueError(
+                f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
+                f"rows. Lay the rows end to end and extend cu_seqlens, or leave it out."
+            )
+        return _resolve(cu_seqlens, tokens).lengths
+
+    def _exchange(self, shares: HeadShares, lengths: tuple[int, ...], rows: Tensor) -> Exchange:
+        return Exchange.of(self.cp_group, shares, lengths, SequenceLayout.ZIGZAG, rows)
+
+
+def _resolve(cu_seqlens: Any, tokens: int) -> Documents:
+    """The documents; kept on the offsets' tensor until it is written to."""
+    version = None
+    if isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_inference():
+        version = cu_seqlens._version
+        kept = getattr(cu_seqlens, _RESOLVED, None)
+        if kept is not None and kept[0] == version:
+            return Documents.from_cu_seqlens(kept[1], tokens)
+    documents = Documents.from_cu_seqlens(cu_seqlens, tokens)
+    if version is not None:
+        setattr(cu_seqlens, _RESOLVED, (version, documents))
+    return documents

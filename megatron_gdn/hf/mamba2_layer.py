@@ -1,0 +1,85 @@
+"""One Mamba2 mixer: Hugging Face tensors (Mamba2, NemotronH) to Megatron's, in shards, and back.
+
+Both sides store the projection as rows z | x | B | C | dt and the convolution as x | B | C, with
+equal names but for the convolution's. So the tensors are the same bits; a rank's share is cut
+section by section, and ``A_log``, ``dt_bias`` and ``D`` become fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..mamba2_dims import Mamba2Dims
+from .layer_maps import hf_from_ranks, ranks_from_hf
+from .tensor_map import HFRef, TensorMap
+
+
+def mamba2_layer_maps(
+    prefix: str, hf_prefix: str, dims: Mamba2Dims, conv_bias: bool = True
+) -> list[TensorMap]:
+    """The maps of every parameter of one mixer.
+
+    Args:
+        prefix: Megatron's, as in ``decoder.layers.0.mixer.``.
+        hf_prefix: Hugging Face's, as in ``backbone.layers.0.mixer.``.
+        dims: the whole mixer's sizes.
+        conv_bias: ``use_conv_bias`` of the Hugging Face config.
+    """
+    layout, hidden, inner, heads = dims.layout, dims.hidden_size, dims.d_inner, dims.num_heads
+    projection = {"sections": layout.widths, "section_names": layout.names}
+    conv = {"sections": layout.conv_widths, "section_names": layout.conv_names}
+
+    def one(
+        name: str, hf_name: str, shape: tuple[int, ...], shard_dim: int = 0, **kwargs
+    ) -> TensorMap:
+        source = HFRef(hf_prefix + hf_name, shape)
+        return TensorMap(names=(prefix + name,), sources=(source,), shard_dim=shard_dim, **kwargs)
+
+    maps = [
+        one("in_proj.weight", "in_proj.weight", (layout.width, hidden), **projection),
+        one("conv1d_weight", "conv1d.weight", (layout.conv_width, 1, dims.conv_kernel_dim), **conv),
+        *(one(name, name, (heads,), fp32=True) for name in ("A_log", "dt_bias", "D")),
+        one("norm.weight", "norm.weight", (inner,)),
+        one("out_proj.weight", "out_proj.weight", (hidden, inner), shard_dim=1),
+    ]
+    if conv_bias:
+        maps.append(one("conv1d_bias", "conv1d.bias", (layout.conv_width,), **conv))
+    return maps
+
+
+def mamba2_layer_from_hf(
+    hf_state: Mapping[str, Tensor], dims: Mamba2Dims, tp_size: int = 1
+) -> list[dict[str, Tensor]]:
+    """A Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, one for each rank.
+
+    Args:
+        hf_state: of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
+        dims: the whole mixer's sizes.
+        tp_size: number of tensor-parallel ranks.
+
+    Raises:
+        ValueError: a tensor is missing, unknown (as the biases of the projections are) or of the
+            wrong shape or dtype, or groups do not split.
+    """
+    dims.shard(tp_size)
+    maps = mamba2_layer_maps("", "", dims, "conv1d.bias" in hf_state)
+    return ranks_from_hf(maps, hf_state, tp_size, "a Mamba2 mixer")
+
+
+def mamba2_layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: Mamba2Dims,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, Tensor]:
+    """The inverse of `mamba2_layer_from_hf`.
+
+    Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims: as in the import.
+        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
+    """
+    maps = mamba2_layer_maps("", "", dims, "conv1d_bias" in ranks[0])
+    return hf_from_ranks(maps, ranks, dtypes)

@@ -1,0 +1,391 @@
+"""The Mamba2 mixer for Megatron-Core.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, H heads, G groups, V head dim, K state dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from .checkpoint import mixer_sharded_state_dict
+from .context_parallel import LinearCpMode, Scheme, SequenceLayout
+from .forward_arguments import refuse_unsupported
+from .grouped_norm import GroupedRMSNorm
+from .init import device_for, init_share_
+from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
+from .mamba2_dims import Mamba2Dims
+from .micro_batch import MicroBatch, MicroBatches
+from .mixer import require_wide_gates
+from .module_hooks import wait_for_parameters
+from .observe import span
+from .ops.front.gdn_front import why_not_triton
+from .ops.front.mamba2 import UNLIMITED, Mamba2Front
+from .ops.gated_norm.grouped import GateOnly, GateThenNorm, grouped_rms_norm
+from .ops.mixer import GatedNorm, mix
+from .ops.rule import Rule
+from .ops.ssd.resolve import resolve_ssd
+from .ops.uncompiled import uncompiled
+from .parameter_marks import MarkedParameters
+from .precision import Fp32Parameters, mark_keep_in_fp32
+from .tensor_parallel import mark_sharded
+
+
+@dataclass
+class Mamba2MixerSubmodules:
+    """Specs of the parts a :class:`Mamba2Mixer` is assembled from, as ``MambaMixerSubmodules``.
+
+    in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front.
+    out_proj: row-parallel linear, heads * V -> hidden.
+    """
+
+    in_proj: ModuleSpec | type = IdentityOp
+    out_proj: ModuleSpec | type = IdentityOp
+
+
+class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
+    """Mamba2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
+
+        z, x, B, C, dt = in_proj(u)
+        x, B, C        = SiLU(causal_conv1d(x, B, C))
+        dt             = softplus(dt + dt_bias)                     time steps, fp32
+        S_t            = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T
+        y_t            = S_t^T C_t + D x_t
+        out            = out_proj(RMSNorm_group(y * SiLU(z)))
+
+    (Dao, Gu, "Transformers are SSMs", 2024.) Same constructor, parameters and checkpoint keys as
+    ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
+    memory, in optimizers and in files.
+
+    Args:
+        config: the ``mamba_*`` sizes are read from it.
+        submodules: specs of ``in_proj`` and ``out_proj``.
+        d_model: hidden size.
+        d_conv: taps of the convolution.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
+        expand: d_inner / d_model, where ``config.mamba_num_heads`` is None.
+        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
+        D_has_hdim: D has a value for every channel, not for every head.
+        rmsnorm: normalise before ``out_proj``; off, the gate alone is left.
+        norm_before_gate: must be False.
+        dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between the first two,
+            at least at the third.
+        dt_init, dt_scale: must be ``"random"`` and 1.
+        bias: must be False, as in Megatron's mixer.
+        conv_bias: give the convolution a bias.
+        chunk_size: of Megatron's kernels; of no meaning here, results do not depend on it.
+        layer_number: number of this layer in the model, from 1.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        pp_layer_offset: passed by Megatron; of no meaning here.
+        name: path of this module in the model, for TE's precision settings.
+        backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
+            ``"auto"``, see :func:`megatron_gdn.ops.ssd.resolve.resolve_ssd`.
+        cp_layout, linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. Headwise, heads of one
+            group may lie on several ranks, which then hold a copy of its B and C each.
+        dt_limit: least and greatest time step.
+        norm_eps: of the output norm.
+
+    The last five are given through ``ModuleSpec(params={...})``.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the parallel sizes, an argument that this
+            mixer cannot honour, an unknown backend, layout or mode.
+        ImportError: the requested backend is not available.
+    """
+
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Mamba2MixerSubmodules,
+        d_model: int,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: int | float = 2,
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: str = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int = 128,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = 0,
+        name: str | None = None,
+        *,
+        backend: str = "auto",
+        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        linear_cp_mode: str | LinearCpMode | None = None,
+        dt_limit: tuple[float, float] = UNLIMITED,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(config)
+        refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
+        check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.config, self.layer_number = config, layer_number
+        self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
+        self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
+        self.dt_init_floor, self.dt_limit, self.chunk_size = (
+            dt_init_floor,
+            tuple(dt_limit),
+            chunk_size,
+        )
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.cp_layout = SequenceLayout.parse(cp_layout)
+        self._name_sizes(Mamba2Dims.from_config(config, d_model, d_conv, expand))
+        self.layout = self.dims.layout
+        self.micro_batches = MicroBatches(
+            config, self.layout, self.dims.state, d_conv, pg_collection.cp, self.cp_layout,
+            mode=linear_cp_mode, choose_rule=partial(_choose_rule, backend, self.d_state),
+            mixer="Mamba2Mixer", recurrence="SSD",
+        )  # fmt: skip
+        self._build(submodules, conv_bias, norm_eps, name)
+        self.reset_parameters()
+
+    def _name_sizes(self, dims: Mamba2Dims) -> None:
+        """Set ``dims`` (this tensor-parallel rank's sizes) and the names other tools look up."""
+        tp_size = self.tp_group.size()
+        self.global_dims, self.dims = dims, dims.shard(tp_size)
+        if self.config.fp8:
+            from megatron.core.fp8_utils import get_fp8_align_size
+
+            self.dims.check_fp8_alignment(get_fp8_align_size(self.config.fp8_recipe))
+        self.d_state, self.headdim = dims.state_dim, dims.head_dim
+        self.nheads, self.ngroups, self.d_inner = dims.num_heads, dims.num_groups, dims.d_inner
+        self.nheads_local_tp, self.ngroups_local_tp = self.dims.num_heads, self.dims.num_groups
+        self.d_inner_local_tp = self.dims.d_inner
+        self.activation = "silu"
+
+    @property
+    def rule(self) -> Rule:
+        """The recurrence of the last forward; before the first, what is expected to run."""
+        return self.micro_batches.latest_rule
+
+    @property
+    def backend(self) -> str:
+        return self.rule.name
+
+    def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
+        config, sizes, device = self.config, self.dims, device_for(self.config)
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            self.d_model,
+            self.global_dims.layout.width,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=None if name is None else f"{name}.in_proj",
+            **linear,
+        )
+        channels, widths = self.layout.conv_width, self.layout.conv_widths
+        kind = {"device": device, "dtype": config.params_dtype}
+        self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, self.d_conv, **kind))
+        self.conv1d_bias = nn.Parameter(torch.empty(channels, **kind)) if conv_bias else None
+        for parameter in (self.conv1d_weight, self.conv1d_bias):
+            if parameter is not None:
+                mark_sharded(parameter, widths)
+        rows = {"dt_bias": sizes.num_heads, "A_log": sizes.num_heads}
+        rows["D"] = sizes.d_inner if self.D_has_hdim else sizes.num_heads
+        for own, count in rows.items():
+            parameter = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32))
+            setattr(self, own, parameter)
+            mark_sharded(parameter, (count,))
+            mark_keep_in_fp32(parameter)
+        if self.rmsnorm:
+            self.norm = GroupedRMSNorm(
+                sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, **kind
+            )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.d_inner,
+            self.d_model,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            name=None if name is None else f"{name}.out_proj",
+            **linear,
+        )
+        if getattr(self.in_proj, "weight", None) is not None:
+            self.in_proj.weight.partition_sizes = list(self.layout.widths)
+        self.remember_marks()
+
+    def reset_parameters(self) -> None:
+        """Initialise everything, to the same model at every tensor-parallel size.
+
+        | parameter          | value                                                       |
+        |--------------------|-------------------------------------------------------------|
+        | in_proj.weight     | ``config.init_method``                                      |
+        | out_proj.weight    | ``config.output_layer_init_method``                         |
+        | conv1d_weight      | U(-1 / sqrt(d_conv), 1 / sqrt(d_conv)), or U(+-conv_init)   |
+        | conv1d_bias        | U(-1 / sqrt(d_conv), 1 / sqrt(d_conv))                      |
+        | A_log              | log U(A_init_range)                                         |
+        | dt_bias            | softplus^-1(exp U(log dt_min, log dt_max))                  |
+        | D, norm.weight     | 1                                                           |
+
+        With ``config.perform_initialization`` off the two projections are left as Megatron leaves
+        them; the mixer's own parameters are never uninitialised memory.
+        """
+        whole, layout = self.global_dims, self.global_dims.layout
+        place = {"rank": self.tp_group.rank(), "size": self.tp_group.size()}
+
+        def init(
+            parameter: Tensor | None, method: Callable, dim: int, sections: Sequence[int]
+        ) -> None:
+            if parameter is not None:
+                init_share_(parameter, method, dim=dim, sections=sections, **place)
+
+        def first_dt_bias(x: Tensor) -> None:
+            low, high = (math.log(bound) for bound in self.dt_init_range)
+            dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
+            x.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+        if self.config.perform_initialization:
+            in_weight = getattr(self.in_proj, "weight", None)
+            out_weight = getattr(self.out_proj, "weight", None)
+            init(in_weight, self.config.init_method, 0, layout.widths)
+            init(out_weight, self.config.output_layer_init_method, 1, (whole.d_inner,))
+        bound = self.d_conv**-0.5
+        of_weight = bound if self.conv_init is None else self.conv_init
+        init(self.conv1d_weight, lambda x: x.uniform_(-of_weight, of_weight), 0, layout.conv_widths)
+        init(self.conv1d_bias, lambda x: x.uniform_(-bound, bound), 0, layout.conv_widths)
+        heads = (whole.num_heads,)
+        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
+        init(self.dt_bias, first_dt_bias, 0, heads)
+        with torch.no_grad():
+            for parameter in (self.D, self.norm.weight if self.rmsnorm else None):
+                if parameter is not None and not parameter.is_meta:
+                    parameter.fill_(1)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: BaseInferenceContext | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the mixer over a batch of sequences, or over packed documents.
+
+        Args:
+            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
+                documents are packed.
+            inference_context, inference_params: not supported.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
+                offsets), and the context-parallel group of this micro-batch if it has its own.
+
+        Returns:
+            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
+
+        Raises:
+            ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
+                be fp32 and is not.
+            NotImplementedError: inference.
+        """
+        refuse_unsupported(inference_context, inference_params, None, {}, layer="Mamba2Mixer")
+        with span("in_proj"):
+            proj_sBP, _ = self.in_proj(hidden_states)
+        batch = self.micro_batches.of(packed_seq_params, proj_sBP)
+        with span("mixer"):
+            mixed_sBV = self._mix(batch, proj_sBP)
+        with span("out_proj"):
+            return self.out_proj(mixed_sBV)
+
+    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
+    def _mix(self, batch: MicroBatch, proj_sBP: Tensor) -> Tensor:
+        """Projection rows to rows for out_proj, ``[s, B, H V]``."""
+        require_wide_gates(self)
+        scheme, passage = batch.scheme, batch.passage
+        convolved, bias = scheme.layout.conv_names, self.conv1d_bias
+        triton = why_not_triton(proj_sBP, self.d_conv) is None
+        functions, gamma, norm_after = self._norm_for(scheme, triton)
+        mixed = mix(
+            passage.open(proj_sBP),
+            (
+                scheme.local(self.conv1d_weight, convolved),
+                None if bias is None else scheme.local(bias, convolved),
+                scheme.local(self.A_log),
+                scheme.local(self.dt_bias),
+                scheme.local(self.D),
+            ),
+            front=Mamba2Front(scheme.layout, self.dt_limit, triton, batch.rule.batch_invariant),
+            rule=batch.rule,
+            norm=GatedNorm(gamma, self.norm.eps if self.rmsnorm else 0.0),
+            norm_kernels=functions,
+            neighbours=passage.neighbours,
+        )
+        closed = passage.close(mixed)
+        if not norm_after:
+            return closed
+        return grouped_rms_norm(closed, self.norm.weight, self.ngroups_local_tp, self.norm.eps)
+
+    def _norm_for(self, scheme: Scheme, triton: bool) -> tuple[Any, Tensor | None, bool]:
+        """What runs inside the mixer, its gamma, and whether the norm runs after the exchange.
+
+        A norm needs all heads of a group. Where an exchange puts them on several ranks, only the
+        gate runs there.
+        """
+        if not self.rmsnorm:
+            return GateOnly(), None, False
+        wait_for_parameters(self.norm)
+        groups = scheme.layout.heads("group")
+        if scheme.moves_rows and groups * scheme.size != self.ngroups_local_tp:
+            return GateOnly(), None, True
+        gamma = scheme.local(self.norm.weight)
+        if triton:
+            from .ops.gated_norm.grouped_triton import TritonGateThenNorm
+
+            return TritonGateThenNorm(groups), gamma, False
+        return GateThenNorm(groups), gamma, False
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's distributed checkpoints, under its MambaMixer's keys.
+
+        in_proj and the convolution are stored section by section, so a checkpoint loads at any
+        tensor-parallel size; A_log, dt_bias and D are stored in fp32.
+        """
+        return mixer_sharded_state_dict(
+            self, self.layout, self._keep_in_float32_parameter_names,
+            prefix, sharded_offsets, metadata, tp_group,
+        )  # fmt: skip
+
+
+def _choose_rule(
+    backend: str, state_dim: int, device: torch.device, dtype: torch.dtype, deterministic: bool
+) -> tuple[Rule, str]:
+    """:func:`resolve_ssd` for a mixer, which learns device and dtype last."""
+    return resolve_ssd(
+        backend, device=device, dtype=dtype, state_dim=state_dim, deterministic=deterministic
+    )

@@ -1,0 +1,64 @@
+"""A Mamba2 mixer equals its recurrence on one rank, and one rank in every parallel layout."""
+
+import pytest
+
+from tests.distributed.mamba_laws import (
+    checkpoint_law,
+    mixer_equals_tokens,
+    parallel_equals_one_rank,
+    same_start_at_every_size,
+)
+
+UNEQUAL = (16, 0, 8, 24)
+ANY = (3, 0, 25, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"lengths": (3, 0, 65, 7, 1)},
+        {"lengths": (3, 0, 65), "D_has_hdim": True, "conv_bias": False},
+        {"dt_limit": (0.3, 0.9), "rmsnorm": False},
+        {"sizes": {"mamba_num_groups": 8}},
+        {"sizes": {"mamba_num_groups": 1, "mamba_num_heads": None, "mamba_head_dim": 4},
+         "expand": 2, "norm_eps": 1e-2},
+    ],
+    ids=["batch", "packed", "D of channels", "limits, no norm", "own groups", "one group"],
+)  # fmt: skip
+def test_the_mixer_equals_the_recurrence(pools, case):
+    pools(2).run(mixer_equals_tokens, **case)
+
+
+@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed):
+    lengths = ANY if packed and layout != "zigzag" else packed
+    pools(2).run(parallel_equals_one_rank, 1, 2, lengths=lengths, layout=layout, mode=mode)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel):
+    pools(2).run(parallel_equals_one_rank, 2, 1, sequence_parallel)
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
+def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
+    """Headwise, a group's heads lie on two ranks: the norm runs after the exchange."""
+    options = {"D_has_hdim": True} if tp == 1 else {}
+    pools(4).run(parallel_equals_one_rank, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode, **options)
+
+
+def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
+    sizes = {"mamba_num_heads": 3, "mamba_num_groups": 1}
+    pools(4).run(parallel_equals_one_rank, 1, 4, lengths=UNEQUAL, sizes=sizes)
+
+
+def test_the_same_model_starts_at_every_tensor_parallel_size(pools):
+    pools(2).run(same_start_at_every_size)
+
+
+def test_a_checkpoint_moves_between_tensor_parallel_sizes(pools):
+    pools(2).run(checkpoint_law)

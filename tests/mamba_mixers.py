@@ -1,0 +1,97 @@
+"""Mamba2 mixers to be held to laws: how they are built, shared out, and written out in fp64.
+
+Legend: S seq, B batch, D hidden, H heads, G groups, V head dim, K state dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn.init import take_share
+from tests.ops.ssd.oracle import SSDInputs, token_by_token
+from tests.parallel import group_of_one, make_config
+
+D = 20
+SIZES = {
+    "hidden_size": D,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 3,
+    "mamba_state_dim": 5,
+}
+LOCAL = Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+
+
+def mamba_config(**changes):
+    return make_config(**{**SIZES, **changes})
+
+
+def build(config, groups, **options) -> Mamba2Mixer:
+    """In ``config.params_dtype``; of fp64 all of it, so that laws are held to fp64's rounding."""
+    mixer = Mamba2Mixer(config, LOCAL, config.hidden_size, pg_collection=groups, **options)
+    if config.params_dtype == torch.float64:
+        for name in mixer._keep_in_float32_parameter_names:
+            parameter = mixer.get_parameter(name)
+            parameter.data = parameter.data.double()
+    return mixer
+
+
+def alone() -> ProcessGroupCollection:
+    return ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
+
+
+def randomise_(mixer) -> None:
+    """Every parameter away from its initial value; the convolution's output away from zero."""
+    with torch.no_grad():
+        for name, parameter in mixer.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.5 if "conv" in name else 0.1))
+
+
+def whole_mixer(config, **options) -> Mamba2Mixer:
+    """On one rank, the same on all."""
+    torch.manual_seed(7)
+    mixer = build(config, alone(), **options)
+    randomise_(mixer)
+    return mixer
+
+
+def share_of(name: str, whole: torch.Tensor, mixer: Mamba2Mixer) -> torch.Tensor:
+    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
+    layout, d_inner = mixer.global_dims.layout, mixer.d_inner
+    dim, sections = {
+        "in_proj.weight": (0, layout.widths),
+        "conv1d_weight": (0, layout.conv_widths),
+        "conv1d_bias": (0, layout.conv_widths),
+        "out_proj.weight": (1, (d_inner,)),
+    }.get(name, (0, (whole.shape[0],)))
+    return take_share(whole, dim, sections, mixer.tp_group.rank(), mixer.tp_group.size())
+
+
+def written_out(mixer: Mamba2Mixer, x, lengths) -> torch.Tensor:
+    """The whole mixer token by token in fp64, differentiable; ``lengths`` of the documents."""
+    p = {name: t.detach().clone().requires_grad_() for name, t in mixer.named_parameters()}
+    layout, groups = mixer.layout, mixer.ngroups
+    outputs = []
+    for u in x.split([n for n in lengths if n]):
+        rows = (u @ p["in_proj.weight"].T).transpose(0, 1)
+        z, xBC, dt = rows.split([mixer.d_inner, layout.conv_width, mixer.nheads], dim=-1)
+        xBC = F.pad(xBC.mT, (mixer.d_conv - 1, 0))
+        bias = p.get("conv1d_bias")
+        xBC = F.silu(F.conv1d(xBC, p["conv1d_weight"], bias, groups=xBC.shape[1])).mT
+        x_, B, C = xBC.split(layout.conv_widths, dim=-1)
+        dt = F.softplus(dt + p["dt_bias"]).clamp(*mixer.dt_limit)
+        B, C = (t.unflatten(-1, (groups, -1)) for t in (B, C))
+        x_ = x_.unflatten(-1, (mixer.nheads, -1))
+        skip = p["D"].view(mixer.nheads, -1).expand(*dt.shape, -1)
+        inputs = SSDInputs(x_, B, C, dt, -p["A_log"].exp() * dt, skip)
+        sequences = (len(u),) * u.shape[1]
+        y, _ = token_by_token(inputs, sequences)
+        y = y.flatten(2) * F.silu(z)
+        if mixer.rmsnorm:
+            y = y.unflatten(-1, (groups, -1))
+            y = y * (y.square().mean(-1, keepdim=True) + mixer.norm.eps).rsqrt()
+            y = y.flatten(2) * p["norm.weight"]
+        outputs.append((y @ p["out_proj.weight"].T).transpose(0, 1))
+    return torch.cat(outputs), p

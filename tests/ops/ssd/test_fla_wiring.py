@@ -1,0 +1,130 @@
+"""The rule of fla around stand-ins of its kernels in plain torch: what goes where, on a CPU.
+
+Every call is bound to the signature of fla's own function first.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from megatron_gdn.ops.rule import Saved
+from megatron_gdn.ops.ssd import fla as fla_rule
+from megatron_gdn.ops.ssd.base import SSDInputs
+from megatron_gdn.ops.ssd.plain import PlainSSD
+from megatron_gdn.ops.ssd.resolve import resolve_ssd
+
+from .oracle import H, K, V, documents_of, oracle, random_inputs
+
+real = pytest.importorskip("fla.ops.simple_gla.chunk")
+UNEQUAL = (1, 63, 64, 0, 65, 130)
+
+
+class StandIn:
+    """fla's functions by the plain rule; the summed g is one too large, to see it passed on."""
+
+    RCP_LN2 = real.RCP_LN2
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, name)
+        if name.startswith("_") or name == "RCP_LN2":
+            return found
+
+        def bound(*args, **kwargs):
+            given = inspect.signature(getattr(real, name)).bind(*args, **kwargs).arguments
+            assert given["chunk_size"] == 64
+            tensors = [t for t in given.values() if isinstance(t, torch.Tensor)]
+            assert all(t.is_contiguous() for t in tensors)
+            return found(**given)
+
+        return bound
+
+    def chunk_local_cumsum(self, g, scale=None, reverse=False, **_):
+        assert reverse == (scale is None)
+        return g if reverse else g + 1
+
+    def _inputs(self, q, k, v, g):
+        dt = torch.ones_like(g)
+        return SSDInputs(v, k, q, dt, g - 1, torch.zeros_like(g)[..., None])
+
+    def _documents(self, cu_seqlens):
+        return None if cu_seqlens is None else documents_of(cu_seqlens.diff().tolist())
+
+    def chunk_simple_gla_fwd(self, q, k, v, g, scale, initial_state, output_final_state,
+                             cu_seqlens=None, **_):  # fmt: skip
+        assert scale == 1.0
+        begun = PlainSSD().begin(StandIn._inputs(self, q, k, v, g), self._documents(cu_seqlens))
+        o, last, _ = begun.run(initial_state, final=output_final_state)
+        return o, last
+
+    def chunk_fwd_h(self, k, v, g, h0, output_final_state, cu_seqlens=None, **_):
+        assert h0 is None and output_final_state
+        begun = PlainSSD().begin(self._inputs(k, k, v, g), self._documents(cu_seqlens))
+        return None, begun.state_map().local
+
+    def chunk_bwd_dh(self, q, k, v, do, h0, dht, scale, g, cu_seqlens=None, **_):
+        assert scale == 1.0 and dht is None
+        inputs, documents = self._inputs(q, k, v, g), self._documents(cu_seqlens)
+        d_local = PlainSSD().begin_backward(do, inputs, Saved(), documents).d_initial()
+        assert d_local.shape == h0.shape
+        return None, d_local
+
+    def chunk_simple_gla_bwd(self, q, k, v, g, g_gamma, initial_state, do, dht, scale,
+                             cu_seqlens=None, **_):  # fmt: skip
+        assert scale == 1.0 and g_gamma is None
+        inputs, documents = self._inputs(q, k, v, g), self._documents(cu_seqlens)
+        begun = PlainSSD().begin_backward(do, inputs, Saved(), documents)
+        d = begun.run(initial_state, dht)
+        return d.C, d.B, d.x, d.g, None
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    monkeypatch.setattr(fla_rule, "stages", StandIn)
+    return fla_rule.FlaSSD()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("per_channel_D", [False, True], ids=["D of heads", "D of channels"])
+def test_dt_skip_groups_and_states_go_where_they_belong(rule, packed, per_channel_D):
+    lengths = UNEQUAL if packed else (70, 70)
+    inputs, d_o = random_inputs(
+        sum(lengths) if packed else 70, 1 if packed else 2, torch.float32, per_channel_D
+    )
+    documents = documents_of(lengths) if packed else None
+    count = len([n for n in lengths if n])
+    initial, d_final = torch.randn(2, count, H, K, V, dtype=torch.float64)
+    for first, last in ((None, None), (initial, d_final)):
+        o, final, expected, d_initial = oracle(inputs, lengths, d_o, first, last)
+        begun = rule.begin(inputs, documents)
+        maps = begun.state_map()
+        got = begun.run(first, final=True)
+        kept = SSDInputs(*(t if n in rule.reads_again else None for n, t in
+                           inputs._asdict().items()))  # fmt: skip
+        backward = rule.begin_backward(d_o, kept, got.saved, documents)
+        local = backward.d_initial()
+        grads = backward.run(first, last)
+        for name, a, b in zip(
+            ("o", "final", *SSDInputs._fields), (got.o, got.final, *grads), (o, final, *expected),
+            strict=True,
+        ):  # fmt: skip
+            assert a.shape == b.shape and (a - b).abs().max() <= 1e-5 * b.abs().max(), name
+        if first is not None:
+            torch.testing.assert_close(maps.apply(initial), final, rtol=1e-5, atol=1e-5)
+            through_back = maps.transposed(local).apply(d_final)
+            torch.testing.assert_close(through_back, d_initial, rtol=1e-5, atol=1e-5)
+
+
+def test_the_installed_fla_has_the_functions_that_are_called():
+    assert fla_rule.why_not_callable() is None
+
+
+def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
+    cpu = {"device": "cpu", "dtype": torch.bfloat16, "state_dim": 128}
+    assert resolve_ssd(**cpu).rule.name == "reference"
+    with pytest.raises(ValueError, match="fla runs on a GPU, not on cpu"):
+        resolve_ssd("fla", **cpu)
+    with pytest.raises(ValueError, match="in deterministic mode use 'auto' or 'reference'"):
+        resolve_ssd("fla", **cpu, deterministic=True)
+    with pytest.raises(ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"):
+        resolve_ssd("mamba_ssm", **cpu)
