@@ -83,7 +83,8 @@ class TorchAttention(DotProductAttention):
 
         Args:
             query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
-            key, value: likewise with G heads.
+            key, value: likewise with G heads. With an inference context they are all keys so far,
+                and the queries are their last ones.
             attention_mask: None or causal; whatever DotProductAttention takes in a batch on one
                 context-parallel rank.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
@@ -101,6 +102,8 @@ class TorchAttention(DotProductAttention):
             packed_seq_params, self.cp_group, self.cp_layout, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
+            if attention_mask is None and 1 < query.shape[0] < key.shape[0]:
+                attention_mask = _future_of_last(query.shape[0], key.shape[0], query.device)
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias
             )
@@ -156,3 +159,9 @@ class TorchAttention(DotProductAttention):
                     "self-attention with a plain softmax and no window. Change the setting, or use "
                     "Transformer Engine's attention."
                 )
+
+
+def _future_of_last(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool ``[1, 1, queries, keys]``: True where a key comes after one of the last queries."""
+    position = torch.arange(keys - queries, keys, device=device)
+    return (torch.arange(keys, device=device) > position[:, None])[None, None]

@@ -3,15 +3,19 @@
     carry      what a sequence hands from one call to the next
     step       prefill and decode of projection rows
     requests   carries of many requests and layers, in slots
+    static     carries in Megatron's StaticInferenceContext
 
-These need torch alone.
+These need torch alone. ``context`` (a Megatron context over a pool of requests) and ``layer``
+(:func:`.layer.pool_for` a model) need Megatron.
 """
 
 from .carry import Carry, CarryShape, choose
 from .requests import Request, RequestPool
+from .static import MOST_DECODED, roll_back
 from .step import RowMixer, decode, gdn_rows, prefill
 
 __all__ = [
+    "MOST_DECODED",
     "Carry",
     "CarryShape",
     "Request",
@@ -21,4 +25,5 @@ __all__ = [
     "decode",
     "gdn_rows",
     "prefill",
+    "roll_back",
 ]

@@ -66,9 +66,10 @@ class RequestPool:
                 f"a pool needs a slot and a layer, got slots={slots} and {len(shapes)} layers."
             )
         self.shapes, self.dtype, self.device = dict(shapes), dtype, torch.device(device)
-        self.layers = {
-            key: shape.zeros(slots, dtype, self.device) for key, shape in self.shapes.items()
-        }
+        with torch.inference_mode(False):  # they are written to outside of it too
+            self.layers = {
+                key: shape.zeros(slots, dtype, self.device) for key, shape in self.shapes.items()
+            }
         self._holder: list[Request | None] = [None] * slots
         self._seen = {key: [0] * slots for key in self.shapes}
         self._tried: dict[Hashable, tuple[list[Request], Carry, Sequence[Carry]]] = {}
