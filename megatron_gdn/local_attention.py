@@ -9,7 +9,8 @@ B batch (1 when packed), H query heads and G key heads of this tensor-parallel r
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,8 +67,18 @@ class TorchAttention(DotProductAttention):
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
         self.config, self.cp_group = config, pg_collection.cp
         self.cp_layout = SequenceLayout.parse(cp_layout)
+        self._whole = False  # whether queries and keys are of whole sequences, on every rank
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
+
+    @contextmanager
+    def on_whole_sequences(self) -> Iterator[None]:
+        """Take what comes for whole sequences: in generation every rank has all tokens."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def forward(
         self,
@@ -98,8 +109,9 @@ class TorchAttention(DotProductAttention):
             NotImplementedError: packed documents with what the constructor refuses with context
                 parallelism; an attention bias; a mask that is not causal.
         """
+        group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
-            packed_seq_params, self.cp_group, self.cp_layout, query.shape[0], query.device
+            packed_seq_params, group, self.cp_layout, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
             if attention_mask is None and 1 < query.shape[0] < key.shape[0]:

@@ -162,11 +162,12 @@ def _refuse(layer: GatedDeltaNet, proj: Tensor, context: Any) -> None:
         raise ValueError(
             "a layer keeps its state under its layer_number; build it with layer_number=1, 2, ..."
         )
-    if layer.cp_size > 1:
+    if layer.cp_size > 1 and not getattr(context, "whole_on_every_rank", False):
         raise NotImplementedError(
             f"generation runs on whole sequences, and this layer was built with "
             f"context_parallel_size={layer.cp_size}; build the model with 1 and load the "
-            f"checkpoint there."
+            f"checkpoint there, or let every rank run all tokens, with a context from "
+            f"megatron_gdn.inference.generate.static_context."
         )
     if torch.is_grad_enabled() and proj.requires_grad:
         raise NotImplementedError(
