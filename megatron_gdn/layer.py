@@ -162,13 +162,15 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         self.sp_size = self.tp_size if config.sequence_parallel else 1
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
+        self.aligned = config.batch_invariant_mode
         self._name_sizes(GDNDims.from_config(config))
         sizes = self.dims.heads
         self.micro_batches = MicroBatches(
             config, sizes.layout, sizes.state, self.conv_kernel_dim, pg_collection.cp,
             self.cp_layout, mode=linear_cp_mode,
             choose_rule=partial(
-                choose_rule, backend, sizes, operands=rule_operands, normalise_qk=use_qk_l2norm
+                choose_rule, backend, sizes, operands=rule_operands, normalise_qk=use_qk_l2norm,
+                aligned=self.aligned,
             ),
         )  # fmt: skip
         self._build(submodules, name, device_for(config))
@@ -213,7 +215,7 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
     def carry_shape(self) -> CarryShape:
         """What one sequence carries from call to call in generation, on this rank."""
         heads = self.dims.heads
-        return CarryShape.of(heads.layout, heads.state, self.conv_kernel_dim)
+        return CarryShape.of(heads.layout, heads.state, self.conv_kernel_dim, self.aligned)
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device

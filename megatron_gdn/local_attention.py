@@ -114,6 +114,8 @@ class TorchAttention(DotProductAttention):
             packed_seq_params, group, self.cp_layout, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
+            if self.config.batch_invariant_mode and attention_mask is None:
+                return self._query_by_query(query, key, value)
             if attention_mask is None and 1 < query.shape[0] < key.shape[0]:
                 attention_mask = _future_of_last(query.shape[0], key.shape[0], query.device)
             return super().forward(
@@ -155,6 +157,26 @@ class TorchAttention(DotProductAttention):
                 scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
             )
         return out_BHsD.permute(2, 0, 1, 3)
+
+    def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Every query by itself with the keys up to its own, which are all that shape its bits.
+
+        Slow; for ``config.batch_invariant_mode``, where there is no kernel with such a promise.
+        """
+        self._require_plain("batch_invariant_mode")
+        before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+        rows = []
+        for s in range(query.shape[0]):
+            for b in range(query.shape[1]):
+                k, v = (
+                    x[: before + s + 1, b].repeat_interleave(shared_by, dim=1).transpose(0, 1)
+                    for x in (key, value)
+                )
+                q = query[s, b][:, None]
+                scores = (q * k.contiguous()).sum(-1, keepdim=True) * scale
+                rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
+        return torch.stack(rows).view(*query.shape[:2], -1)
 
     def _require_plain(self, what: str, mask_type: AttnMaskType | None = None) -> None:
         mask_type = self.attn_mask_type if mask_type is None else mask_type

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.aligned import STEP
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 
@@ -21,7 +22,8 @@ class Carry(NamedTuple):
 
     Attributes:
         history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
-            projection's dtype: nothing is rounded.
+            projection's dtype: nothing is rounded. Of an aligned mixer (:mod:`.aligned`) whole
+            projection rows, ``[N, P, W - 1 + 63]``.
         state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
     """
 
@@ -33,15 +35,16 @@ class CarryShape(NamedTuple):
     """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank."""
 
     channels: int
-    past: int  # W - 1
+    past: int  # rows of history
     heads: int
     rows: int
     columns: int
 
     @classmethod
-    def of(cls, layout: Layout, state: StateShape, taps: int) -> CarryShape:
+    def of(cls, layout: Layout, state: StateShape, taps: int, aligned: bool = False) -> CarryShape:
         """Of a mixer with this rank's projection ``layout``, states and conv ``taps``."""
-        return cls(layout.conv_width, taps - 1, state.heads, state.rows, state.columns)
+        history = (layout.width, taps - 1 + STEP - 1) if aligned else (layout.conv_width, taps - 1)
+        return cls(*history, state.heads, state.rows, state.columns)
 
     @property
     def history(self) -> tuple[int, int]:

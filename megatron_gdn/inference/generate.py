@@ -118,7 +118,8 @@ def generate(
         )
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    with _generating(model):
+    active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
+    with evaluating(model), active:
         fed = 0
         for _ in range(count):
             for piece in tokens[:, fed:].split(chunk or tokens.shape[1], dim=1):
@@ -134,12 +135,12 @@ def generate(
 
 
 @contextmanager
-def _generating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode and without sequence parallelism; afterwards as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
-    active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
     try:
-        with active, without_sequence_parallel(model):
+        with without_sequence_parallel(model):
             yield
     finally:
         for module in training:

@@ -126,12 +126,13 @@ def _mix_requests(
         raise ValueError(f"{what} for {len(requests)} requests; give one for each, in their order.")
     pool.check(number, requests, lengths)
     carry = pool.read(number, requests)
+    stands = pool.stands(number, requests)
     if documents is None and (s == 1 or context.keep_steps):
-        mixed, after = decode(proj, mixer, carry)
+        mixed, after = decode(proj, mixer, carry, stands=stands)
         kept = after if context.keep_steps else ()
         pool.write(number, requests, after[-1], lengths, kept)
         return mixed
-    mixed, carry = prefill(proj, mixer, carry, documents)
+    mixed, carry = prefill(proj, mixer, carry, documents, stands=stands)
     pool.write(number, requests, carry, lengths)
     return mixed
 

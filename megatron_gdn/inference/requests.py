@@ -138,6 +138,11 @@ class RequestPool:
         slot = self._slot(request)
         return min(seen[slot] for seen in self._seen.values())
 
+    def stands(self, layer: Hashable, requests: Sequence[Request]) -> list[int]:
+        """How many tokens each of the requests has had in one layer."""
+        self._layer(layer)
+        return [self._seen[layer][slot] for slot in self._slots(requests)]
+
     def read(self, layer: Hashable, requests: Sequence[Request]) -> Carry:
         """Copies of the requests' carries in one layer, ``[N, ...]`` in their order."""
         index = self._index(self._slots(requests))

@@ -65,11 +65,11 @@ def mix_static(rows: Tensor, mixer: RowMixer, context: Any, layer: int) -> Tenso
     if offset == 0:
         mixed, carry = prefill(rows, mixer)
     elif s > MOST_DECODED:
-        mixed, carry = prefill(rows, mixer, mine)
+        mixed, carry = prefill(rows, mixer, mine, stands=[offset] * B)
     else:
         if s > 1:
             before = Carry(*(tensor.clone() for tensor in mine))
-        mixed, after = decode(rows, mixer, mine)
+        mixed, after = decode(rows, mixer, mine, stands=[offset] * B)
         carry = after[-1]
     for kept, fresh in zip(mine, carry, strict=True):
         kept.copy_(fresh)

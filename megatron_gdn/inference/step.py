@@ -12,13 +12,14 @@ channels, W conv taps, H heads with a state, V columns of a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from ..ops.aligned import AlignedNorm
 from ..ops.delta_rule.step import RecurrentRule
 from ..ops.documents import Documents
 from ..ops.front.base import Front, Parameters
@@ -31,6 +32,7 @@ from ..ops.mixer import GatedNorm
 from ..ops.rows import rows_at
 from ..ops.rule import Rule
 from ..ops.state_maps.state_map import StateShape
+from .aligned import advance
 from .carry import Carry, CarryShape
 
 
@@ -45,6 +47,7 @@ class RowMixer:
         finish: ``(o [B, s, H, V], proj [s, B, P]) -> [s, B, H * V]``, the gated output norm.
         step_rule: the recurrence of a decode step.
         step_front: the front of a decode step; None: ``front``.
+        aligned: give every token the bits that training gives it, see :mod:`.aligned`.
     """
 
     front: Front
@@ -54,10 +57,17 @@ class RowMixer:
     finish: Callable[[Tensor, Tensor], Tensor]
     step_rule: Rule
     step_front: Front | None = None
+    aligned: bool = False
 
     @property
     def shape(self) -> CarryShape:
-        return CarryShape.of(self.front.layout, self.state, self.parameters[0].shape[-1])
+        taps = self.parameters[0].shape[-1]
+        return CarryShape.of(self.front.layout, self.state, taps, self.aligned)
+
+    @property
+    def past(self) -> int:
+        """Rows before a token that the convolution reads."""
+        return self.parameters[0].shape[-1] - 1
 
 
 def gdn_rows(
@@ -89,6 +99,9 @@ def gdn_rows(
     """
     sizes.check_projection(proj)
     front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
+    aligned = getattr(rule, "in_steps", False)
+    if aligned:
+        norm_kernels = AlignedNorm(norm_kernels)
     if isinstance(norm, GatedNorm):
         norm = partial(_gated_norm, norm, norm_kernels, sizes.layout.columns("z"))
     return RowMixer(
@@ -101,6 +114,7 @@ def gdn_rows(
         finish=norm,
         step_rule=RecurrentRule(),
         step_front=GDNFront(sizes, front_kernels, normalise_qk),
+        aligned=aligned,
     )
 
 
@@ -114,7 +128,12 @@ def _gated_norm(norm: GatedNorm, kernels, z: slice, o: Tensor, proj: Tensor) -> 
 
 @torch.no_grad()
 def prefill(
-    proj: Tensor, mixer: RowMixer, carry: Carry | None = None, documents: Documents | None = None
+    proj: Tensor,
+    mixer: RowMixer,
+    carry: Carry | None = None,
+    documents: Documents | None = None,
+    *,
+    stands: Sequence[int] | None = None,
 ) -> tuple[Tensor, Carry]:
     """Mix the next tokens of N sequences, however many they are.
 
@@ -123,6 +142,7 @@ def prefill(
         carry: from where the sequences go on; None: they begin.
         documents: boundaries when N sequences lie end to end in one batch row (B must be 1), empty
             ones included; their carry stays as it was.
+        stands: how many tokens each sequence has had; an aligned mixer that goes on needs it.
 
     Returns:
         ``[s, B, H * V]``, and the carry after the last token of each.
@@ -147,8 +167,11 @@ def prefill(
     if s == 0 or B == 0:
         return proj.new_empty(s, B, mixer.state.heads * mixer.state.columns), carry
 
+    if mixer.aligned:
+        stands = _stands(stands, sequences) if goes_on else [0] * sequences
+        return advance(proj, mixer, carry, stands, documents)
     front = mixer.front
-    if goes_on and mixer.shape.past:
+    if goes_on and mixer.past:
         front = ContinuedFront(front, _FromCarry(carry.history, documents, s))
     inputs = front.forward(proj, mixer.parameters, documents)
     filled = None
@@ -167,7 +190,9 @@ def prefill(
 
 
 @torch.no_grad()
-def decode(proj: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, list[Carry]]:
+def decode(
+    proj: Tensor, mixer: RowMixer, carry: Carry, *, stands: Sequence[int] | None = None
+) -> tuple[Tensor, list[Carry]]:
     """Mix one or a few tokens of every sequence, one after the other.
 
     A token's bits do not depend on how many tokens are given at once.
@@ -175,6 +200,7 @@ def decode(proj: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, list[Ca
     Args:
         proj: ``[s, N, P]``.
         carry: from where the N sequences go on.
+        stands: as in :func:`prefill`.
 
     Returns:
         ``[s, N, H * V]``, and the carry after each of the s tokens: the last is where the sequences
@@ -189,17 +215,30 @@ def decode(proj: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, list[Ca
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
     mixer.shape.check(carry, N, proj.dtype)
     mixed, after = [], []
-    for row in proj.split(1):
-        made, carry = _one_token(row, mixer, carry)
+    at = _stands(stands, N) if mixer.aligned else None
+    for token, row in enumerate(proj.split(1)):
+        if at is None:
+            made, carry = _one_token(row, mixer, carry)
+        else:
+            made, carry = advance(row, mixer, carry, [n + token for n in at])
         mixed.append(made)
         after.append(carry)
     return mixed[0] if s == 1 else torch.cat(mixed), after
 
 
+def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
+    if stands is None or len(stands) != sequences:
+        raise ValueError(
+            f"an aligned mixer computes in steps counted from the start of a sequence: give "
+            f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
+        )
+    return stands
+
+
 def _one_token(row: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, Carry]:
     """``[1, N, P]``: the front sees the history as W - 1 rows of the same sequences before it."""
     front = mixer.front if mixer.step_front is None else mixer.step_front
-    past, columns = mixer.shape.past, front.layout.conv_columns
+    past, columns = mixer.past, front.layout.conv_columns
     rows = row.new_zeros(past + 1, *row.shape[1:])
     rows[:past, :, columns] = carry.history.permute(2, 0, 1)
     rows[past:] = row
@@ -289,7 +328,7 @@ def _last_rows(
     proj: Tensor, mixer: RowMixer, history_NCW: Tensor, documents: Documents | None
 ) -> Tensor:
     """The last W - 1 convolved rows of every sequence, ``[N, C, W - 1]``."""
-    past, rows_sBC = mixer.shape.past, proj[..., mixer.front.layout.conv_columns]
+    past, rows_sBC = mixer.past, proj[..., mixer.front.layout.conv_columns]
     if documents is None:
         # Of the new rows only those that may stay are copied.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)

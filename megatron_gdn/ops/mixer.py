@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .aligned import AlignedFront, AlignedNorm
 from .documents import Documents
 from .front.base import Front
 from .front.gdn_front import GDNFront, kernels_for
@@ -265,6 +266,8 @@ def gated_delta_mixer(
         )
     front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
     front = GDNFront(sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant)
+    if getattr(rule, "in_steps", False):
+        front, norm_kernels = AlignedFront(front), AlignedNorm(norm_kernels)
     return mix(
         proj,
         (conv_weight, conv_bias, A_log, dt_bias),

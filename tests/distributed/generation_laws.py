@@ -1,5 +1,7 @@
 """Run on every rank: a hybrid model generates what its training forward would."""
 
+import os
+
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
@@ -12,6 +14,8 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference import roll_back
 from megatron_gdn.inference.generate import (
@@ -20,10 +24,17 @@ from megatron_gdn.inference.generate import (
     static_context,
     without_sequence_parallel,
 )
-from megatron_gdn.specs import hybrid_stack_spec
+from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec
+from megatron_gdn.testing import check_generation
+from megatron_gdn.testing.generation import RowByRow
 from tests.parallel import make_config, parallel
 
 VOCAB, LONGEST = 32, 64
+EXACT = {  # Megatron's mode asks for the last two, whose kernels no CPU has
+    "batch_invariant_mode": True,
+    "attention_backend": AttnBackend.flash,
+    "flash_attention_version": 3,
+}
 
 
 class Letters:
@@ -39,6 +50,8 @@ class Letters:
 
 
 def build_model(pattern="G-*-G-", **changes):
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # a model of another attention_backend set them
     config = make_config(
         num_layers=len(pattern),
         gated_linear_unit=True,
@@ -163,3 +176,36 @@ def refusals() -> list[str]:
         except NotImplementedError as error:
             found.append(str(error))
         return found
+
+
+def gap(tp=1, exact=False, pattern="G-*-G-", at_once=1, dtype=torch.float32):
+    """How far generation is from training in a text of 90 tokens."""
+    changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    changes |= EXACT if exact else {}
+    with parallel(tp=tp):
+        model = build_model(pattern, tensor_model_parallel_size=tp, **changes)
+        text = torch.randint(VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))
+        return check_generation(model, text, prompt=61, at_once=at_once)
+
+
+def exact_batches() -> None:
+    """A request's bits do not depend on what is generated beside it."""
+    with parallel(), RowByRow():
+        model = build_model(**EXACT)
+        text = torch.randint(VOCAB, (3, 20), generator=torch.Generator().manual_seed(1))
+        found = []
+        for rows in (slice(0, 3), slice(1, 2)):
+            context = static_context(model, len(text[rows]), 20)
+            with torch.inference_mode():
+                parts = [next_logits(model, piece, context) for piece in text[rows].split(9, 1)]
+            found.append(torch.cat(parts, 1))
+        assert torch.equal(found[0][1:2], found[1])
+
+
+def backend_by_name_in_the_exact_mode() -> str:
+    with parallel():
+        try:
+            config = make_config(attention_dropout=0.0, **EXACT)
+            build_module(gated_delta_net_spec("local", rule_backend="fla"), config, layer_number=1)
+        except ValueError as error:
+            return str(error)

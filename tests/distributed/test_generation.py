@@ -45,3 +45,27 @@ def test_what_cannot_generate_is_refused_in_words(pools):
         assert len(found) == len(words)
         for message, word in zip(found, words, strict=True):
             assert word in message
+
+
+def test_generation_has_the_log_probabilities_of_training(pools):
+    """In fp32 within some roundings of log-probabilities of up to 10."""
+    (gap,) = pools(1).run(laws.gap)
+    assert gap.backend == "reference"
+    assert 0 < gap.max_log_prob < 1e-4 and gap.mean_log_prob <= gap.max_log_prob
+    assert abs(gap.max_kl) < 1e-6 and not gap.equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_in_batch_invariant_mode_generation_has_the_bits_of_training(pools, dtype):
+    (gap,) = pools(1).run(laws.gap, exact=True, dtype=dtype)
+    assert gap.equal and gap.max_log_prob == gap.max_kl == 0, gap
+    for gap in pools(2).run(laws.gap, tp=2, exact=True, at_once=4, dtype=dtype):
+        assert gap.equal, gap
+
+
+def test_in_batch_invariant_mode_neighbours_change_no_bit(pools):
+    pools(1).run(laws.exact_batches)
+
+
+def test_kernels_are_refused_in_batch_invariant_mode(pools):
+    assert "Use 'auto' or 'reference'" in pools(1).run(laws.backend_by_name_in_the_exact_mode)[0]
