@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.core.inference.contexts import StaticInferenceContext
+from torch import Tensor
 
 from .requests import Request, RequestPool
 
@@ -33,12 +34,21 @@ class RequestsContext(StaticInferenceContext):
         requests: of this forward, in order; may be set anew before each.
         keep_steps: keep the states after each token of a forward of a few tokens, so that
             ``pool.roll_back`` can return to any of them.
+        slots: int64 ``[N]`` on the device, in place of ``requests``: one token each of the requests
+            in these slots. The numbers are read by the kernels alone, so a forward can be captured
+            in a CUDA graph and replayed for other slots; nothing is checked and no token counted.
     """
 
     def __init__(
-        self, pool: RequestPool, requests: Sequence[Request], *, keep_steps: bool = False
+        self,
+        pool: RequestPool,
+        requests: Sequence[Request] = (),
+        *,
+        keep_steps: bool = False,
+        slots: Tensor | None = None,
     ) -> None:
         super().__init__(max_batch_size=pool.slots, max_sequence_length=1)
         self.pool, self.requests, self.keep_steps = pool, list(requests), keep_steps
+        self.slots = slots
         self.key_value_memory_dict = _NoKeys()
         self.config.materialize_only_last_token_logits = False

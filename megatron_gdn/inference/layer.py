@@ -19,6 +19,7 @@ from ..out_norm import apply_gated_norm, is_plain_rms_norm, read_norm
 from ..packing import resolve_packed_seq_params
 from .carry import CarryShape
 from .requests import RequestPool
+from .slots import decode_slots
 from .static import mix_static
 from .step import RowMixer, decode, gdn_rows, prefill
 
@@ -119,6 +120,8 @@ def _mix_requests(
 ) -> Tensor:
     s, B = proj.shape[:2]
     pool, requests = context.pool, context.requests
+    if context.slots is not None:
+        return decode_slots(proj, mixer, pool.layers[number], context.slots)
     documents = _boundaries(packed, s, proj.device)
     lengths = (s,) * B if documents is None else documents.lengths
     if len(lengths) != len(requests):

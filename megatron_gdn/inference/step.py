@@ -113,7 +113,10 @@ def gdn_rows(
         state=sizes.state,
         finish=norm,
         step_rule=RecurrentRule(),
-        step_front=GDNFront(sizes, front_kernels, normalise_qk),
+        # A token's q, k, v and o are few: they stay as wide as the state.
+        step_front=GDNFront(
+            sizes, front_kernels, normalise_qk, torch.promote_types(proj.dtype, torch.float32)
+        ),
         aligned=aligned,
     )
 

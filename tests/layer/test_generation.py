@@ -1,5 +1,8 @@
 """The layer under an inference context: what it generates is what its training forward gives."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -176,6 +179,34 @@ def test_requests_that_do_not_fit_are_refused():
             inference_context=StaticInferenceContext(1, 9),
         )  # fmt: skip
     assert not any(t.any() for carry in pool.layers.values() for t in carry)
+
+
+def test_slots_may_be_chosen_on_the_device():
+    layer, x, _ = make(rows=3, tokens=6)
+    pool = pool_for(layer, slots=5)
+    requests = [pool.allocate() for _ in range(3)]
+    with torch.no_grad():
+        whole, _ = layer(x, None)
+        layer(x[:5], None, inference_context=RequestsContext(pool, requests))
+        others = [[t[3:].clone() for t in carry] for carry in pool.layers.values()]
+        context = RequestsContext(pool, slots=torch.tensor([2, 0, 1]))
+        out, _ = layer(x[5:, [2, 0, 1]], None, inference_context=context)
+        torch.testing.assert_close(out, whole[5:, [2, 0, 1]], **CLOSE)
+        for carry, before in zip(pool.layers.values(), others, strict=True):
+            assert all(torch.equal(t[3:], b) for t, b in zip(carry, before, strict=True))
+        with pytest.raises(ValueError, match="one token each"):
+            layer(x[:2], None, inference_context=context)
+
+
+def test_the_benchmark_of_decode_steps_runs():
+    path = Path(__file__).parents[2] / "benchmarks" / "bench_decode.py"
+    spec = importlib.util.spec_from_file_location("bench_decode", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    line = benchmark.measure(build().eval(), batch=2, context=5, chunk=3, repeats=1, rate=1e6)
+    heads, channels = 8 * 8 * 12 * 4, 160 * 3 * 4  # bytes of one sequence
+    assert line["floor_ms"] == pytest.approx(2 * 2 * (heads + channels) / 1e6)
+    assert line["layer_eager_ms"] > 0 and line["mixer_over_floor"] > 1
 
 
 def test_a_model_without_recurrent_layers_has_no_pool():
