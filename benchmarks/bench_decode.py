@@ -55,9 +55,7 @@ def build_layer(sizes: dict[str, int], dtype: torch.dtype, device: str, backend:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
     )
-    layer = build_module(
-        gated_delta_net_spec("local", rule_backend=backend), config, layer_number=1
-    )
+    layer = build_module(gated_delta_net_spec("local", backend=backend), config, layer_number=1)
     return layer.to(device).eval()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ops.aligned import STEP, front_of_step, rule_of_step
+from ..ops.aligned import STEP, front_of_step, rows_before, rule_of_step
 from ..ops.documents import Documents
 from .carry import Carry
 
@@ -51,7 +51,7 @@ def advance(
 def _one(
     new: Tensor, mixer: RowMixer, kept: Tensor, state: Tensor, stands: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    past = mixer.parameters[0].shape[-1] - 1
+    past = rows_before(mixer.parameters)
     r = stands % STEP
     rows = torch.cat([kept[len(kept) - r - past :], new])
     mixed, total = [], r + len(new)

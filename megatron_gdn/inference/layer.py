@@ -50,7 +50,6 @@ def pool_for(model: torch.nn.Module, slots: int, device: torch.device | None = N
     return RequestPool(shapes, slots, dtype=weight.dtype, device=device or weight.device)
 
 
-@torch.compiler.disable  # one kernel after the other, from tables cached by value
 def mix_inference(
     layer: GatedDeltaNet,
     proj: Tensor,
@@ -73,6 +72,11 @@ def mix_inference(
         ValueError: see :func:`.static.mix_static` and :class:`.requests.RequestPool`.
         NotImplementedError: dynamic batching, context parallelism, a call that wants gradients.
     """
+    return _mix(layer, proj, context, attention_mask, packed)
+
+
+@torch.compiler.disable  # one kernel after the other, from tables cached by value
+def _mix(layer, proj, context, attention_mask, packed) -> Tensor:
     _refuse(layer, proj, context)
     require_wide_gates(layer)
     mixer = row_mixer(layer, proj)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..ops.aligned import AlignedNorm
+from ..ops.aligned import AlignedNorm, rows_before
 from ..ops.delta_rule.step import RecurrentRule
 from ..ops.documents import Documents
 from ..ops.front.base import Front, Parameters
@@ -27,7 +27,7 @@ from ..ops.front.gdn_front import GDNFront, kernels_for
 from ..ops.front.history import ContinuedFront, HistoryTable
 from ..ops.gated_norm import norm_torch
 from ..ops.head_sizes import HeadSizes
-from ..ops.host_tables import to_device
+from ..ops.host_tables import cached_by_stream, to_device
 from ..ops.mixer import GatedNorm
 from ..ops.rows import rows_at
 from ..ops.rule import Rule
@@ -61,13 +61,12 @@ class RowMixer:
 
     @property
     def shape(self) -> CarryShape:
-        taps = self.parameters[0].shape[-1]
-        return CarryShape.of(self.front.layout, self.state, taps, self.aligned)
+        return CarryShape.of(self.front.layout, self.state, self.past + 1, self.aligned)
 
     @property
     def past(self) -> int:
         """Rows before a token that the convolution reads."""
-        return self.parameters[0].shape[-1] - 1
+        return rows_before(self.parameters)
 
 
 def gdn_rows(
@@ -277,7 +276,7 @@ class _FromCarry:
         raise NotImplementedError("a carry takes no gradient; generation has no backward.")
 
 
-@lru_cache(maxsize=32)
+@cached_by_stream(32)
 def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
     """The rows near the start of every sequence, to be computed again with their history."""
     offsets, history, redone, again = [0], [], [], []
@@ -305,14 +304,14 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
     )
 
 
-@lru_cache(maxsize=32)
+@cached_by_stream(32)
 def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int64, which documents have tokens."""
     index = [n for n, length in enumerate(lengths) if length]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
 
 
-@lru_cache(maxsize=32)
+@cached_by_stream(32)
 def _last_index(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:

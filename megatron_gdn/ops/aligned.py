@@ -27,6 +27,13 @@ from .rule import RuleOutput, Saved
 STEP = CHUNK
 
 
+def rows_before(parameters: Parameters) -> int:
+    """W - 1, the rows before a token that the convolution reads."""
+    weight = parameters[0]
+    assert weight is not None
+    return weight.shape[-1] - 1
+
+
 def front_of_step(
     front: Front,
     parameters: Parameters,
@@ -41,7 +48,7 @@ def front_of_step(
     Returns:
         as ``front.forward``, ``[1, n, ...]``.
     """
-    past = parameters[0].shape[-1] - 1
+    past = rows_before(parameters)
     buffer = rows.new_zeros(past + STEP, 1, rows.shape[-1])
     buffer[: len(rows), 0] = rows
     made = front.forward(buffer, parameters, None, only)
@@ -58,6 +65,7 @@ def rule_of_step(rule: PlainRule, inputs: Any, state: Tensor | None) -> tuple[Te
     n = inputs.k.shape[1]
     whole = type(inputs)(*(_filled_up(x) for x in inputs))
     output = PlainRule.begin(rule, whole, None).run(state, keep=False, final=True)
+    assert output.final is not None
     return output.o[:, :n], output.final
 
 
@@ -95,7 +103,7 @@ class AlignedFront:
         """As the inner one."""
         if only is not None and not only:
             return self._front.forward(proj, parameters, documents, only)
-        S, past = proj.shape[0], parameters[0].shape[-1] - 1
+        S, past = proj.shape[0], rows_before(parameters)
         rows = []
         for x_SP in proj.unbind(1):
             made = []

@@ -206,6 +206,6 @@ def backend_by_name_in_the_exact_mode() -> str:
     with parallel():
         try:
             config = make_config(attention_dropout=0.0, **EXACT)
-            build_module(gated_delta_net_spec("local", rule_backend="fla"), config, layer_number=1)
+            build_module(gated_delta_net_spec("local", backend="fla"), config, layer_number=1)
         except ValueError as error:
             return str(error)
