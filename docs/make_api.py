@@ -21,6 +21,7 @@ MODULES = (
     "megatron_gdn.ops",
     "megatron_gdn.context_parallel",
     "megatron_gdn.hf",
+    "megatron_gdn.inference",
     "megatron_gdn.testing",
 )
 PAGE = Path(__file__).with_name("api.md")

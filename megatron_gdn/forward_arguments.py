@@ -1,7 +1,7 @@
 """What Megatron hands to every mixer and a recurrence cannot use: ignored by name, or refused.
 
 Ignored are arguments that only attention has a use for. Refused is what would change the result if
-it were honoured: an inference context, an attention bias, and any attention mask but a causal one.
+it were honoured: an offset, an attention bias, and any attention mask but a causal one.
 The recurrence is causal by itself and takes document boundaries from ``PackedSeqParams``.
 """
 
@@ -91,26 +91,49 @@ def require_causal(
         setattr(mask, _CHECKED, looked_at)
 
 
+def the_context(inference_context: Any, inference_params: Any) -> Any:
+    """The inference context, under whichever of its two names it was given; None in training.
+
+    Raises:
+        ValueError: two different ones.
+    """
+    if inference_context is None:
+        return inference_params
+    if inference_params not in (None, inference_context):
+        raise ValueError(
+            "inference_context and inference_params (its old name) are two different objects; "
+            "give one."
+        )
+    return inference_context
+
+
+def refuse_inference(inference_context: Any, inference_params: Any, layer: str) -> None:
+    """Refuse an inference context, for a mixer that keeps no inference state.
+
+    Raises:
+        NotImplementedError: there is one.
+    """
+    if inference_context is not None or inference_params is not None:
+        raise NotImplementedError(
+            f"{layer} keeps no inference state; export the weights and serve them elsewhere, or "
+            f"call the model without an inference context."
+        )
+
+
 def refuse_unsupported(
-    inference_context: Any,
-    inference_params: Any,
-    sequence_len_offset: Any,
-    keywords: dict,
-    layer: str = "GatedDeltaNet",
+    sequence_len_offset: Any, keywords: dict, layer: str = "GatedDeltaNet"
 ) -> None:
     """Refuse what the layer cannot honour.
 
     Raises:
-        NotImplementedError: an inference context, an offset into one, or an attention bias.
+        NotImplementedError: an offset into a context, or an attention bias.
         TypeError: a keyword that is neither None nor known to be of no meaning here.
     """
-    if inference_context is not None or inference_params is not None:
-        raise NotImplementedError(
-            f"{layer} is a training layer and keeps no inference state; export the weights "
-            "and serve them elsewhere, or call the model without an inference context."
-        )
     if sequence_len_offset is not None:
-        raise NotImplementedError(f"{layer} does not support sequence_len_offset.")
+        raise NotImplementedError(
+            f"{layer} does not support sequence_len_offset (local CUDA graphs, flash_decode); "
+            "it reads inference_context.sequence_len_offset."
+        )
     if keywords.get("attention_bias") is not None:
         raise NotImplementedError(
             f"{layer} has no attention scores to add attention_bias to; pass None."

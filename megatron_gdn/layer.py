@@ -27,7 +27,9 @@ from .checkpoint import mixer_sharded_state_dict
 from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
-from .forward_arguments import refuse_unsupported, require_causal
+from .forward_arguments import refuse_unsupported, require_causal, the_context
+from .inference.carry import CarryShape
+from .inference.layer import mix_inference
 from .init import device_for, init_share_
 from .micro_batch import MicroBatches
 from .mixer import Mixer
@@ -160,13 +162,15 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         self.sp_size = self.tp_size if config.sequence_parallel else 1
         self.cp_layout = SequenceLayout.parse(cp_layout)
 
+        self.aligned = config.batch_invariant_mode
         self._name_sizes(GDNDims.from_config(config))
         sizes = self.dims.heads
         self.micro_batches = MicroBatches(
             config, sizes.layout, sizes.state, self.conv_kernel_dim, pg_collection.cp,
             self.cp_layout, mode=linear_cp_mode,
             choose_rule=partial(
-                choose_rule, backend, sizes, operands=rule_operands, normalise_qk=use_qk_l2norm
+                choose_rule, backend, sizes, operands=rule_operands, normalise_qk=use_qk_l2norm,
+                aligned=self.aligned,
             ),
         )  # fmt: skip
         self._build(submodules, name, device_for(config))
@@ -206,6 +210,12 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
     @property
     def backend(self) -> str:
         return self.rule.name
+
+    @property
+    def carry_shape(self) -> CarryShape:
+        """What one sequence carries from call to call in generation, on this rank."""
+        heads = self.dims.heads
+        return CarryShape.of(heads.layout, heads.state, self.conv_kernel_dim, self.aligned)
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
@@ -322,7 +332,9 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
             attention_mask: None or causal; the layer is causal by itself.
-            inference_context, inference_params, sequence_len_offset: not supported.
+            inference_context, inference_params: go on from what this context carries instead of
+                beginning, see :func:`megatron_gdn.inference.layer.mix_inference`; no gradients.
+            sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
             kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
@@ -333,12 +345,16 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
 
         Raises:
             ValueError: lengths, boundaries or head counts that do not fit.
-            NotImplementedError: inference, or a mask that is not causal.
+            NotImplementedError: a mask that is not causal, a context of another kind.
             TypeError: a keyword this layer does not know.
         """
-        refuse_unsupported(inference_context, inference_params, sequence_len_offset, kwargs)
+        refuse_unsupported(sequence_len_offset, kwargs)
+        context = the_context(inference_context, inference_params)
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
+        if context is not None:
+            mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
+            return self.out_proj(mixed_sBV)
         batch = self.micro_batches.of(packed_seq_params, proj_sBP)
         require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
         with span("to_heads"):

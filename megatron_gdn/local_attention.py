@@ -9,7 +9,8 @@ B batch (1 when packed), H query heads and G key heads of this tensor-parallel r
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,8 +67,18 @@ class TorchAttention(DotProductAttention):
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
         self.config, self.cp_group = config, pg_collection.cp
         self.cp_layout = SequenceLayout.parse(cp_layout)
+        self._whole = False  # whether queries and keys are of whole sequences, on every rank
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
+
+    @contextmanager
+    def on_whole_sequences(self) -> Iterator[None]:
+        """Take what comes for whole sequences: in generation every rank has all tokens."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def forward(
         self,
@@ -83,7 +94,8 @@ class TorchAttention(DotProductAttention):
 
         Args:
             query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
-            key, value: likewise with G heads.
+            key, value: likewise with G heads. With an inference context they are all keys so far,
+                and the queries are their last ones.
             attention_mask: None or causal; whatever DotProductAttention takes in a batch on one
                 context-parallel rank.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
@@ -97,10 +109,15 @@ class TorchAttention(DotProductAttention):
             NotImplementedError: packed documents with what the constructor refuses with context
                 parallelism; an attention bias; a mask that is not causal.
         """
+        group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
-            packed_seq_params, self.cp_group, self.cp_layout, query.shape[0], query.device
+            packed_seq_params, group, self.cp_layout, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
+            if self.config.batch_invariant_mode and attention_mask is None:
+                return self._query_by_query(query, key, value)
+            if attention_mask is None and 1 < query.shape[0] < key.shape[0]:
+                attention_mask = _future_of_last(query.shape[0], key.shape[0], query.device)
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias
             )
@@ -141,6 +158,26 @@ class TorchAttention(DotProductAttention):
             )
         return out_BHsD.permute(2, 0, 1, 3)
 
+    def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Every query by itself with the keys up to its own, which are all that shape its bits.
+
+        Slow; for ``config.batch_invariant_mode``, where there is no kernel with such a promise.
+        """
+        self._require_plain("batch_invariant_mode")
+        before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+        rows = []
+        for s in range(query.shape[0]):
+            for b in range(query.shape[1]):
+                k, v = (
+                    x[: before + s + 1, b].repeat_interleave(shared_by, dim=1).transpose(0, 1)
+                    for x in (key, value)
+                )
+                q = query[s, b][:, None]
+                scores = (q * k.contiguous()).sum(-1, keepdim=True) * scale
+                rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
+        return torch.stack(rows).view(*query.shape[:2], -1)
+
     def _require_plain(self, what: str, mask_type: AttnMaskType | None = None) -> None:
         mask_type = self.attn_mask_type if mask_type is None else mask_type
         refused = {
@@ -156,3 +193,9 @@ class TorchAttention(DotProductAttention):
                     "self-attention with a plain softmax and no window. Change the setting, or use "
                     "Transformer Engine's attention."
                 )
+
+
+def _future_of_last(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool ``[1, 1, queries, keys]``: True where a key comes after one of the last queries."""
+    position = torch.arange(keys - queries, keys, device=device)
+    return (torch.arange(keys, device=device) > position[:, None])[None, None]

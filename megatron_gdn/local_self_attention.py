@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
@@ -37,6 +38,7 @@ class TorchSelfAttention(SelfAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         *,
+        inference_context: BaseInferenceContext | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
@@ -47,6 +49,15 @@ class TorchSelfAttention(SelfAttention):
             ValueError: ``max_seqlen_q`` of packed documents is less than their longest slot.
             NotImplementedError: a batch that is not packed in a context-parallel group of its own.
         """
+        if inference_context is not None:
+            return self._generate(
+                hidden_states,
+                attention_mask,
+                inference_context=inference_context,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
         if rotary_pos_emb is not None and not self._skips_rotation():
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
@@ -72,6 +83,42 @@ class TorchSelfAttention(SelfAttention):
             )
         finally:
             self._rotations = None
+
+    def _generate(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        inference_context: BaseInferenceContext,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's own, with keys and values in the context; whole sequences on every rank."""
+        if self.pg_collection.cp.size() == 1:
+            return super().forward(
+                hidden_states, attention_mask, inference_context=inference_context,
+                rotary_pos_emb=rotary_pos_emb, **kwargs,
+            )  # fmt: skip
+        if not getattr(inference_context, "whole_on_every_rank", False):
+            raise NotImplementedError(
+                f"this layer was built with context_parallel_size={self.pg_collection.cp.size()}, "
+                f"and generation runs on whole sequences; take the context from "
+                f"megatron_gdn.inference.generate.static_context."
+            )
+        if rotary_pos_emb is not None:
+            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            rotary_pos_emb = tuple(self._in_order(angles) for angles in pair)
+        with self.core_attention.on_whole_sequences():
+            return super().forward(
+                hidden_states, attention_mask, inference_context=inference_context,
+                rotary_pos_emb=rotary_pos_emb, **kwargs,
+            )  # fmt: skip
+
+    def _in_order(self, angles: Tensor) -> Tensor:
+        """Those of all positions, from the share that the model cut for this rank in zigzag."""
+        group = self.pg_collection.cp
+        total = angles.shape[0] * group.size()
+        return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)

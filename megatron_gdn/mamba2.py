@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, Scheme, SequenceLayout
-from .forward_arguments import refuse_unsupported
+from .forward_arguments import refuse_inference
 from .grouped_norm import GroupedRMSNorm
 from .init import device_for, init_share_
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
@@ -308,7 +308,7 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
                 be fp32 and is not.
             NotImplementedError: inference.
         """
-        refuse_unsupported(inference_context, inference_params, None, {}, layer="Mamba2Mixer")
+        refuse_inference(inference_context, inference_params, "Mamba2Mixer")
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, proj_sBP)

@@ -122,7 +122,7 @@ class MicroBatches:
         self._rules: dict[tuple, Rule] = {}
         self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
-        self.latest_rule = self._rule(_expected_device(), _expected_dtype(config))
+        self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
         self._schemes_of(group, self.latest_rule)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor) -> MicroBatch:
@@ -147,7 +147,7 @@ class MicroBatches:
         if documents is not None:
             require_one_row(B, f"{B} rows of {s} tokens on this rank")
         require_agreement(self._layer, group, tokens, B, documents, device)
-        rule = self.latest_rule = self._rule(device, dtype)
+        rule = self.latest_rule = self.rule_for(device, dtype)
         key = (stream_of_tables(), documents, group, rule, s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
@@ -159,7 +159,8 @@ class MicroBatches:
             self._made[key] = found
         return keep_if_captured(found)
 
-    def _rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
+    def rule_for(self, device: torch.device, dtype: torch.dtype) -> Rule:
+        """The rule of rows of this kind, as things stand; likewise the constructor's errors."""
         deterministic = (
             self._config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         )

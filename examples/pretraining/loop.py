@@ -124,17 +124,24 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
         report.say(f"stopped by {stop.reason}; {how_to_go_on(args)}")
         return
     report.say(held_out_loss(args, training, held_out, device, forward_step))
-    if args.sample_tokens and args.pipeline_model_parallel_size == 1:
-        text = sample(
+    if args.sample_tokens:
+        report.say(text_sample(args, training))
+    report.say(closing_words(args, iteration))
+
+
+def text_sample(args, training) -> str:
+    """What the model writes, and how fast; or why it writes nothing."""
+    try:
+        text, rate = sample(
             training.model,
             args.sample_prompt,
             args.sample_tokens,
             args.sample_temperature,
-            multiple=args.pad_multiple * args.tensor_model_parallel_size,
             seed=args.seed,
         )
-        report.say(f"--- sample ---\n{text}\n--------------")
-    report.say(closing_words(args, iteration))
+    except NotImplementedError as error:
+        return f"no sample: {error}"
+    return f"--- sample ---\n{text}\n--------------\nwritten at {rate:.1f} tokens/s"
 
 
 def start_from(args, training, feed: Feed) -> int:

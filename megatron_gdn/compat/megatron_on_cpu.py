@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.19 needs to train on a machine without a GPU (gloo), in one place.
+"""What Megatron-Core 0.19 needs on a machine without a GPU (gloo), in one place.
 
 Megatron asks CUDA for a device, a stream and a random generator even where the work is plain
 tensor maths. `run_megatron_on_cpu` answers those questions with the CPU's own. Every answer is one
@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def run_megatron_on_cpu() -> None:
     _installed = True
     answer_device_questions_with_cpu()
     make_streams_do_nothing()
+    time_with_the_host_clock()
     draw_model_parallel_randomness_from_the_cpu_generator()
     create_cuda_literals_on_cpu()
     accept_cpu_tensors_in_optimizers()
@@ -69,6 +71,35 @@ def make_streams_do_nothing() -> None:
     stream = _NoStream()
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: stream
+
+
+class _HostEvent:
+    """A moment by the host's clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._at = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._at = perf_counter()
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_HostEvent") -> float:
+        return 1e3 * (end._at - self._at)
+
+
+def time_with_the_host_clock() -> None:
+    """``torch.cuda.Event`` records when the host came by.
+
+    Asked by text generation for its times per token (text_generation_controller.py:3520). Can go
+    when Megatron guards it with ``torch.cuda.is_available()``.
+    """
+    torch.cuda.Event = _HostEvent
 
 
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:

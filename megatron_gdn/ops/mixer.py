@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .aligned import AlignedFront, AlignedNorm
 from .documents import Documents, require_one_row
 from .front.base import Front
 from .front.gdn_front import GDNFront, kernels_for
@@ -261,6 +262,9 @@ def gated_delta_mixer(
         )
     front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
     front = GDNFront(sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant)
+    if getattr(rule, "in_steps", False):
+        front, aligned = AlignedFront(front), AlignedNorm(norm_kernels)
+        norm_kernels = cast(ModuleType, aligned)  # it has the two functions that are called
     return mix(
         proj,
         (conv_weight, conv_bias, A_log, dt_bias),

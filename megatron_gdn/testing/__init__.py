@@ -5,11 +5,14 @@
     in_processes(work, processes=2)     the same in several processes that share the device
     compare_processes(reports)          and the same bits in all of them
     check_batch_invariance(run, ...)    a document's bits do not depend on its neighbours
+    check_generation(model, tokens)     a model generates with the probabilities it trains with
 
-They know nothing of Gated DeltaNet: ``run`` is any function from nothing to named tensors.
+But for the last, which takes a Megatron model, they know nothing of Gated DeltaNet: ``run`` is any
+function from nothing to named tensors.
 :func:`forward_backward` makes one from a module. They work on the CPU too.
 """
 
+from .generation import GenerationGap, check_generation
 from .invariance import Arrangement, arrangements, check_batch_invariance
 from .pressure import Competitor, poison_free_memory
 from .processes import compare_processes, in_processes
@@ -19,9 +22,11 @@ __all__ = [
     "Arrangement",
     "Competitor",
     "Difference",
+    "GenerationGap",
     "Report",
     "arrangements",
     "check_batch_invariance",
+    "check_generation",
     "check_repeats",
     "compare_processes",
     "difference_of",

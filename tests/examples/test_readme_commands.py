@@ -42,6 +42,9 @@ RUN_BY = {
         "tests/examples/test_quickstart.py"
         "::test_the_quickstart_trains_one_layer_on_packed_documents"
     ),
+    ".venv/bin/python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
+        "tests/hf/test_generation.py::test_the_example_generates_from_a_folder"
+    ),
     EXAMPLE.format(2) + " --help": IN_ORDER,
     EXAMPLE.format(2) + " --data my_texts/ --train-iters 500": IN_ORDER,
     EXAMPLE.format(2) + " --resume --train-iters 800": IN_ORDER,

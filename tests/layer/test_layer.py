@@ -366,12 +366,12 @@ REFUSED = [
     (
         lambda: build()(torch.randn(4, 1, 24), None, inference_context=object()),
         NotImplementedError,
-        "training layer",
+        "generates with Megatron's StaticInferenceContext",
     ),
     (
         lambda: build()(torch.randn(4, 1, 24), None, inference_params=object()),
         NotImplementedError,
-        "keeps no inference state",
+        "not with a object",
     ),
     (
         lambda: build()(torch.randn(4, 1, 24), None, sequence_len_offset=0),

@@ -26,12 +26,12 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def test_ops_need_torch_alone():
+def test_ops_and_carried_states_need_torch_alone():
     names = {"megatron", "fla", "triton", "transformers", "transformer_engine", "numpy"}
     run(
         BLOCK.format(names=names)
         + """
-import torch, megatron_gdn.ops as ops
+import torch, megatron_gdn.inference, megatron_gdn.ops as ops
 x = torch.rand(1, 5, 2, 4)
 ops.gated_delta_rule(x, x, x, -x[..., 0], x[..., 0])
 """

@@ -168,8 +168,26 @@ def choose_rule(
     *,
     operands: str,
     normalise_qk: bool,
+    aligned: bool = False,
 ) -> Choice:
-    """:func:`resolve_rule` for a layer, which learns device and dtype last."""
+    """:func:`resolve_rule` for a layer, which learns device and dtype last.
+
+    Args:
+        aligned: training and generation give a token the same bits, see :mod:`..aligned`.
+
+    Raises:
+        ValueError: a kernel is asked for by name and ``aligned`` too; and as `resolve_rule`.
+    """
+    if aligned:
+        if backend not in ("auto", "reference"):
+            raise ValueError(
+                f"backend={backend!r} and config.batch_invariant_mode: which tokens come in one "
+                f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch in "
+                f"steps of 64 tokens, slower), or leave the mode off."
+            )
+        from ..aligned import AlignedRule
+
+        return Choice(AlignedRule(), "batch_invariant_mode; in steps of 64 tokens, slower")
     return resolve_rule(
         backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
         operands=operands, normalise_qk=normalise_qk,

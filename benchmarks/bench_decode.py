@@ -1,0 +1,182 @@
+"""Time of a layer's decode step against the floor of reading and writing its states.
+
+    python3 benchmarks/bench_decode.py --out decode.jsonl     # a GPU: a Qwen3-Next layer in bf16
+    python3 benchmarks/bench_decode.py --tiny                 # anywhere: does it run
+
+A line per batch and context: milliseconds per step, eager and as a replayed CUDA graph, of the
+mixer alone (between the projections) and of the layer; the ratio of the mixer's to the floor, which
+is the bytes of the states, read and written, at the bandwidth of a copy measured here; whether the
+replay has the bits of the eager step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+QWEN3_NEXT = {"hidden_size": 2048, "key_heads": 16, "value_heads": 32, "dim": 128}
+TINY = {"hidden_size": 32, "key_heads": 2, "value_heads": 4, "dim": 16}
+
+
+def build_layer(sizes: dict[str, int], dtype: torch.dtype, device: str, backend: str):
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    from megatron_gdn.specs import gated_delta_net_spec
+
+    run_megatron_on_cpu()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=sizes["hidden_size"],
+        num_attention_heads=4,
+        linear_num_key_heads=sizes["key_heads"],
+        linear_num_value_heads=sizes["value_heads"],
+        linear_key_head_dim=sizes["dim"],
+        linear_value_head_dim=sizes["dim"],
+        linear_conv_kernel_dim=4,
+        normalization="RMSNorm",
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    layer = build_module(gated_delta_net_spec("local", backend=backend), config, layer_number=1)
+    return layer.to(device).eval()
+
+
+def milliseconds(run, repeats: int, on_gpu: bool) -> float:
+    """The median of single calls."""
+    times = []
+    for _ in range(repeats + 3):
+        if on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[3:])
+
+
+def graph_of(run):
+    """A CUDA graph of ``run``, which has run before, and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+def copy_rate(on_gpu: bool, repeats: int) -> float:
+    """Bytes read and written per millisecond by a copy of 1 GiB (1 MiB without a GPU)."""
+    size = 1 << (30 if on_gpu else 20)
+    source = torch.empty(size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    target = torch.empty_like(source)
+    return 2 * size / milliseconds(lambda: target.copy_(source), repeats, on_gpu)
+
+
+@torch.inference_mode()
+def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: float) -> dict:
+    from megatron_gdn.inference.context import RequestsContext
+    from megatron_gdn.inference.layer import pool_for, row_mixer
+    from megatron_gdn.inference.slots import decode_slots
+
+    weight = layer.conv1d.weight
+    on_gpu = weight.is_cuda
+    pool = pool_for(layer, slots=batch)
+    first = pool.allocate()
+    feed = RequestsContext(pool, [first])
+    x = torch.randn(chunk, 1, layer.hidden_size, dtype=weight.dtype, device=weight.device)
+    for start in range(0, context, chunk):
+        layer(x[: context - start], None, inference_context=feed)
+    requests = [first, *(pool.fork(first) for _ in range(batch - 1))]
+    slots = pool.index(requests).flip(0).contiguous()
+    on_device = RequestsContext(pool, slots=slots)
+    token = torch.randn(1, batch, layer.hidden_size, dtype=weight.dtype, device=weight.device)
+    proj, _ = layer.in_proj(token)
+    memory, mixer = pool.layers[layer.layer_number], row_mixer(layer, proj)
+
+    def step():
+        return layer(token, None, inference_context=on_device)[0]
+
+    def middle():
+        return decode_slots(proj, mixer, memory, slots)
+
+    step(), middle()  # compile
+    line = {"batch": batch, "context": context, "dtype": str(weight.dtype)}
+    state_bytes = 2 * sum(t.numel() * t.element_size() for t in memory)
+    line["floor_ms"] = state_bytes / rate
+    runs = {"layer": step, "mixer": middle}
+    for name, run in runs.items():
+        line[f"{name}_eager_ms"] = milliseconds(run, repeats, on_gpu)
+    if on_gpu:
+        for name, run in runs.items():
+            graph, out = graph_of(run)
+            line[f"{name}_graph_ms"] = milliseconds(graph.replay, repeats, on_gpu)
+            before = [t.clone() for t in memory]
+            expected, moved = run().clone(), [t.clone() for t in memory]
+            for tensor, was in zip(memory, before, strict=True):
+                tensor.copy_(was)
+            graph.replay()
+            same = [torch.equal(out, expected)]
+            same += [torch.equal(a, b) for a, b in zip(memory, moved, strict=True)]
+            line[f"{name}_replay_equals_eager"] = all(same)
+    best = line.get("mixer_graph_ms", line["mixer_eager_ms"])
+    return line | {"mixer_over_floor": best / line["floor_ms"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file to append lines to")
+    parser.add_argument("--tiny", action="store_true", help="a small layer, short contexts")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 100_000])
+    parser.add_argument(
+        "--backend", default="reference", help="rule of the prefill; this one compiles nothing"
+    )
+    parser.add_argument("--repeats", type=int, default=100)
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if args.tiny:
+        args.batches, args.contexts, args.repeats = [1, 3], [5, 70], 3
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    place = "cuda" if on_gpu else "cpu"
+    layer = build_layer(TINY if args.tiny else QWEN3_NEXT, dtype, place, args.backend)
+    rate = copy_rate(on_gpu, args.repeats)
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    for context in args.contexts:
+        for batch in args.batches:
+            line = measure(layer, batch, context, 16384, args.repeats, rate)
+            line |= {"device": device, "copy_gb_per_s": rate / 1e6}
+            print(json.dumps(line), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Generation: sequences that go on from a carried history and state.
+
+    carry      what a sequence hands from one call to the next
+    step       prefill and decode of projection rows
+    requests   carries of many requests and layers, in slots
+    static     carries in Megatron's StaticInferenceContext
+
+These need torch alone. ``context`` (a Megatron context over a pool of requests) and ``layer``
+(:func:`.layer.pool_for` a model) need Megatron.
+"""
+
+from .carry import Carry, CarryShape, choose
+from .requests import Request, RequestPool
+from .static import MOST_DECODED, roll_back
+from .step import RowMixer, decode, gdn_rows, prefill
+
+__all__ = [
+    "MOST_DECODED",
+    "Carry",
+    "CarryShape",
+    "Request",
+    "RequestPool",
+    "RowMixer",
+    "choose",
+    "decode",
+    "gdn_rows",
+    "prefill",
+    "roll_back",
+]

@@ -1,0 +1,71 @@
+"""Prefill and decode with the bits of training, see :mod:`megatron_gdn.ops.aligned`.
+
+What a sequence carries is the state at the start of its current step of 64 tokens, and the rows
+since then with the W - 1 before them: at each call the step is computed again from its start. So a
+token costs as much as 64, and the history holds 63 whole projection rows more.
+
+Legend: N sequences, P projection width, W conv taps, r tokens since the step began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..ops.aligned import STEP, front_of_step, rows_before, rule_of_step
+from ..ops.documents import Documents
+from .carry import Carry
+
+if TYPE_CHECKING:
+    from .step import RowMixer
+
+
+def advance(
+    proj: Tensor,
+    mixer: RowMixer,
+    carry: Carry,
+    stands: Sequence[int],
+    documents: Documents | None = None,
+) -> tuple[Tensor, Carry]:
+    """As :func:`.step.prefill`, any number of tokens, one sequence after the other.
+
+    Args:
+        stands: how many tokens each of the N sequences has had.
+    """
+    pieces = proj.unbind(1) if documents is None else proj[:, 0].split(documents.lengths)
+    mixed, histories, states = [], [], []
+    for n, piece in enumerate(pieces):
+        out, history, state = _one(
+            piece, mixer, carry.history[n].T, carry.state[n : n + 1], stands[n]
+        )
+        mixed.append(out)
+        histories.append(history.T)
+        states.append(state)
+    together = torch.stack(mixed, 1) if documents is None else torch.cat(mixed)[:, None]
+    return together, Carry(torch.stack(histories), torch.cat(states))
+
+
+def _one(
+    new: Tensor, mixer: RowMixer, kept: Tensor, state: Tensor, stands: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    past = rows_before(mixer.parameters)
+    r = stands % STEP
+    rows = torch.cat([kept[len(kept) - r - past :], new])
+    mixed, total = [], r + len(new)
+    for start in range(0, total, STEP):
+        end = min(start + STEP, total)
+        if end <= r:
+            continue  # no new token
+        inputs = front_of_step(mixer.front, mixer.parameters, rows[start : past + end])
+        o, after = rule_of_step(mixer.rule, inputs, state)
+        fresh = max(r - start, 0)
+        of_step = rows[past + start + fresh : past + end]
+        mixed.append(mixer.finish(o[:, fresh:], of_step[:, None])[:, 0])
+        if end - start == STEP:
+            state = after
+    width = mixer.state.heads * mixer.state.columns
+    out = torch.cat(mixed) if mixed else new.new_empty(0, width)
+    return out, torch.cat([kept, new])[len(new) :], state

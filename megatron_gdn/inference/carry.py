@@ -1,0 +1,94 @@
+"""What a sequence hands from one call of a recurrent mixer to the next.
+
+Legend: N sequences, C convolved columns of a projection row, W conv taps, H heads with a state, K
+rows of a state, V columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.aligned import STEP
+from ..ops.layout import Layout
+from ..ops.state_maps.state_map import StateShape
+
+
+class Carry(NamedTuple):
+    """History and states of N sequences; both zero before the first token.
+
+    Attributes:
+        history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
+            projection's dtype: nothing is rounded. Of an aligned mixer (:mod:`.aligned`) whole
+            projection rows, ``[N, P, W - 1 + 63]``.
+        state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
+    """
+
+    history: Tensor
+    state: Tensor
+
+
+class CarryShape(NamedTuple):
+    """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank."""
+
+    channels: int
+    past: int  # rows of history
+    heads: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, layout: Layout, state: StateShape, taps: int, aligned: bool = False) -> CarryShape:
+        """Of a mixer with this rank's projection ``layout``, states and conv ``taps``."""
+        history = (layout.width, taps - 1 + STEP - 1) if aligned else (layout.conv_width, taps - 1)
+        return cls(*history, state.heads, state.rows, state.columns)
+
+    @property
+    def history(self) -> tuple[int, int]:
+        return self.channels, self.past
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.heads, self.rows, self.columns
+
+    def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Carry:
+        """A carry of N sequences without a token yet; ``dtype`` is the projection's."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return Carry(
+            torch.zeros(sequences, *self.history, dtype=dtype, device=device),
+            torch.zeros(sequences, *self.state, dtype=wide, device=device),
+        )
+
+    def check(self, carry: Carry, sequences: int, dtype: torch.dtype) -> None:
+        """Refuse a carry of other sizes or dtypes.
+
+        Raises:
+            ValueError: shape or dtype; the message has both.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        wanted = {"history": (self.history, dtype), "state": (self.state, wide)}
+        for name, (shape, of_dtype) in wanted.items():
+            tensor = getattr(carry, name)
+            if tuple(tensor.shape) != (sequences, *shape) or tensor.dtype != of_dtype:
+                raise ValueError(
+                    f"{name} must be {(sequences, *shape)} in {of_dtype} for {sequences} sequences "
+                    f"of {dtype} rows, got {tuple(tensor.shape)} in {tensor.dtype}."
+                )
+
+
+def choose(before: Carry, after: Sequence[Carry], accepted: Tensor) -> Carry:
+    """Roll every sequence back to the tokens that were accepted of it.
+
+    Args:
+        before: as the sequences stood before the tokens.
+        after: as they stood after each of the s tokens.
+        accepted: int64 ``[N]``, on the carries' device: how many tokens of each sequence stay, 0 to
+            s. It is not looked at on the host.
+    """
+    number = torch.arange(accepted.shape[0], device=accepted.device)
+    return Carry(
+        *(torch.stack(stage)[accepted, number] for stage in zip(before, *after, strict=True))
+    )

@@ -1,0 +1,167 @@
+"""Text from a Megatron model: prefill once, then a token at a time.
+
+Megatron's own engines do this for a served model; here it is for a model that trains, under any
+tensor, sequence and context parallelism. Legend: B rows, S tokens of the prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.attention import Attention
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from ..local_self_attention import TorchSelfAttention
+
+_SEQUENCE_PARALLEL = (
+    "sequence_parallel",
+    "scatter_to_sequence_parallel",
+    "reduce_scatter_embeddings",
+)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of ``[B, V]``."""
+    return logits.argmax(-1)
+
+
+def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
+    """A context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
+
+    Every context-parallel rank runs the whole sequences: tokens, states and keys are the same on
+    all of them.
+
+    Raises:
+        NotImplementedError: a pipelined model; context parallelism with attention that is not
+            this package's, which would take each rank's tokens for a share.
+    """
+    config = unwrap_model(model).config
+    if config.pipeline_model_parallel_size > 1:
+        raise NotImplementedError(
+            f"generation here runs on whole models, and pipeline_model_parallel_size="
+            f"{config.pipeline_model_parallel_size}; use Megatron's engine, or load the checkpoint "
+            f"without pipeline stages."
+        )
+    cp = config.context_parallel_size
+    # Megatron cuts the rotary angles of that many positions into two pieces for each rank.
+    context = StaticInferenceContext(rows, tokens if cp == 1 else tokens + tokens % 2)
+    if cp > 1:
+        others = {
+            type(module).__name__
+            for module in model.modules()
+            if isinstance(module, Attention) and not isinstance(module, TorchSelfAttention)
+        }
+        if others:
+            raise NotImplementedError(
+                f"{', '.join(sorted(others))} cannot run whole sequences in a model built with "
+                f"context_parallel_size={cp}. Load the checkpoint into a model without context "
+                f"parallelism, or use the local attention spec."
+            )
+        context.whole_on_every_rank = True
+    return context
+
+
+def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
+    """Run the next tokens ``[B, s]`` through the model; their logits ``[B, s, V]``.
+
+    The context moves on by s tokens. All logits come back unless Megatron's ``InferenceMode`` is
+    active and the context's config wants the last token's only.
+    """
+    start = context.sequence_len_offset
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    logits = model(
+        tokens, positions.expand_as(tokens), None,
+        inference_context=context, runtime_gather_output=True,
+    )  # fmt: skip
+    context.increment_sequence_len_offset(tokens.shape[1])
+    return logits
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    count: int,
+    *,
+    pick: Callable[[Tensor], Tensor] = greedy,
+    stop: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Continue prompts of equal length; every rank of the model takes part.
+
+    Args:
+        model: a HybridModel or GPTModel, wrapped or not, not pipelined. It generates in evaluation
+            mode, whatever mode it is in, and without sequence parallelism, which a single token
+            cannot be cut by.
+        prompt: int64 ``[B, S]``, S from 1, the same on every rank.
+        count: how many tokens to append.
+        pick: from float32 logits ``[B, V]`` to tokens ``[B]``; must be the same on every rank.
+        stop: end when every row has had this token after its prompt.
+        chunk: prefill so many tokens at a time, to bound memory; None: the prompt at once.
+
+    Returns:
+        int64 ``[B, S + count]``, or fewer columns after ``stop``.
+
+    Raises:
+        ValueError: a prompt that is empty or not ``[B, S]``.
+        NotImplementedError: see :func:`static_context`.
+    """
+    if prompt.dim() != 2 or 0 in prompt.shape:
+        raise ValueError(
+            f"prompt must be tokens [B, S] with at least one of each, got {tuple(prompt.shape)}."
+        )
+    context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
+    tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
+    with evaluating(model), active:
+        fed = 0
+        for _ in range(count):
+            for piece in tokens[:, fed:].split(chunk or tokens.shape[1], dim=1):
+                logits = next_logits(model, piece, context)[:, -1]
+            fed = tokens.shape[1]
+            picked = pick(logits.float())
+            tokens = torch.cat([tokens, picked[:, None]], dim=1)
+            if stop is not None:
+                ended |= picked == stop
+                if bool(ended.all()):
+                    break
+    return tokens.clone()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode and without sequence parallelism; afterwards as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with without_sequence_parallel(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
+    """Let a model run whole sequences on every tensor-parallel rank, as a single token needs."""
+    things: list[Any] = list(model.modules())
+    things += {id(m.config): m.config for m in things if hasattr(m, "config")}.values()
+    switched = [
+        (thing, name)
+        for thing in things
+        for name in _SEQUENCE_PARALLEL
+        if getattr(thing, name, False) is True
+    ]
+    for thing, name in switched:
+        setattr(thing, name, False)
+    try:
+        yield
+    finally:
+        for thing, name in switched:
+            setattr(thing, name, True)

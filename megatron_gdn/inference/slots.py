@@ -1,0 +1,55 @@
+"""One decode step of sequences whose slots are chosen on the device.
+
+Legend: N sequences, M slots, P projection width, C conv channels, W taps, H heads, K, V of a state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.front.gdn_front import GDNFront
+from .carry import Carry
+from .step import RowMixer, decode
+
+
+@torch.no_grad()
+def decode_slots(proj: Tensor, mixer: RowMixer, memory: Carry, slots: Tensor) -> Tensor:
+    """Mix one token of N sequences and write what they carry back into their slots.
+
+    On a GPU a Gated DeltaNet takes two launches of this package's kernels and one of its norm,
+    waits for nothing and can be captured in a CUDA graph. Elsewhere it is :func:`.step.decode`
+    between a gather and a scatter.
+
+    Args:
+        proj: ``[1, N, P]``.
+        memory: of all slots: ``[M, C, W - 1]`` and ``[M, H, K, V]``, contiguous; written.
+        slots: int64 ``[N]`` on the device, all different. They are not looked at on the host.
+
+    Returns:
+        ``[1, N, H * V]``.
+
+    Raises:
+        ValueError: more than one token, an aligned mixer, sizes that do not fit.
+    """
+    if proj.shape[0] != 1 or slots.shape != proj.shape[1:2] or mixer.aligned:
+        raise ValueError(
+            f"a step in slots takes one token each of N sequences, projection rows [1, N, P] and "
+            f"slots [N], of a mixer that is not aligned; got {tuple(proj.shape)} and "
+            f"{tuple(slots.shape)}{' of an aligned one' if mixer.aligned else ''}."
+        )
+    mixer.shape.check(memory, memory.state.shape[0], proj.dtype)
+    front = mixer.front if mixer.step_front is None else mixer.step_front
+    if isinstance(front, GDNFront) and front.kernels.__name__.endswith(".gdn"):
+        from ..ops.front.step import step_slots
+
+        rows = proj[0]
+        o = step_slots(
+            rows, *mixer.parameters, *memory, slots, front.sizes, normalise_qk=front.normalise_qk
+        )
+        return mixer.finish(o, proj)
+    carry = Carry(*(tensor.index_select(0, slots) for tensor in memory))
+    mixed, (after,) = decode(proj, mixer, carry)
+    for kept, fresh in zip(memory, after, strict=True):
+        kept.index_copy_(0, slots, fresh)
+    return mixed

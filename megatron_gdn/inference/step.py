@@ -1,0 +1,341 @@
+"""A recurrent mixer that goes on where it stopped: projection rows in, mixed rows and carry out.
+
+    prefill   many tokens of a sequence, in chunks, from a carry or from nothing; dense or packed
+    decode    one or a few tokens of every sequence, by the recurrence, with the carry after each
+
+Both take a sequence up at any token, so any cut of it gives what one call gives. Neither has a
+backward; nothing here waits for the device.
+
+Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
+channels, W conv taps, H heads with a state, V columns of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..ops.aligned import AlignedNorm, rows_before
+from ..ops.delta_rule.step import RecurrentRule
+from ..ops.documents import Documents
+from ..ops.front.base import Front, Parameters
+from ..ops.front.gdn_front import GDNFront, kernels_for
+from ..ops.front.history import ContinuedFront, HistoryTable
+from ..ops.gated_norm import norm_torch
+from ..ops.head_sizes import HeadSizes
+from ..ops.host_tables import cached_by_stream, to_device
+from ..ops.mixer import GatedNorm
+from ..ops.rows import rows_at
+from ..ops.rule import Rule
+from ..ops.state_maps.state_map import StateShape
+from .aligned import advance
+from .carry import Carry, CarryShape
+
+
+@dataclass(frozen=True, eq=False)
+class RowMixer:
+    """A mixer between its two projections, with its parameters.
+
+    Attributes:
+        front, rule: of many tokens, as in :func:`megatron_gdn.ops.mixer.mix`.
+        parameters: the front's: conv weight ``[C, 1, W]``, conv bias or None, ...
+        state: the states of its heads.
+        finish: ``(o [B, s, H, V], proj [s, B, P]) -> [s, B, H * V]``, the gated output norm.
+        step_rule: the recurrence of a decode step.
+        step_front: the front of a decode step; None: ``front``.
+        aligned: give every token the bits that training gives it, see :mod:`.aligned`.
+    """
+
+    front: Front
+    rule: Rule
+    parameters: Parameters
+    state: StateShape
+    finish: Callable[[Tensor, Tensor], Tensor]
+    step_rule: Rule
+    step_front: Front | None = None
+    aligned: bool = False
+
+    @property
+    def shape(self) -> CarryShape:
+        return CarryShape.of(self.front.layout, self.state, self.past + 1, self.aligned)
+
+    @property
+    def past(self) -> int:
+        """Rows before a token that the convolution reads."""
+        return rows_before(self.parameters)
+
+
+def gdn_rows(
+    proj: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    *,
+    rule: Rule,
+    norm: GatedNorm | Callable[[Tensor, Tensor], Tensor],
+    normalise_qk: bool = True,
+    kernels: str = "auto",
+) -> RowMixer:
+    """The :class:`RowMixer` of a Gated DeltaNet.
+
+    Args:
+        proj: rows as they will come; device and dtype are read from it, and its width is checked.
+        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, fp32.
+        rule: of prefill, from :func:`megatron_gdn.ops.resolve_rule`.
+        norm: the gated output norm: its numbers, or a function of o and the rows as in
+            :attr:`RowMixer.finish`.
+        normalise_qk, kernels: as in :func:`megatron_gdn.ops.mixer.gated_delta_mixer`.
+
+    Raises:
+        ValueError: a projection whose rows are not these heads.
+    """
+    sizes.check_projection(proj)
+    front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
+    aligned = getattr(rule, "in_steps", False)
+    if aligned:
+        norm_kernels = AlignedNorm(norm_kernels)
+    if isinstance(norm, GatedNorm):
+        norm = partial(_gated_norm, norm, norm_kernels, sizes.layout.columns("z"))
+    return RowMixer(
+        front=GDNFront(
+            sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant
+        ),
+        rule=rule,
+        parameters=(conv_weight, conv_bias, A_log, dt_bias),
+        state=sizes.state,
+        finish=norm,
+        step_rule=RecurrentRule(),
+        # A token's q, k, v and o are few: they stay as wide as the state.
+        step_front=GDNFront(
+            sizes, front_kernels, normalise_qk, torch.promote_types(proj.dtype, torch.float32)
+        ),
+        aligned=aligned,
+    )
+
+
+def _gated_norm(norm: GatedNorm, kernels, z: slice, o: Tensor, proj: Tensor) -> Tensor:
+    if o.shape[1] == 0 and kernels is not norm_torch:
+        return proj.new_empty(*proj.shape[:2], z.stop - z.start)
+    return kernels.gated_norm_forward(
+        o, proj, norm.gamma, z, eps=norm.eps, zero_centered=norm.zero_centered
+    )
+
+
+@torch.no_grad()
+def prefill(
+    proj: Tensor,
+    mixer: RowMixer,
+    carry: Carry | None = None,
+    documents: Documents | None = None,
+    *,
+    stands: Sequence[int] | None = None,
+) -> tuple[Tensor, Carry]:
+    """Mix the next tokens of N sequences, however many they are.
+
+    Args:
+        proj: ``[s, B, P]`` in the front's layout, any strides of s and B.
+        carry: from where the sequences go on; None: they begin.
+        documents: boundaries when N sequences lie end to end in one batch row (B must be 1), empty
+            ones included; their carry stays as it was.
+        stands: how many tokens each sequence has had; an aligned mixer that goes on needs it.
+
+    Returns:
+        ``[s, B, H * V]``, and the carry after the last token of each.
+
+    Raises:
+        ValueError: packed rows with B > 1, or boundaries that do not cover them; a carry of other
+            sequences, sizes or dtypes.
+    """
+    s, B, _ = proj.shape
+    if documents is not None:
+        if B != 1:
+            raise ValueError(
+                f"packed sequences need a batch of 1, got projection rows {tuple(proj.shape)}; lay "
+                f"them end to end and extend the boundaries."
+            )
+        Documents.from_cu_seqlens(documents, s)
+    sequences = B if documents is None else len(documents.lengths)
+    goes_on = carry is not None
+    if carry is None:
+        carry = mixer.shape.zeros(sequences, proj.dtype, proj.device)
+    mixer.shape.check(carry, sequences, proj.dtype)
+    if s == 0 or B == 0:
+        return proj.new_empty(s, B, mixer.state.heads * mixer.state.columns), carry
+
+    if mixer.aligned:
+        stands = _stands(stands, sequences) if goes_on else [0] * sequences
+        return advance(proj, mixer, carry, stands, documents)
+    front = mixer.front
+    if goes_on and mixer.past:
+        front = ContinuedFront(front, _FromCarry(carry.history, documents, s))
+    inputs = front.forward(proj, mixer.parameters, documents)
+    filled = None
+    if documents is not None and 0 in documents.lengths:
+        # A rule counts non-empty documents; the state of an empty one passes it by.
+        filled = _filled(documents.lengths, proj.device)
+    initial = None
+    if goes_on:
+        initial = carry.state if filled is None else carry.state.index_select(0, filled)
+    output = mixer.rule.begin(inputs, documents).run(initial, keep=False, final=True)
+    final = output.final.to(carry.state.dtype)
+    if filled is not None:
+        final = carry.state.index_copy(0, filled, final)
+    history = _last_rows(proj, mixer, carry.history, documents)
+    return mixer.finish(output.o, proj), Carry(history, final)
+
+
+@torch.no_grad()
+def decode(
+    proj: Tensor, mixer: RowMixer, carry: Carry, *, stands: Sequence[int] | None = None
+) -> tuple[Tensor, list[Carry]]:
+    """Mix one or a few tokens of every sequence, one after the other.
+
+    A token's bits do not depend on how many tokens are given at once.
+
+    Args:
+        proj: ``[s, N, P]``.
+        carry: from where the N sequences go on.
+        stands: as in :func:`prefill`.
+
+    Returns:
+        ``[s, N, H * V]``, and the carry after each of the s tokens: the last is where the sequences
+        stand, an earlier one is where they stand if later tokens are not accepted (see
+        :func:`.carry.choose`).
+
+    Raises:
+        ValueError: a carry of other sequences, sizes or dtypes; no token.
+    """
+    s, N, _ = proj.shape
+    if s == 0:
+        raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
+    mixer.shape.check(carry, N, proj.dtype)
+    mixed, after = [], []
+    at = _stands(stands, N) if mixer.aligned else None
+    for token, row in enumerate(proj.split(1)):
+        if at is None:
+            made, carry = _one_token(row, mixer, carry)
+        else:
+            made, carry = advance(row, mixer, carry, [n + token for n in at])
+        mixed.append(made)
+        after.append(carry)
+    return mixed[0] if s == 1 else torch.cat(mixed), after
+
+
+def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
+    if stands is None or len(stands) != sequences:
+        raise ValueError(
+            f"an aligned mixer computes in steps counted from the start of a sequence: give "
+            f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
+        )
+    return stands
+
+
+def _one_token(row: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, Carry]:
+    """``[1, N, P]``: the front sees the history as W - 1 rows of the same sequences before it."""
+    front = mixer.front if mixer.step_front is None else mixer.step_front
+    past, columns = mixer.past, front.layout.conv_columns
+    rows = row.new_zeros(past + 1, *row.shape[1:])
+    rows[:past, :, columns] = carry.history.permute(2, 0, 1)
+    rows[past:] = row
+    inputs = front.forward(rows, mixer.parameters, None)
+    inputs = type(inputs)(*(x[:, past:].contiguous() for x in inputs))
+    output = mixer.step_rule.begin(inputs, None).run(carry.state, keep=False, final=True)
+    history = rows[1:, :, columns].permute(1, 2, 0).contiguous()
+    return mixer.finish(output.o, row), Carry(history, output.final)
+
+
+class _Arrived:
+    def wait(self) -> None:
+        """Nothing travels."""
+
+
+class _FromCarry:
+    """History that lies in a carry, as :class:`megatron_gdn.ops.front.history.HistoryLink`."""
+
+    def __init__(self, history_NCW: Tensor, documents: Documents | None, tokens: int) -> None:
+        past = history_NCW.shape[2]
+        self._history = history_NCW
+        self._packed = documents is not None
+        lengths = Documents.lengths_of(documents, tokens)
+        self.table = _history_table(lengths, past, history_NCW.device)
+
+    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, _Arrived]:
+        """``[R, B, C]``: of every piece its W - 1 rows, oldest first."""
+        if self._packed:
+            return self._history.transpose(1, 2).flatten(0, 1)[:, None], _Arrived()
+        return self._history.permute(2, 0, 1), _Arrived()
+
+    def give_back(self, d_history_RBC: Tensor):
+        raise NotImplementedError("a carry takes no gradient; generation has no backward.")
+
+
+@cached_by_stream(32)
+def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
+    """The rows near the start of every sequence, to be computed again with their history."""
+    offsets, history, redone, again = [0], [], [], []
+    start = 0
+    for length in lengths:
+        first, fresh = offsets[-1], min(length, past)
+        history += range(first, first + past)
+        again += range(first + past, first + past + fresh)
+        redone += range(start, start + fresh)
+        offsets.append(first + past + fresh)
+        start += length
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+
+    def rows(index: list[int]):
+        return rows_at(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
+
+    return HistoryTable(
+        edges=Documents(tuple(offsets), device),
+        history_at=rows(history),
+        redone_at=rows(redone),
+        again_at=rows(again),
+        gradient_rows=nothing,
+        gradient_sources=nothing[:, None],
+        sent_from=(),
+    )
+
+
+@cached_by_stream(32)
+def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64, which documents have tokens."""
+    index = [n for n, length in enumerate(lengths) if length]
+    return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
+
+
+@cached_by_stream(32)
+def _last_index(
+    lengths: tuple[int, ...], past: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of the N * past rows of history: which token, which old row, and whether a token."""
+    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
+    start = length.cumsum(0) - length
+    place = length - past + torch.arange(past, device="cpu")  # within the sequence; < 0: older
+    token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
+    old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
+        max=past - 1
+    )
+    return tuple(to_device(x.flatten(), device) for x in (token, old, place >= 0))
+
+
+def _last_rows(
+    proj: Tensor, mixer: RowMixer, history_NCW: Tensor, documents: Documents | None
+) -> Tensor:
+    """The last W - 1 convolved rows of every sequence, ``[N, C, W - 1]``."""
+    past, rows_sBC = mixer.past, proj[..., mixer.front.layout.conv_columns]
+    if documents is None:
+        # Of the new rows only those that may stay are copied.
+        tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
+        return torch.cat([history_NCW, tail], dim=2)[..., tail.shape[2] :].contiguous()
+    token, old, fresh = _last_index(documents.lengths, past, proj.device)
+    before = history_NCW.transpose(1, 2).flatten(0, 1).index_select(0, old)
+    last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
+    return last.unflatten(0, (-1, past)).transpose(1, 2).contiguous()

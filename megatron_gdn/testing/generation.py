@@ -1,0 +1,123 @@
+"""Whether a model generates with the probabilities that it trains with.
+
+Legend: B rows, S tokens of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+# Of a row of the first argument alone, whatever other rows there are; matrix products and what
+# torch computes otherwise at the end of a buffer than in its middle.
+_BY_ROW = {
+    _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
+    _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
+    _aten._softmax.default, _aten._log_softmax.default,
+}  # fmt: skip
+
+
+class RowByRow(TorchDispatchMode):
+    """Compute linear layers and elementwise functions one row at a time, on a CPU.
+
+    There the library takes another kernel, and other bits, for a product with another number of
+    rows. On a GPU Megatron's own batch-invariant kernels take this place.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is _aten.mm.default:
+            return _rows(lambda row: function(row, args[1]), args[0])
+        if function is _aten.addmm.default and args[0].dim() == 1:
+            return _rows(lambda row: function(args[0], row, args[2], **kwargs), args[1])
+        # A softmax over another dimension than the last has no rows to be cut into.
+        by_row = function in _BY_ROW and args[0].dim() > 1
+        if by_row and ("softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)):
+            flat = args[0].reshape(-1, args[0].shape[-1])
+            made = _rows(lambda row: function(row, *args[1:], **kwargs), flat)
+            return made.view(*args[0].shape)
+        with self:  # inference mode hands over functions that are made of others
+            made = function.decompose(*args, **kwargs)
+        return function(*args, **kwargs) if made is NotImplemented else made
+
+
+def _rows(function, x: Tensor) -> Tensor:
+    if len(x) == 0:
+        return function(x)
+    return torch.cat([function(row.contiguous()) for row in x.split(1)])
+
+
+class GenerationGap(NamedTuple):
+    """How far apart the two paths are, over the tokens that were generated one by one.
+
+    Attributes:
+        max_log_prob: largest difference of the log-probability of a token of the text.
+        mean_log_prob: the mean of those differences.
+        mean_kl, max_kl: divergence of the generating path's distribution from the training
+            path's, in nats, mean and largest over tokens.
+        equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
+        backend: the rule of the model's first recurrent layer.
+    """
+
+    max_log_prob: float
+    mean_log_prob: float
+    mean_kl: float
+    max_kl: float
+    equal: bool
+    backend: str | None
+
+
+@torch.no_grad()
+def check_generation(
+    model: nn.Module, tokens: Tensor, *, prompt: int = 1, at_once: int = 1
+) -> GenerationGap:
+    """Compare log-probabilities of a text by the training forward and by prefill and decode.
+
+    With ``config.batch_invariant_mode`` the two are expected to have the same bits: the layers
+    compute in steps (:mod:`megatron_gdn.ops.aligned`), and on a CPU linear layers run row by row.
+
+    Args:
+        model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline
+            stages. It is compared in evaluation mode and without sequence parallelism.
+        tokens: int64 ``[B, S]``, S above ``prompt``, the same on every rank.
+        prompt: tokens that are prefilled.
+        at_once: tokens of every step after it.
+
+    Raises:
+        ValueError: no token is left after the prompt.
+        NotImplementedError: context parallelism.
+    """
+    from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
+
+    B, S = tokens.shape
+    if not 0 < prompt < S or at_once < 1:
+        raise ValueError(
+            f"prompt={prompt} and at_once={at_once} of {S} tokens leave nothing to compare; "
+            f"prefill 1 to {S - 1} of them and step by at least 1."
+        )
+    config = unwrap_model(model).config
+    if config.context_parallel_size > 1:
+        raise NotImplementedError("compare generation in a model with context_parallel_size=1.")
+    by_row = config.batch_invariant_mode and not tokens.is_cuda
+    with evaluating(model), RowByRow() if by_row else nullcontext():
+        positions = torch.arange(S, device=tokens.device).expand(B, S)
+        trained = model(tokens, positions, None, runtime_gather_output=True)
+        context = static_context(model, B, S)
+        made = [next_logits(model, tokens[:, :prompt], context)]
+        for piece in tokens[:, prompt:].split(at_once, dim=1):
+            made.append(next_logits(model, piece, context))
+        ours, theirs = (x.float().log_softmax(-1) for x in (torch.cat(made, 1), trained))
+    ours, theirs = ours[:, prompt - 1 :], theirs[:, prompt - 1 :]
+    text = tokens[:, prompt:, None]
+    gap = (ours[:, :-1].gather(2, text) - theirs[:, :-1].gather(2, text)).abs()
+    kl = (theirs.exp() * (theirs - ours)).sum(-1)
+    layers = [m for m in model.modules() if hasattr(m, "carry_shape")]
+    return GenerationGap(
+        gap.max().item(), gap.mean().item(), kl.mean().item(), kl.max().item(),
+        torch.equal(ours, theirs), layers[0].backend if layers else None,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""However a sequence is cut into prefills and decode steps, it gives what one forward gives."""
+
+import pytest
+import torch
+
+from megatron_gdn.inference import choose, decode, prefill
+from tests.inference.row_mixers import documents_of, draw_rows, make_mixer, trained
+
+# fp32 rounds each of some 200 dependent products once; the outputs are of the size of one.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200)
+
+
+def run_in_parts(mixer, rows, parts, carry=None):
+    """Parts are prefilled; those of a negative number of tokens are decoded."""
+    mixed, start = [], 0
+    for part in parts:
+        piece = rows[start : start + abs(part)]
+        if part < 0:
+            if carry is None:
+                carry = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
+            out, after = decode(piece, mixer, carry)
+            carry = after[-1]
+        else:
+            out, carry = prefill(piece, mixer, carry)
+        mixed.append(out)
+        start += abs(part)
+    assert start == len(rows)
+    return torch.cat(mixed), carry
+
+
+def cuts(length: int):
+    """Each as (prefill, decode...), one token at the end, everything decoded, chunks."""
+    yield (length,)
+    yield (-length,)
+    for first in sorted({1, 2, 3, 4, 63, 64, 65, length - 1}):
+        if 0 < first < length:
+            yield (first, length - first)
+            if length - first < 8:
+                yield (first, first - length)
+    if length > 8:
+        yield (1, 1, 1, 2, -1, length - 8, -1, -1)
+
+
+def hold_every_cut(length, some_cuts, B=2):
+    mixer, rows = make_mixer(), draw_rows(length, B)
+    whole = trained(rows)
+    _, end = prefill(rows, mixer)
+    for parts in some_cuts:
+        mixed, carry = run_in_parts(mixer, rows, parts)
+        torch.testing.assert_close(mixed, whole, **CLOSE, msg=lambda m, p=parts: f"{p}: {m}")
+        torch.testing.assert_close(carry.state, end.state, **CLOSE)
+        assert torch.equal(carry.history, end.history), parts
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_any_cut_gives_what_the_whole_gives(length):
+    hold_every_cut(length, cuts(length))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("length", range(1, 201))
+def test_every_split_of_every_length(length):
+    splits = [(n, length - n) for n in range(1, length)]
+    hold_every_cut(length, [*splits, *((a, -b) for a, b in splits[-8:])], B=1)
+
+
+def test_packed_requests_of_unequal_length_go_on_from_their_own_carries():
+    mixer = make_mixer()
+    first, more = (3, 70, 1, 0, 64, 5), (130, 2, 0, 4, 1, 64)
+    sequences = [draw_rows(a + b, 1)[:, :] for a, b in zip(first, more, strict=True)]
+    carry, mixed = None, [[] for _ in sequences]
+    starts = [0] * len(sequences)
+    for lengths in (first, more):
+        pieces = [x[a : a + n] for x, a, n in zip(sequences, starts, lengths, strict=True)]
+        out, carry = prefill(torch.cat(pieces), mixer, carry, documents_of(lengths))
+        for n, piece in enumerate(out.split(list(lengths))):
+            mixed[n].append(piece)
+        starts = [a + n for a, n in zip(starts, lengths, strict=True)]
+    for n, rows in enumerate(sequences):
+        torch.testing.assert_close(torch.cat(mixed[n]), trained(rows), **CLOSE)
+        _, alone = prefill(rows, mixer)
+        assert torch.equal(carry.history[n], alone.history[0])
+        torch.testing.assert_close(carry.state[n], alone.state[0], **CLOSE)
+    token = draw_rows(1, len(sequences))
+    out, _ = decode(token, mixer, carry)
+    for n, rows in enumerate(sequences):
+        whole = trained(torch.cat([rows, token[:, n : n + 1]]))
+        torch.testing.assert_close(out[:, n : n + 1], whole[-1:], **CLOSE)
+
+
+def test_a_request_without_tokens_keeps_its_carry():
+    mixer = make_mixer()
+    _, carry = prefill(draw_rows(9, 2), mixer)
+    _, after = prefill(draw_rows(7), mixer, carry, documents_of((0, 7)))
+    assert torch.equal(after.state[0], carry.state[0])
+    assert torch.equal(after.history[0], carry.history[0])
+    assert not torch.equal(after.state[1], carry.state[1])
+
+
+def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactly():
+    mixer = make_mixer()
+    _, carry = prefill(draw_rows(21, 3), mixer)
+    tokens = draw_rows(5, 3)
+    mixed, after = decode(tokens, mixer, carry)
+    at, alone = carry, []
+    for n in range(5):
+        out, (at,) = decode(tokens[n : n + 1], mixer, at)
+        assert torch.equal(out, mixed[n : n + 1])
+        alone.append(at)
+    accepted = torch.tensor([0, 5, 2])
+    chosen = choose(carry, after, accepted)
+    for n, count in enumerate(accepted.tolist()):
+        stands = [carry, *alone][count]
+        assert torch.equal(chosen.state[n], stands.state[n])
+        assert torch.equal(chosen.history[n], stands.history[n])
+
+
+def test_bf16_rows_carry_fp32_states():
+    mixer, rows = make_mixer(torch.bfloat16), draw_rows(70, 2, torch.bfloat16)
+    mixed, carry = run_in_parts(mixer, rows, (33, 30, -7))
+    assert carry.state.dtype == torch.float32 and carry.history.dtype == torch.bfloat16
+    # Both round o once before the norm and once after it: two units of 2^-8 of the largest.
+    whole = trained(rows)
+    bound = 2 * 2**-8 * whole.abs().max().item()
+    torch.testing.assert_close(mixed, whole, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c._replace(state=c.state[:1]), "state must be"),
+        (lambda c: c._replace(state=c.state.bfloat16()), "torch.bfloat16"),
+        (lambda c: c._replace(history=c.history[..., 1:]), "history must be"),
+        (lambda c: c._replace(history=c.history.double()), "torch.float64"),
+    ],
+)
+def test_a_carry_that_does_not_fit_is_refused_in_words(change, words):
+    mixer = make_mixer()
+    carry = change(mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
+    for call in (prefill, decode):
+        with pytest.raises(ValueError, match=words):
+            call(draw_rows(3, 2), mixer, carry)
+
+
+def test_rows_that_do_not_fit_are_refused_in_words():
+    mixer = make_mixer()
+    with pytest.raises(ValueError, match="batch of 1"):
+        prefill(draw_rows(4, 2), mixer, documents=documents_of((2, 2)))
+    with pytest.raises(ValueError, match="ends at 3, but the buffer holds 4"):
+        prefill(draw_rows(4), mixer, documents=documents_of((2, 1)))
+    with pytest.raises(ValueError, match="no token"):
+        decode(draw_rows(0, 2), mixer, mixer.shape.zeros(2, torch.float32, torch.device("cpu")))

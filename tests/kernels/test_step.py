@@ -1,0 +1,62 @@
+"""One decode step in slots: the Triton kernels against the plain recurrence, slots left alone.
+
+fp32: sums of K <= 24 products in another order, and Triton's exp2 and rsqrt: 1e-5. In 16 bits all
+but the result is fp32; where that lies between two numbers, the two may round it apart, by a unit.
+"""
+
+import pytest
+import torch
+
+from megatron_gdn.inference import Carry, decode, gdn_rows
+from megatron_gdn.inference.slots import decode_slots
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm
+from tests.kernels.conftest import INTERPRETED
+
+# The interpreter cuts bfloat16 off instead of rounding it.
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+CASES = [
+    (HeadSizes(2, 4, 8, 6), 4, True, True),
+    (HeadSizes(1, 3, 24, 40), 2, False, True),
+    (HeadSizes(2, 2, 16, 16), 5, False, False),
+]
+
+
+@pytest.mark.parametrize(("sizes", "taps", "bias", "normalise"), CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, normalise, dtype):
+    torch.manual_seed(1)
+    H, C = sizes.value_heads, sizes.conv_width
+    parameters = {
+        "conv_weight": torch.randn(C, 1, taps).to(device, dtype) * 0.5,
+        "conv_bias": torch.randn(C).to(device, dtype) if bias else None,
+        "A_log": torch.randn(H).to(device),
+        "dt_bias": torch.randn(H).to(device),
+    }
+    gamma = torch.randn(sizes.value_dim).to(device, dtype)
+    made = {
+        kernels: gdn_rows(
+            torch.zeros(1, 1, sizes.width, dtype=dtype, device=device), **parameters, sizes=sizes,
+            rule=PlainRule(), norm=GatedNorm(gamma), normalise_qk=normalise, kernels=kernels,
+        )
+        for kernels in ("torch", "triton")
+    }  # fmt: skip
+    shape, slots = made["torch"].shape, torch.tensor([4, 0, 3], device=device)
+    memory = Carry(*(torch.randn_like(x) for x in shape.zeros(6, dtype, device)))
+    ours = Carry(*(x.clone() for x in memory))
+    theirs = Carry(*(x.index_select(0, slots) for x in memory))
+    for _ in range(taps + 1):  # until the whole history was written here
+        proj = torch.randn(1, 3, sizes.width).to(device, dtype)
+        found = decode_slots(proj, made["triton"], ours, slots)
+        plain, (theirs,) = decode(proj, made["torch"], theirs)
+        rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            found.float(), plain.float(), rtol=1e-5 + rounding, atol=1e-5 * plain.abs().max().item()
+        )
+        assert torch.equal(ours.history[slots], theirs.history)
+        scale = theirs.state.abs().max().item()
+        torch.testing.assert_close(ours.state[slots], theirs.state, rtol=1e-5, atol=1e-5 * scale)
+    for slot in (1, 2, 5):
+        assert torch.equal(ours.state[slot], memory.state[slot])
+        assert torch.equal(ours.history[slot], memory.history[slot])
