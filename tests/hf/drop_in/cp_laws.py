@@ -1,0 +1,126 @@
+"""What runs on the ranks: patched models over a context-parallel mesh, against one rank.
+
+Everything is float64, where the orders in which ranks add differ by 1e-15. transformers' own norms
+and rotations round to fp32 inside a float64 model, so models agree to some 1e-7 of that.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.hf.drop_in import patch
+from tests.hf.tiny_models import build
+from tests.parallel import assert_close
+
+TOKENS = 48
+
+
+def mesh() -> DeviceMesh:
+    return DeviceMesh.from_group(dist.group.WORLD, "cpu")
+
+
+def offsets_of(lengths) -> torch.Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
+    """Which positions this rank holds."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if order == "interleaved":
+        return torch.arange(rank, tokens, size)
+    if order == "scattered":
+        scattered = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
+        return scattered.chunk(size)[rank]
+    return local_indices(lengths if order == "zigzag" else [tokens], size, rank, order)
+
+
+def sum_gradients(module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in module.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        dist.all_reduce(grad)
+        found[name] = grad
+    return found
+
+
+def gradients(module) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in module.named_parameters()
+    }
+
+
+def compare(ours, truth, mine, ours_grads, truth_grads, what, tolerance) -> None:
+    assert_close(f"{what}: output", ours, truth[:, mine], tolerance)
+    assert ours_grads.keys() == truth_grads.keys()
+    for name, grad in truth_grads.items():
+        assert_close(f"{what}: {name}", ours_grads[name], grad, tolerance)
+
+
+def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
+    """One layer; ``cases`` are (order, linear_cp_mode, lengths or None, rows)."""
+    model = build(family).double()
+    for order, mode, lengths, rows in cases:
+        what = f"{family} {order} {mode} {lengths}"
+        known = order in ("zigzag", "zigzag_buffer", "contiguous")
+        single = copy.deepcopy(model)
+        patch(single, unpacked="fused")
+        one = single.model.layers[0].linear_attn
+        shared = copy.deepcopy(model)
+        patch(shared, mesh(), cp_layout=order if known else "contiguous", linear_cp_mode=mode)
+        many = shared.model.layers[0].linear_attn
+        torch.manual_seed(1)
+        x = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
+        weight = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
+        mine = own_positions(order, TOKENS, lengths or [TOKENS])
+        offsets = None if lengths is None else offsets_of(lengths)
+        whole = x.clone().requires_grad_()
+        y = one(whole, cu_seqlens=offsets)
+        (y * weight).sum().backward()
+        part = x[:, mine].clone().requires_grad_()
+        seq_index = None if known else mine
+        local = many(part, cu_seqlens=offsets, seq_index=seq_index)
+        (local * weight[:, mine]).sum().backward()
+        assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
+        compare(local, y, mine, sum_gradients(many), gradients(one), what, 1e-11)
+
+
+def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
+    """A model with attention; ``cases`` are (order, mode, lengths or None, source)."""
+    model = build(family).double()
+    for order, mode, lengths, source in cases:
+        what = f"{family} {order} {mode} {lengths} {source}"
+        known = order in ("zigzag", "zigzag_buffer", "contiguous")
+        one, many = copy.deepcopy(model), copy.deepcopy(model)
+        patch(one, unpacked="fused")
+        patch(
+            many,
+            mesh(),
+            cp_layout=order if known else "contiguous",
+            linear_cp_mode=mode,
+            attention="gathered",
+        )
+        torch.manual_seed(2)
+        tokens = torch.randint(67, (1, TOKENS))
+        weight = torch.randn(1, TOKENS, 67, dtype=torch.float64)
+        mine = own_positions(order, TOKENS, lengths or [TOKENS])
+        given, told = {}, {}
+        if lengths is not None:
+            given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+            ids = torch.repeat_interleave(torch.arange(len(lengths)) + 1, torch.tensor(lengths))
+            told = {
+                "position_ids": {"position_ids": given["position_ids"][:, mine]},
+                "offsets": {"cu_seq_lens_q": offsets_of(lengths)},
+                "ids": {"_packed_seq_ids": ids[None, mine]},
+                "mask": {"attention_mask": ids[None, mine]},
+            }[source]
+        if not known:
+            told["seq_index"] = mine
+        logits = one(tokens, use_cache=False, **given).logits
+        (logits * weight).sum().backward()
+        local = many(tokens[:, mine], use_cache=False, **told).logits
+        (local * weight[:, mine]).sum().backward()
+        compare(local, logits, mine, sum_gradients(many), gradients(one), what, 1e-5)
