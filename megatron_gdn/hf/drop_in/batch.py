@@ -137,9 +137,9 @@ def _resolve_shared(
     mask = sources.attention_mask
     if mask is not None and mask.dim() != 2:
         raise ValueError(
-            f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of other "
-            f"context-parallel ranks; name the documents by cu_seq_lens_q (of the whole buffer) or "
-            f"by this rank's _packed_seq_ids."
+            f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
+            f"other context-parallel ranks; name the documents by cu_seq_lens_q (of the whole "
+            f"buffer) or by this rank's _packed_seq_ids."
         )
     everywhere = place.in_sequence_order(sources, rows, tokens, device)
     ids = document_ids(everywhere, rows, tokens * place.size)

@@ -31,6 +31,7 @@ from .projections import project
 from .sources import Sources
 
 _UNPACKED = ("transformers", "fused")
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,9 @@ class CPAwareGatedDeltaNet(nn.Module):
                 "holds one state per row. Pass use_cache=False, and generate from one sequence per "
                 "row on one rank."
             )
+        if batch is not None:
+            for name in _OFFSETS:  # the batch has them; plain-torch kernels refuse them
+                kwargs.pop(name, None)
         plain = batch is None or batch.is_plain
         if plain and (cache_params is not None or self.drop_in.options.unpacked == "transformers"):
             return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
@@ -170,9 +174,7 @@ class CPAwareGatedDeltaNet(nn.Module):
         A_log, dt_bias = self._modules[HOLDER_NAME]()
         self.__dict__.update(A_log=A_log, dt_bias=dt_bias)
         try:
-            return super().forward(
-                hidden_states, cache_params=cache, attention_mask=mask, **kwargs
-            )
+            return super().forward(hidden_states, cache_params=cache, attention_mask=mask, **kwargs)
         finally:
             del self.__dict__["A_log"], self.__dict__["dt_bias"]
 

@@ -91,8 +91,8 @@ class Patch:
         if rounded:
             logger.warning(
                 "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and are fp32 from "
-                "here on, with the rounded values. megatron_gdn.hf.from_pretrained loads a bf16 "
-                "model with these in fp32.",
+                "here on, with the rounded values. Load within megatron_gdn.hf.gates_in_fp32() to "
+                "have those of the file.",
                 len(rounded),
                 rounded[0],
             )
@@ -107,7 +107,8 @@ class Patch:
         self._hooks.append(text.register_forward_pre_hook(before, with_kwargs=True))
         for layer in text.layers:
             if not hasattr(layer, "linear_attn"):
-                self._hooks.append(layer.register_forward_pre_hook(_for_attention(text), with_kwargs=True))
+                hook = _for_attention(text)
+                self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _for_attention(text: nn.Module) -> Callable:

@@ -5,6 +5,7 @@ and rotations round to fp32 inside a float64 model, so models agree to some 1e-7
 """
 
 import copy
+import re
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch
+from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
 from tests.hf.tiny_models import build
 from tests.parallel import assert_close
 
@@ -63,15 +65,16 @@ def compare(ours, truth, mine, ours_grads, truth_grads, what, tolerance) -> None
 def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
     """One layer; ``cases`` are (order, linear_cp_mode, lengths or None, rows)."""
     model = build(family).double()
+    theirs = model.model.layers[0].linear_attn
     for order, mode, lengths, rows in cases:
         what = f"{family} {order} {mode} {lengths}"
         known = order in ("zigzag", "zigzag_buffer", "contiguous")
-        single = copy.deepcopy(model)
-        patch(single, unpacked="fused")
-        one = single.model.layers[0].linear_attn
-        shared = copy.deepcopy(model)
-        patch(shared, mesh(), cp_layout=order if known else "contiguous", linear_cp_mode=mode)
-        many = shared.model.layers[0].linear_attn
+        one, many = (copy.deepcopy(theirs) for _ in range(2))
+        become_drop_in(one, model.config, DropInOptions(unpacked="fused"))
+        options = DropInOptions(
+            cp_mesh=mesh(), cp_layout=order if known else "contiguous", linear_cp_mode=mode
+        )
+        become_drop_in(many, model.config, options)
         torch.manual_seed(1)
         x = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
         weight = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
@@ -91,6 +94,8 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
 def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
     """A model with attention; ``cases`` are (order, mode, lengths or None, source)."""
     model = build(family).double()
+    if family != "Qwen3_5ForCausalLM":
+        model.set_experts_implementation("eager")  # its fused experts have no float64
     for order, mode, lengths, source in cases:
         what = f"{family} {order} {mode} {lengths} {source}"
         known = order in ("zigzag", "zigzag_buffer", "contiguous")
@@ -124,3 +129,43 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
         local = many(tokens[:, mine], use_cache=False, **told).logits
         (local * weight[:, mine]).sum().backward()
         compare(local, logits, mine, sum_gradients(many), gradients(one), what, 1e-5)
+
+
+def refused(message: str, order: str, options: dict, told: dict, rows: int = 1) -> None:
+    """Every rank refuses, in words."""
+    layer = build("Qwen3_5ForCausalLM")
+    theirs = layer.model.layers[0].linear_attn
+    become_drop_in(theirs, layer.config, DropInOptions(cp_mesh=mesh(), cp_layout=order, **options))
+    tokens = told.pop("tokens", 8)
+    try:
+        theirs(torch.randn(rows, tokens, 24), **told)
+    except (ValueError, NotImplementedError) as error:
+        assert re.search(message, str(error)), error
+    else:
+        raise AssertionError(f"nobody refused: {message}")
+
+
+def all_refused(cases: list[tuple]) -> None:
+    for case in cases:
+        refused(*case)
+
+
+def padded_rows_and_padding_in_a_row() -> None:
+    """Right padding in several rows; padding between documents of one row; zeros at both."""
+    model = build("Qwen3_5ForCausalLM").double()
+    theirs = model.model.layers[0].linear_attn
+    several = torch.ones(2, 16, dtype=torch.long)
+    several[1, 9:] = 0
+    one_row = torch.tensor([[1] * 5 + [0] * 2 + [2] * 6 + [0] * 3])
+    for mask, seq_index in ((several, False), (one_row, False), (one_row, True)):
+        one, many = (copy.deepcopy(theirs) for _ in range(2))
+        become_drop_in(one, model.config, DropInOptions(unpacked="fused"))
+        become_drop_in(many, model.config, DropInOptions(cp_mesh=mesh()))
+        torch.manual_seed(1)
+        x = torch.randn(*mask.shape, 24, dtype=torch.float64)
+        mine = own_positions("interleaved" if seq_index else "zigzag_buffer", 16)
+        y = one(x, attention_mask=mask)
+        told = {"seq_index": mine} if seq_index else {}
+        local = many(x[:, mine], attention_mask=mask[:, mine], **told)
+        assert_close("padded", local, y[:, mine], 1e-12)
+        assert not local[mask[:, mine] == 0].any()
