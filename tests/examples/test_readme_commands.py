@@ -25,6 +25,10 @@ INSTALLED = (
 )
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
+FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
+DROP_IN = (
+    "tests/hf/drop_in/test_collator.py::test_the_example_trains_over_two_ranks_and_sharded_alike"
+)
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
@@ -56,6 +60,12 @@ RUN_BY = {
     "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": WAY_ROUND,
     "python docs/make_api.py": (
         "tests/examples/test_api_page.py::test_the_api_page_is_made_of_the_docstrings_as_they_are"
+    ),
+    FINETUNE: DROP_IN,
+    FINETUNE + " --fully-shard": DROP_IN,
+    "python3 benchmarks/bench_hf_dropin.py --out results.jsonl": GPU,
+    ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
+        "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
     "python benchmarks/loss_curves.py": (
         "tests/examples/test_evidence.py"

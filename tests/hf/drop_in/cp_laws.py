@@ -10,9 +10,10 @@ import re
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.hf.drop_in import patch
+from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
 from tests.hf.tiny_models import build
 from tests.parallel import assert_close
@@ -169,3 +170,32 @@ def padded_rows_and_padding_in_a_row() -> None:
         local = many(x[:, mine], attention_mask=mask[:, mine], **told)
         assert_close("padded", local, y[:, mine], 1e-12)
         assert not local[mask[:, mine] == 0].any()
+
+
+def fully_sharded_equals_one_rank() -> None:
+    """FSDP2 over the context-parallel ranks, the fp32 gates in groups of their own."""
+    model = build("Qwen3_5ForCausalLM")
+    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    patch(one, unpacked="fused")
+    patch(many, mesh(), attention="gathered")
+    policy = MixedPrecisionPolicy()
+    shard_gates(many, mesh=mesh())
+    for layer in many.model.layers:
+        fully_shard(layer, mesh=mesh(), mp_policy=policy)
+    fully_shard(many, mesh=mesh(), mp_policy=policy)
+    torch.manual_seed(2)
+    tokens = torch.randint(67, (1, 16))
+    weight = torch.randn(1, 16, 67)
+    ids = torch.tensor([[1] * 5 + [2] * 8 + [3] * 3])
+    mine = own_positions("zigzag_buffer", 16)
+    logits = one(tokens, _packed_seq_ids=ids).logits
+    (logits * weight).sum().backward()
+    local = many(tokens[:, mine], _packed_seq_ids=ids[:, mine]).logits
+    (local * weight[:, mine] * dist.get_world_size()).sum().backward()
+    assert_close("logits", local, logits[:, mine], 1e-4)
+    truth = gradients(one)
+    for name, parameter in many.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        assert gradient.dtype == torch.float32
+        # A random model magnifies roundings in fp32; the same law in float64 is above.
+        assert_close(name, gradient, truth[name], 1e-3)

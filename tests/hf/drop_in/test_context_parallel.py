@@ -77,3 +77,7 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
          "ends at 9, but the buffer holds 16"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
+
+
+def test_a_fully_sharded_model_equals_one_rank(pools):
+    pools(2).run(laws.fully_sharded_equals_one_rank)
