@@ -11,6 +11,7 @@ from ...ops.host_tables import to_device
 from .attention import GATHERED
 from .batch import ModelBatch
 from .layer import DropInOptions, resolve_call
+from .place import group_of
 from .sources import Sources, text_positions
 
 
@@ -30,7 +31,7 @@ def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, An
     packed_seq_ids, seq_index = kwargs.pop("_packed_seq_ids", None), kwargs.pop("seq_index", None)
     kwargs.pop("gdn_batch", None)
     cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0 and options.cp_mesh is None:
+    if cache is not None and cache.get_seq_length() > 0 and group_of(options.cp_mesh) is None:
         return kwargs  # the sequences go on: transformers' own forward
     x = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     if x is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -107,18 +107,15 @@ class Patch:
         self._hooks.append(text.register_forward_pre_hook(before, with_kwargs=True))
         for layer in text.layers:
             if not hasattr(layer, "linear_attn"):
-                hook = _for_attention(text)
-                self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
+                self._hooks.append(hook)
 
 
-def _for_attention(text: nn.Module) -> Callable:
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Attention of transformers' own knows nothing of the resolved batch."""
-        if text.config._attn_implementation != GATHERED:
-            kwargs.pop("gdn_batch", None)
-        return args, kwargs
-
-    return before
+def _before_attention(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """transformers' own attention knows nothing of the resolved batch."""
+    if layer.self_attn.config._attn_implementation != GATHERED:
+        kwargs.pop("gdn_batch", None)
+    return args, kwargs
 
 
 def text_models(model: nn.Module) -> Iterator[nn.Module]:
