@@ -61,8 +61,8 @@ RUN_BY = {
     "python docs/make_api.py": (
         "tests/examples/test_api_page.py::test_the_api_page_is_made_of_the_docstrings_as_they_are"
     ),
-    FINETUNE: DROP_IN,
-    FINETUNE + " --fully-shard": DROP_IN,
+    FINETUNE: DROP_IN + "over_two_ranks",
+    FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
     "python3 benchmarks/bench_hf_dropin.py --out results.jsonl": GPU,
     ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
         "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"

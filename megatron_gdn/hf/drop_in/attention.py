@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...compat.megatron_on_cpu import run_megatron_on_cpu
 from ...local_share import MicroBatchShare, Span
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def register_gathered_attention() -> None:
     """Make :func:`gathered_attention` known to transformers by the name ``GATHERED``."""
     from transformers import AttentionInterface
 
+    run_megatron_on_cpu()  # whose gather asks for a GPU; does nothing where there is one
     AttentionInterface.register(GATHERED, gathered_attention)
 
 
