@@ -74,7 +74,7 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
         ("zigzag_buffer", {}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "nothing about the tok"),
         ("zigzag_buffer", {}, {"attention_mask": two_rows}, "packed documents in one row only", 2),
         ("contiguous", {"linear_cp_mode": "headwise"}, {"cu_seqlens": torch.tensor([0, 9])},
-         "ends at 9, but the buffer holds 16"),
+         "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
 

@@ -83,7 +83,7 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
     ("source", "message"),
     [
         ({"packed_seq_ids": torch.ones(1, 7)}, r"_packed_seq_ids has shape \(1, 7\).*\[1, 8\]"),
-        ({"cu_seqlens": torch.tensor([0, 3, 7])}, "ends at 7, but the buffer holds 8"),
+        ({"cu_seqlens": torch.tensor([0, 3, 7])}, "ends at 7, which does not match the 8 tokens"),
         (
             {"cu_seqlens": torch.tensor([0, 4, 8]), "packed_seq_ids": torch.tensor(IDS)},
             r"_packed_seq_ids and cu_seq_lens_q put the boundaries .* \[3, 1, 4\] .* \[4, 4\]",
