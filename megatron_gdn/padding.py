@@ -35,7 +35,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
         ValueError: not a tensor of integers ``[B, S]``, or one on the meta device; negative ids,
             ids that decrease along a row, or padding inside a document.
     """
-    return _read(mask).lengths
+    return read_mask(mask).lengths
 
 
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -47,7 +47,7 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
         int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the
         documents' cumulative lengths; and the longest length. The tensors are on the mask's device.
     """
-    token_T, _, lengths = _read(mask)
+    token_T, _, lengths = read_mask(mask)
     device = mask.device
     return to_device(token_T, device), _cu_seqlens(lengths, device), max(lengths, default=0)
 
@@ -88,7 +88,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
             f"be [S, B, ...] (sequence first), the mask [B, S]."
         )
     pack, unpack = layout.tables(x.device)
-    packed = _TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
+    packed = TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
     cu_seqlens = _cu_seqlens(layout.lengths, x.device)
     cu_padded = None if multiple_of == 1 else _cu_seqlens(layout.slots, x.device)
     longest = max(layout.slots)
@@ -128,17 +128,17 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
             f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of that the rows "
             f"were packed with, and with context parallelism the rows of all ranks."
         )
-    x = _TakeRows.apply(packed.squeeze(1), unpack, pack)
+    x = TakeRows.apply(packed.squeeze(1), unpack, pack)
     return x.unflatten(0, mask.shape[::-1])
 
 
-class _MaskOnHost(NamedTuple):
+class MaskOnHost(NamedTuple):
     token_T: Tensor  # int64, positions in the flattened mask
     document_T: Tensor  # int64, the document of each, counted through the batch
     lengths: tuple[int, ...]
 
 
-def _read(mask: Tensor) -> _MaskOnHost:
+def read_mask(mask: Tensor) -> MaskOnHost:
     if not isinstance(mask, Tensor) or mask.is_meta:
         what = "on the meta device" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise ValueError(
@@ -176,7 +176,7 @@ def _read(mask: Tensor) -> _MaskOnHost:
         )
     token_T = (id_BS > 0).flatten().nonzero().flatten()
     document_T = first_BS.flatten().cumsum(0)[token_T] - 1
-    return _MaskOnHost(token_T, document_T, tuple(document_T.bincount().tolist()))
+    return MaskOnHost(token_T, document_T, tuple(document_T.bincount().tolist()))
 
 
 def _cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> Tensor:
@@ -184,14 +184,14 @@ def _cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
 
 
-class _Take(NamedTuple):
+class Take(NamedTuple):
     """``y[i] = x[source[i]]``, and 0 for the i in ``holes``."""
 
     source: Tensor
     holes: Tensor
 
     @classmethod
-    def along(cls, source: Tensor, device: torch.device) -> _Take:
+    def along(cls, source: Tensor, device: torch.device) -> Take:
         holes = (source < 0).nonzero().flatten()
         return cls(to_device(source.clamp(min=0), device), to_device(holes, device))
 
@@ -210,14 +210,14 @@ class _Layout(NamedTuple):
     row_of_packed_P: Tensor  # int64: which of the S * B rows of x
     packed_of_row_R: Tensor  # int64: the inverse, R = S * B
 
-    def tables(self, device: torch.device) -> tuple[_Take, _Take]:
-        return _Take.along(self.row_of_packed_P, device), _Take.along(self.packed_of_row_R, device)
+    def tables(self, device: torch.device) -> tuple[Take, Take]:
+        return Take.along(self.row_of_packed_P, device), Take.along(self.packed_of_row_R, device)
 
 
 def _layout(mask: Tensor, multiple_of: int) -> _Layout:
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no gaps).")
-    token_T, document_T, lengths = _read(mask)
+    token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = tuple(-(-length // multiple_of) * multiple_of for length in lengths)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
@@ -232,14 +232,14 @@ def _layout(mask: Tensor, multiple_of: int) -> _Layout:
     return _Layout(lengths, slots, row_of_packed_P, packed_of_row_R)
 
 
-class _TakeRows(torch.autograd.Function):
+class TakeRows(torch.autograd.Function):
     """A gather of rows, each at most once: its adjoint is the gather back, without any adding."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, there: _Take, back: _Take) -> Tensor:
+    def forward(ctx, x: Tensor, there: Take, back: Take) -> Tensor:
         ctx.there, ctx.back = there, back
         return there.of(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _TakeRows.apply(grad, ctx.back, ctx.there), None, None
+        return TakeRows.apply(grad, ctx.back, ctx.there), None, None

@@ -48,13 +48,14 @@ class SequenceLayout(StrEnum):
 
 
 def check_lengths(
-    lengths: Sequence[int], cp_size: int, layout: SequenceLayout = SequenceLayout.ZIGZAG
+    lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> None:
     """Refuse lengths that ``cp_size`` ranks cannot share in this layout.
 
     Raises:
         ValueError: names the first length at fault and the multiple it must be.
     """
+    layout = SequenceLayout.parse(layout)
     if cp_size == 1:
         return
     if layout is SequenceLayout.ZIGZAG:
@@ -78,7 +79,7 @@ def check_lengths(
 
 
 def rank_order_of_sequence(
-    lengths: Sequence[int], cp_size: int, layout: SequenceLayout = SequenceLayout.ZIGZAG
+    lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> Tensor:
     """For every position in sequence order, its place in rank order.
 
@@ -94,6 +95,7 @@ def rank_order_of_sequence(
     Raises:
         ValueError: a length does not divide, see :func:`check_lengths`.
     """
+    layout = SequenceLayout.parse(layout)
     check_lengths(lengths, cp_size, layout)
     total = sum(lengths)
     if cp_size == 1 or layout is SequenceLayout.CONTIGUOUS:
@@ -129,7 +131,7 @@ def local_indices(
     lengths: Sequence[int],
     cp_size: int,
     cp_rank: int,
-    layout: SequenceLayout = SequenceLayout.ZIGZAG,
+    layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
     """The sequence positions that one rank holds, in the order it holds them.
 

@@ -5,12 +5,25 @@ In Python: `build_model` makes the Megatron model that a ``config.json`` describ
 and `gdn_layer_to_hf` convert one layer, `mamba2_layer_from_hf` and `mamba2_layer_to_hf` a Mamba2
 mixer. Between folders and Megatron's distributed checkpoints:
 `import_folder` and `export_folder`, or ``python -m megatron_gdn.hf import | export | compare |
-flags``. `fp32_contract` says which tensors are fp32 whatever a file holds.
+flags``. For transformers' own models: `patch` lets their linear-attention modules run packed
+documents and context parallelism, see `drop_in`. `fp32_contract` says which tensors are fp32
+whatever a file holds.
 """
 
 from .build import build_model, transformer_config
 from .checkpoint_folder import CheckpointWeights, export_folder, import_folder
 from .compare import Difference, compare_folders
+from .drop_in import (
+    CPAwareGatedDeltaNet,
+    PackingCollator,
+    PackingLeak,
+    assert_no_packing_leak,
+    context_parallel_share,
+    gates_in_fp32,
+    packing_leaks,
+    patch,
+    shard_gates,
+)
 from .gdn_layer import gdn_layer_from_hf, gdn_layer_to_hf
 from .mamba2_layer import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .megatron_arguments import megatron_flags
@@ -19,13 +32,19 @@ from .model_config import HFModelConfig, parse_hf_config, read_hf_config
 from .view import SourceRecord, state_dict_to_hf
 
 __all__ = [
+    "CPAwareGatedDeltaNet",
     "CheckpointWeights",
     "Difference",
     "HFModelConfig",
+    "PackingCollator",
+    "PackingLeak",
     "SourceRecord",
+    "assert_no_packing_leak",
     "build_model",
     "compare_folders",
+    "context_parallel_share",
     "export_folder",
+    "gates_in_fp32",
     "gdn_layer_from_hf",
     "gdn_layer_to_hf",
     "import_folder",
@@ -34,9 +53,12 @@ __all__ = [
     "mamba2_layer_to_hf",
     "megatron_flags",
     "megatron_state",
+    "packing_leaks",
     "parse_hf_config",
+    "patch",
     "read_hf_config",
     "save_hf_weights",
+    "shard_gates",
     "state_dict_to_hf",
     "transformer_config",
 ]

@@ -34,7 +34,7 @@ def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
     qkvz, ba = pieces
     grouped_qkvz = qkvz.reshape(dims.num_key_heads, -1, qkvz.shape[-1])
     grouped_ba = ba.reshape(dims.num_key_heads, -1, ba.shape[-1])
-    sections = [*grouped_qkvz.split(_qkvz_rows(dims), 1), *grouped_ba.split(_ba_rows(dims), 1)]
+    sections = [*grouped_qkvz.split(qkvz_rows(dims), 1), *grouped_ba.split(ba_rows(dims), 1)]
     dtype = torch.promote_types(qkvz.dtype, ba.dtype)
     return torch.cat([section.flatten(0, 1).to(dtype) for section in sections])
 
@@ -46,12 +46,12 @@ def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
     return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
 
 
-def _qkvz_rows(dims: GDNDims) -> list[int]:
+def qkvz_rows(dims: GDNDims) -> list[int]:
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
     return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
 
 
-def _ba_rows(dims: GDNDims) -> list[int]:
+def ba_rows(dims: GDNDims) -> list[int]:
     return [dims.value_heads_per_key_head] * 2
 
 

@@ -25,6 +25,8 @@ INSTALLED = (
 )
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
+FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
+DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
@@ -59,6 +61,12 @@ RUN_BY = {
     "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": WAY_ROUND,
     "python docs/make_api.py": (
         "tests/examples/test_api_page.py::test_the_api_page_is_made_of_the_docstrings_as_they_are"
+    ),
+    FINETUNE: DROP_IN + "over_two_ranks",
+    FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
+    "python3 benchmarks/bench_hf_dropin.py --out results.jsonl": GPU,
+    ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
+        "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
     "python benchmarks/loss_curves.py": (
         "tests/examples/test_evidence.py"

@@ -90,3 +90,12 @@ def test_an_unknown_layout_is_refused_with_the_known_ones():
 def test_a_rank_outside_the_group_is_refused():
     with pytest.raises(ValueError, match="cp_rank=2"):
         local_indices([8], 2, 2)
+
+
+@pytest.mark.parametrize("layout", SequenceLayout)
+def test_a_layout_by_its_name_is_the_layout(layout):
+    """A name that is no member of the enum would be cut as zigzag, whatever it says."""
+    by_name = local_indices([12, 20], 2, 1, layout.value)
+    assert torch.equal(by_name, local_indices([12, 20], 2, 1, layout))
+    with pytest.raises(ValueError, match="unknown context-parallel layout 'zigzig'"):
+        local_indices([12, 20], 2, 1, "zigzig")

@@ -1,0 +1,42 @@
+"""For transformers models: packing that does not leak, and context parallelism, in place.
+
+| file                      | what it does                                                      |
+|---------------------------|-------------------------------------------------------------------|
+| ``patching.py``           | replaces the modules of a model and undoes it                     |
+| ``layer.py``              | the module that takes their place                                 |
+| ``model_forward.py``      | resolves a forward's batch once and tells layers and attention    |
+| ``sources.py``            | masks, ids, offsets, positions: all to document ids               |
+| ``batch.py``, ``place.py``| how rows lie on one rank, and over context-parallel ranks         |
+| ``exchange.py``           | any order of tokens over ranks to contiguous shares               |
+| ``attention.py``          | softmax attention over context-parallel ranks                     |
+| ``gates.py``, ``loading`` | ``A_log`` and ``dt_bias`` in fp32, in memory and from files       |
+| ``collator.py``           | packed batches, and a rank's share of one                         |
+| ``leaks.py``              | does a document reach another?                                    |
+
+transformers is imported where a function needs it, and not before.
+"""
+
+from .batch import ModelBatch
+from .collator import PackingCollator, context_parallel_share
+from .fully_sharded import shard_gates
+from .layer import CPAwareGatedDeltaNet
+from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks
+from .loading import gates_in_fp32
+from .patching import Patch, patch
+from .sources import is_indexed_packed_mask
+
+__all__ = [
+    "CPAwareGatedDeltaNet",
+    "Leak",
+    "ModelBatch",
+    "PackingCollator",
+    "PackingLeak",
+    "Patch",
+    "assert_no_packing_leak",
+    "context_parallel_share",
+    "gates_in_fp32",
+    "is_indexed_packed_mask",
+    "packing_leaks",
+    "patch",
+    "shard_gates",
+]

@@ -1,0 +1,284 @@
+"""The linear-attention module of a transformers model, run by this package.
+
+Legend: B batch, S tokens of a row, H hidden size, T rows of the mixer, P projection width,
+V mixed width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...context_parallel import LinearCpMode, SequenceLayout
+from ...dims import GDNDims
+from ...micro_batch import MicroBatches
+from ...module_hooks import run_pre_hooks
+from ...ops.delta_rule.resolve import choose_rule
+from ...ops.head_sizes import HeadSizes
+from ...ops.layout import Layout
+from ...ops.mixer import GatedNorm, gated_delta_mixer
+from ..fp32_contract import HOLDER_NAME
+from .batch import ModelBatch, resolve_batch
+from .families import class_for_config, is_plain_gated_norm, transformers_class
+from .gates import HeldParameter, hold_gates, release_gates, route_to_holder
+from .place import group_of, place_of
+from .projections import project
+from .sources import Sources
+
+_UNPACKED = ("transformers", "fused")
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropInOptions:
+    """How replaced modules run; the arguments of :func:`.patching.patch`."""
+
+    cp_mesh: Any = None
+    cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
+    linear_cp_mode: str | LinearCpMode | None = None
+    backend: str = "auto"
+    rule_operands: str = "fp16"
+    unpacked: str = "transformers"
+    recompute_qkv: bool = False
+
+    def __post_init__(self) -> None:
+        SequenceLayout.parse(self.cp_layout)
+        LinearCpMode.of(self.linear_cp_mode, None)
+        if self.unpacked not in _UNPACKED:
+            raise ValueError(
+                f"unpacked={self.unpacked!r} is not known; use 'transformers' (its own code and "
+                f"bits where a batch is not packed and one rank holds it) or 'fused' (the mixer of "
+                f"this package everywhere)."
+            )
+        group_of(self.cp_mesh)
+
+
+@dataclass(eq=False)
+class _Runner:
+    """What a replaced module has beside its parameters."""
+
+    options: DropInOptions
+    dims: GDNDims
+    expected: SimpleNamespace
+    stored: dict[str, torch.dtype]
+    made: dict[SequenceLayout, MicroBatches] = field(default_factory=dict)
+
+    def micro_batches(self, layout: SequenceLayout) -> MicroBatches:
+        if layout not in self.made:
+            options, sizes = self.options, self.dims.heads
+            self.made[layout] = MicroBatches(
+                self.expected, sizes.layout, sizes.state, self.dims.conv_kernel_dim,
+                group_of(options.cp_mesh), layout, mode=options.linear_cp_mode,
+                choose_rule=partial(choose_rule, options.backend, sizes,
+                                    operands=options.rule_operands, normalise_qk=True),
+            )  # fmt: skip
+        return self.made[layout]
+
+
+class CPAwareGatedDeltaNet(nn.Module):
+    """transformers' Gated DeltaNet for packed documents and context parallelism.
+
+        q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * SiLU(z))
+
+    ``CPAwareGatedDeltaNet(config, layer_idx, ...)`` builds the module of the config's family;
+    :func:`.patching.patch` turns those of a model into it. Parameters, state-dict keys and the
+    class that ``isinstance`` sees are transformers' own. ``A_log`` and ``dt_bias`` are fp32,
+    whatever dtype the module is built in, cast to or loaded from.
+
+    A batch that is not packed, on one rank, goes through transformers' own forward: its bits, its
+    kernels, its cache (unless ``unpacked="fused"``). Everything else runs this package's mixer.
+
+    Args:
+        config: text config of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE.
+        layer_idx: number of the layer in the model, from 0.
+        options: see :func:`.patching.patch`.
+
+    Raises:
+        ValueError: a config of another family, another activation than SiLU, sizes that do not fit.
+    """
+
+    A_log = HeldParameter("A_log")
+    dt_bias = HeldParameter("dt_bias")
+    drop_in: _Runner
+
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
+        if cls is CPAwareGatedDeltaNet:
+            cls = drop_in_class(class_for_config(config))
+        return super().__new__(cls)
+
+    def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
+        super().__init__(config, layer_idx)
+        become_drop_in(self, config, DropInOptions(**options))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_index: Tensor | None = None,
+        gdn_batch: ModelBatch | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            hidden_states: ``[B, S, H]``, this rank's tokens.
+            cache_params: transformers' cache; transformers' own forward then runs.
+            attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
+            position_ids, cu_seqlens: other sources of documents, see :mod:`.sources`; so are
+                ``cu_seq_lens_q`` and ``_packed_seq_ids`` among the keywords.
+            seq_index: with context parallelism, the sequence positions of this rank's tokens.
+            gdn_batch: all this, resolved; a patched model hands it to its layers.
+            kwargs: what transformers passes on to its kernels.
+
+        Returns:
+            ``[B, S, H]``; exactly zero at the padding of packed rows.
+
+        Raises:
+            ValueError: boundaries, ids, positions or lengths that do not fit.
+            NotImplementedError: a cache together with packed documents or context parallelism.
+        """
+        batch = gdn_batch
+        packed_seq_ids = kwargs.pop("_packed_seq_ids", None)
+        if batch is None and (cache_params is None or cache_params.get_seq_length() == 0):
+            offsets = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+            sources = Sources(attention_mask, packed_seq_ids, offsets, position_ids)
+            batch = resolve_call(self.drop_in.options, sources, hidden_states, seq_index)
+        if cache_params is not None and batch is not None and not batch.is_plain:
+            raise NotImplementedError(
+                "a cache cannot be filled from packed documents or under context parallelism: it "
+                "holds one state per row. Pass use_cache=False, and generate from one sequence per "
+                "row on one rank."
+            )
+        if batch is not None:
+            for name in _OFFSETS:  # the batch has them; plain-torch kernels refuse them
+                kwargs.pop(name, None)
+        plain = batch is None or batch.is_plain
+        if plain and (cache_params is not None or self.drop_in.options.unpacked == "transformers"):
+            return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
+        if plain:
+            keep = None if attention_mask is None else attention_mask != 0
+            batch = ModelBatch(keep=keep)
+        return self._by_mixer(hidden_states, batch)
+
+    def _by_transformers(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
+        """The forward that this module had, on gates that its holder hands out."""
+        A_log, dt_bias = self._modules[HOLDER_NAME]()
+        self.__dict__.update(A_log=A_log, dt_bias=dt_bias)
+        try:
+            return super().forward(hidden_states, cache_params=cache, attention_mask=mask, **kwargs)
+        finally:
+            del self.__dict__["A_log"], self.__dict__["dt_bias"]
+
+    def _by_mixer(self, hidden_states: Tensor, batch: ModelBatch) -> Tensor:
+        proj_BTP = project(self, batch.enter(hidden_states), self.drop_in.dims)
+        mixed_BTV = self._mix(proj_BTP.transpose(0, 1), batch).transpose(0, 1)
+        return batch.leave(self.out_proj(mixed_BTV), hidden_states)
+
+    @torch.compiler.disable  # tables on the host, and one autograd function
+    def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
+        run = self.drop_in.micro_batches(model_batch.layout)
+        batch = run.of(model_batch.packed, proj_TBP)
+        scheme, norm = batch.scheme, self.norm
+        A_log, dt_bias = self._modules[HOLDER_NAME]()
+        layout, convolved = scheme.layout, scheme.layout.conv_names
+        rows = batch.passage.open(proj_TBP)
+        run_pre_hooks(self.conv1d, lambda: _conv_input(rows, layout))
+        fused = is_plain_gated_norm(norm)
+        bias = self.conv1d.bias
+        mixed = gated_delta_mixer(
+            rows,
+            scheme.local(self.conv1d.weight, convolved),
+            None if bias is None else scheme.local(bias, convolved),
+            scheme.local(A_log),
+            scheme.local(dt_bias),
+            HeadSizes.of(layout),
+            rule=batch.rule,
+            norm=GatedNorm(norm.weight, norm.variance_epsilon) if fused else None,
+            neighbours=batch.passage.neighbours,
+            recompute_qkv=self.drop_in.options.recompute_qkv,
+        )
+        if not fused:
+            o, z = mixed
+            normed = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1]))
+            mixed = normed.view(o.shape).flatten(2).transpose(0, 1).contiguous()
+        return batch.passage.close(mixed)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        if HOLDER_NAME in self._modules:
+            route_to_holder(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _conv_input(rows_TBP: Tensor, layout: Layout) -> Tensor:
+    """``[B, C, T]``, what a call of conv1d would be given."""
+    return rows_TBP.detach()[..., layout.conv_columns].permute(1, 2, 0)
+
+
+def resolve_call(
+    options: DropInOptions, sources: Sources, x_BSH: Tensor, seq_index: Tensor | None
+) -> ModelBatch:
+    """:func:`.batch.resolve_batch` for hidden states (or ids) ``[B, S, ...]`` on this rank."""
+    rows, tokens = x_BSH.shape[:2]
+    group = group_of(options.cp_mesh)
+    if group is None:
+        return resolve_batch(sources, rows, tokens, x_BSH.device)
+    place = place_of(
+        group, SequenceLayout.parse(options.cp_layout), tokens, x_BSH.device, seq_index,
+        by_document=sources.cu_seqlens is not None,
+    )  # fmt: skip
+    return resolve_batch(sources, rows, tokens, x_BSH.device, place)
+
+
+@lru_cache
+def drop_in_class(cls: type) -> type:
+    """The subclass of a transformers class that runs as a drop-in."""
+    return type(f"CPAware{cls.__name__}", (CPAwareGatedDeltaNet, cls), {"__doc__": cls.__doc__})
+
+
+def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> None:
+    """Turn a module of transformers into a drop-in, with the same parameters.
+
+    Raises:
+        ValueError: another activation than SiLU, a conv1d that is no plain convolution.
+    """
+    name = type(module).__name__
+    if module.activation not in ("silu", "swish"):
+        raise ValueError(
+            f"{name} has activation={module.activation!r} (config.hidden_act); the convolution and "
+            f"the gate of a Gated DeltaNet here are SiLU. Set hidden_act='silu', or leave this "
+            f"model unpatched."
+        )
+    if not isinstance(module.conv1d, nn.Conv1d):
+        raise ValueError(
+            f"conv1d of {name} is a {type(module.conv1d).__name__}, not torch's Conv1d, whose "
+            f"weight the mixer reads. Leave conv1d out of adapters and quantization."
+        )
+    dims = GDNDims.from_config(config)
+    dtype = module.out_proj.weight.dtype
+    expected = SimpleNamespace(
+        deterministic_mode=False,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+    )
+    if not isinstance(module, CPAwareGatedDeltaNet):
+        module.__class__ = drop_in_class(transformers_class(module))
+    runner = _Runner(options, dims, expected, hold_gates(module))
+    module.drop_in = runner
+    runner.micro_batches(SequenceLayout.parse(options.cp_layout))
+
+
+def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:
+    """Undo :func:`become_drop_in`."""
+    release_gates(module, module.drop_in.stored)
+    del module.drop_in
+    module.__class__ = transformers_class(module)

@@ -1,0 +1,172 @@
+"""Does one packed document reach another? Works on any module or model, patched or not.
+
+Every document is changed in turn; what changes in the others has leaked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+SOURCES = ("position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask")
+
+
+class Leak(NamedTuple):
+    """Document ``origin`` reached document ``into``."""
+
+    origin: int
+    into: int
+    change: float  # largest change of the output there
+    of: float  # largest output there
+
+
+class PackingLeak(AssertionError):
+    """What :func:`assert_no_packing_leak` raises; ``leaks`` lists the pairs of documents."""
+
+    def __init__(self, message: str, leaks: list[Leak]) -> None:
+        super().__init__(message)
+        self.leaks = leaks
+
+
+def packing_leaks(
+    module: nn.Module,
+    lengths: Sequence[int] = (5, 7, 4),
+    *,
+    source: str = "position_ids",
+    tolerance: float = 1e-5,
+    seed: int = 0,
+    **kwargs: Any,
+) -> list[Leak]:
+    """Pairs of documents of which one reaches the other; see :func:`assert_no_packing_leak`."""
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise ValueError(
+            f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
+        )
+    takes_ids = hasattr(module, "get_input_embeddings")
+    if source not in SOURCES:
+        raise ValueError(f"source={source!r} is not known; use one of {', '.join(SOURCES)}.")
+    parameter = next(module.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    draw = _draw_tokens(module) if takes_ids else _draw_hidden(module, parameter.dtype)
+    told = {**_told(source, lengths, parameter.device), **kwargs}
+    if takes_ids:
+        told.setdefault("use_cache", False)
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            first = draw(sum(lengths), generator).to(parameter.device)
+            other = draw(sum(lengths), generator).to(parameter.device)
+            reference = _output(module(first, **told))
+            scale = reference.abs().max().item()
+            spans = _spans(lengths)
+            found = []
+            for origin, (start, end) in enumerate(spans):
+                changed = first.clone()
+                changed[:, start:end] = other[:, start:end]
+                difference = (_output(module(changed, **told)) - reference).abs()
+                for into, (a, b) in enumerate(spans):
+                    change = difference[:, a:b].max().item()
+                    if into != origin and not change <= tolerance * scale:
+                        found.append(
+                            Leak(origin, into, change, reference[:, a:b].abs().max().item())
+                        )
+    finally:
+        module.train(training)
+    return found
+
+
+def assert_no_packing_leak(
+    module: nn.Module,
+    lengths: Sequence[int] = (5, 7, 4),
+    *,
+    source: str = "position_ids",
+    tolerance: float = 1e-5,
+    seed: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Raise if a packed document changes the output at another one.
+
+    Lays documents of random tokens (or hidden states) in one row, replaces each by another of its
+    length, and looks at the outputs of the rest. It needs no knowledge of the module, so it finds
+    the leak of an unpatched transformers model as well.
+
+    Args:
+        module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
+            layer from hidden states ``[1, S, H]`` to the same.
+        lengths: of the documents.
+        source: how the module is told of them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
+            attention's keywords, which transformers refuses without its kernels),
+            ``"packed_seq_ids"`` or ``"indexed_mask"``.
+        tolerance: changes up to this part of the largest output are none. 0 asks for the bits;
+            experts that are computed together may round by what the others are.
+        seed: of the random documents.
+        kwargs: what else the module is called with.
+
+    Raises:
+        PackingLeak: says which document reached which, and by how much.
+        ValueError: fewer than two documents, an unknown source.
+    """
+    found = packing_leaks(module, lengths, source=source, tolerance=tolerance, seed=seed, **kwargs)
+    if not found:
+        return
+    lines = [
+        f"  document {leak.origin} changes document {leak.into} by {leak.change:.3e} "
+        f"(its largest output is {leak.of:.3e})"
+        for leak in found
+    ]
+    raise PackingLeak(
+        f"packed documents of {tuple(lengths)} tokens reach each other in "
+        f"{type(module).__name__}:\n" + "\n".join(lines), found,
+    )  # fmt: skip
+
+
+def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _told(source: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    length_N = torch.tensor(lengths)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)) + 1, length_N)[None].to(device)
+    if source == "packed_seq_ids":
+        return {"_packed_seq_ids": ids}
+    if source == "indexed_mask":
+        return {"attention_mask": ids}
+    if source == "position_ids":
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return {"position_ids": positions[None].to(device)}
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+Draw = Callable[[int, torch.Generator], Tensor]
+
+
+def _draw_tokens(model: nn.Module) -> Draw:
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return lambda tokens, generator: torch.randint(vocabulary, (1, tokens), generator=generator)
+
+
+def _draw_hidden(layer: nn.Module, dtype: torch.dtype) -> Draw:
+    width = getattr(layer, "hidden_size", None)
+    if width is None:
+        raise ValueError(
+            f"{type(layer).__name__} has no hidden_size, so hidden states cannot be drawn for it; "
+            f"give a transformers model or linear-attention module."
+        )
+    return lambda tokens, generator: torch.randn(1, tokens, width, generator=generator).to(dtype)
+
+
+def _output(returned: Any) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if getattr(returned, name, None) is not None:
+            return getattr(returned, name).float()
+    return (returned[0] if isinstance(returned, tuple) else returned).float()

@@ -1,0 +1,130 @@
+"""What a patched text model does before its forward: resolve the batch and tell everyone of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.host_tables import to_device
+from .attention import GATHERED
+from .batch import ModelBatch
+from .layer import DropInOptions, resolve_call
+from .place import group_of
+from .sources import Sources, text_positions
+
+
+@torch.compiler.disable  # reads boundaries on the host
+def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, Any]) -> dict:
+    """The keywords of the text model's forward, with the resolved batch among them.
+
+    Args:
+        text: the text model.
+        given: all arguments of its forward, by name.
+
+    Raises:
+        ValueError: sources that do not fit, see :mod:`.batch`; a cache with packed documents or
+            context parallelism; attention that cannot be told of packed documents.
+    """
+    kwargs = dict(given)
+    packed_seq_ids, seq_index = kwargs.pop("_packed_seq_ids", None), kwargs.pop("seq_index", None)
+    kwargs.pop("gdn_batch", None)
+    cache = kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0 and group_of(options.cp_mesh) is None:
+        return kwargs  # the sequences go on: transformers' own forward
+    x = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+    if x is None:
+        return kwargs  # its forward says what is missing
+    mask = kwargs.get("attention_mask")
+    of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
+    sources = Sources(
+        of_linear, packed_seq_ids, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    )
+    batch = resolve_call(options, sources, x, seq_index)
+    kwargs["gdn_batch"] = batch
+    if batch.is_plain:
+        return kwargs
+    _refuse_cache(kwargs, batch)
+    kwargs["use_cache"] = False
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = _positions(batch, *x.shape[:2], x.device)
+    of_attention = mask["full_attention"] if isinstance(mask, dict) else None
+    if not isinstance(mask, dict):
+        of_attention = _attention_mask(text, batch, x, kwargs["position_ids"], mask)
+    kwargs["attention_mask"] = {"full_attention": of_attention, "linear_attention": None}
+    return kwargs
+
+
+def _refuse_cache(kwargs: dict[str, Any], batch: ModelBatch) -> None:
+    if kwargs.get("past_key_values") is None and not kwargs.get("use_cache"):
+        return
+    what = "packed documents" if batch.place is None else "context parallelism"
+    raise ValueError(
+        f"a cache cannot be filled with {what}: it holds one state per row. Pass use_cache=False "
+        f"and no past_key_values; generate on one rank, one sequence per row."
+    )
+
+
+def _positions(batch: ModelBatch, rows: int, tokens: int, device: torch.device) -> Tensor:
+    """int64 ``[B, S]``: positions inside each document, 0 at padding."""
+    if batch.ids is None or batch.packed is None:
+        own = batch.place.own_positions()
+        return to_device(own, device).expand(rows, -1)
+    ids = batch.ids
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    column = torch.arange(ids.shape[1]).expand_as(ids)
+    start = column.masked_fill(~starts, 0).cummax(-1).values
+    position = (column - start).masked_fill(ids == 0, 0)
+    if batch.place is not None:
+        position = position[:, batch.place.own_positions()]
+    return to_device(position.contiguous(), device)
+
+
+def _attention_mask(
+    text: nn.Module, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
+) -> Any:
+    """What keeps documents apart in the text model's attention, in the form it takes."""
+    implementation = text.config._attn_implementation
+    if not any(hasattr(layer, "self_attn") for layer in text.layers):
+        return None
+    if batch.place is not None:
+        if batch.packed is not None and implementation != GATHERED:
+            raise ValueError(
+                f"documents are packed and the model's attention is {implementation!r}, which "
+                f"cannot be told of them under context parallelism. Patch with "
+                f"attention='gathered', or pass attention_mask as a dict whose 'full_attention' "
+                f"is what your attention takes."
+            )
+        return None
+    if mask is not None and mask.dim() == 4:
+        return mask
+    from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+
+    if "flash" in implementation:
+        return _for_flash(batch, implementation, position_ids)
+    ids = to_device(batch.ids, x.device)
+    weight = text.get_input_embeddings().weight
+    shape = torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device)
+    return create_causal_mask(
+        config=text.config,
+        inputs_embeds=shape,
+        attention_mask=None if batch.keep is None else batch.keep,
+        past_key_values=None,
+        and_mask_function=packed_sequence_mask_function(ids),
+    )
+
+
+def _for_flash(batch: ModelBatch, implementation: str, position_ids: Tensor) -> None:
+    """Flash attention finds documents of one row without padding by their positions."""
+    assert batch.ids is not None
+    positions = text_positions(position_ids)
+    starts = (batch.ids.diff(dim=-1) != 0).cpu()
+    told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
+    if len(batch.ids) > 1 or batch.keep is not None or not told:
+        raise ValueError(
+            f"{implementation!r} keeps packed documents apart only in one row without padding "
+            f"whose position_ids start again at every document. Lay the rows end to end "
+            f"(megatron_gdn.hf.PackingCollator does), or use attn_implementation='sdpa'."
+        )

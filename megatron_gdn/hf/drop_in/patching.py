@@ -1,0 +1,190 @@
+"""Replace the linear-attention modules of a transformers model, in place, and undo it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...context_parallel import LinearCpMode, SequenceLayout
+from ..fp32_contract import HOLDER_NAME
+from .attention import GATHERED, register_gathered_attention
+from .families import transformers_class
+from .layer import (
+    CPAwareGatedDeltaNet,
+    DropInOptions,
+    become_drop_in,
+    stop_being_drop_in,
+)
+from .model_forward import prepare_forward
+
+logger = logging.getLogger(__name__)
+
+
+class Patch:
+    """A model whose linear-attention modules were replaced.
+
+    Attributes:
+        model: the model that was given.
+        layers: the replaced modules, by name.
+    """
+
+    def __init__(self, model: nn.Module, options: DropInOptions, attention: str | None) -> None:
+        self.model = model
+        self.layers: dict[str, CPAwareGatedDeltaNet] = {}
+        self._hooks: list[Any] = []
+        self._attention: list[tuple[Any, str]] = []
+        for text in text_models(model):
+            self._replace(text, options)
+            self._hook(text, options)
+            if attention is not None and options.cp_mesh is not None:
+                self._attention.append((text.config, text.config._attn_implementation))
+                text.config._attn_implementation = attention
+
+    def undo(self) -> None:
+        """Put transformers' own classes back; parameters stay the same objects.
+
+        ``A_log`` and ``dt_bias`` return to the dtype that they had.
+
+        Raises:
+            RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``.
+        """
+        for name, layer in self.layers.items():
+            mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
+            if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "Fp32Gates":
+                raise RuntimeError(
+                    f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
+                    f"so it cannot be given back. Undo the patch before wrapping the model."
+                )
+        for hook in self._hooks:
+            hook.remove()
+        for config, implementation in self._attention:
+            config._attn_implementation = implementation
+        for layer in self.layers.values():
+            stop_being_drop_in(layer)
+        self._hooks, self._attention, self.layers = [], [], {}
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+    def _replace(self, text: nn.Module, options: DropInOptions) -> None:
+        prefix = next(name for name, module in self.model.named_modules() if module is text)
+        rounded = []
+        for name, module in text.named_modules(prefix=prefix):
+            if isinstance(module, CPAwareGatedDeltaNet):
+                raise ValueError(
+                    f"{name} is replaced already; undo the first patch before another one."
+                )
+            if transformers_class(module) is None:
+                continue
+            if module.A_log.dtype in (torch.bfloat16, torch.float16):
+                rounded.append(name)
+            become_drop_in(module, text.config, options)
+            self.layers[name] = module
+        if rounded:
+            logger.warning(
+                "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and are fp32 from "
+                "here on, with the rounded values. Load within megatron_gdn.hf.gates_in_fp32() to "
+                "have those of the file.",
+                len(rounded),
+                rounded[0],
+            )
+
+    def _hook(self, text: nn.Module, options: DropInOptions) -> None:
+        names = tuple(inspect.signature(type(text).forward).parameters)[1:]
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            return (), prepare_forward(module, options, given)
+
+        self._hooks.append(text.register_forward_pre_hook(before, with_kwargs=True))
+        for layer in text.layers:
+            if not hasattr(layer, "linear_attn"):
+                hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
+                self._hooks.append(hook)
+
+
+def _before_attention(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """transformers' own attention knows nothing of the resolved batch."""
+    if layer.self_attn.config._attn_implementation != GATHERED:
+        kwargs.pop("gdn_batch", None)
+    return args, kwargs
+
+
+def text_models(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose ``layers`` hold linear-attention modules."""
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and any(
+            transformers_class(getattr(layer, "linear_attn", None) or nn.Identity()) is not None
+            for layer in layers
+        ):
+            yield module
+
+
+def patch(
+    model: nn.Module,
+    cp_mesh: Any = None,
+    *,
+    cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
+    linear_cp_mode: str | LinearCpMode | None = None,
+    backend: str = "auto",
+    rule_operands: str = "fp16",
+    unpacked: str = "transformers",
+    recompute_qkv: bool = False,
+    attention: str | None = None,
+) -> Patch:
+    """Let every linear-attention module of a transformers model run by this package, in place.
+
+    For Qwen3-Next, Qwen3.5 and Qwen3.5-MoE, also inside their vision-language classes. Modules,
+    parameters, state-dict keys and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
+
+    Packed documents are read once per forward from what the model is given, see :mod:`.sources`,
+    and kept apart by conv, rule and (through its mask) attention. With context parallelism the
+    model is given this rank's tokens, ``cu_seq_lens_q`` of the whole buffer or this rank's ids,
+    and maybe ``seq_index [s]``, the positions of its tokens; missing ``position_ids`` are filled
+    in. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
+
+    Args:
+        model: any model of these families, or its text model.
+        cp_mesh: one-dimensional device mesh over the context-parallel ranks.
+        cp_layout: how sequences are cut, where there is no ``seq_index``: ``"zigzag_buffer"``
+            (DualChunkSwap of the whole row, as torch and Megatron do with one sequence),
+            ``"contiguous"``, or ``"zigzag"`` (DualChunkSwap of every document).
+        linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
+        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`.
+        unpacked: what runs a batch that is not packed on one rank: ``"transformers"``, its own
+            forward with its bits, or ``"fused"``, the mixer of this package.
+        attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
+            too: every rank gathers keys and values, packed documents included. None leaves
+            attention to the caller (torch's ``context_parallel``, ring attention), which then
+            cannot be told of packed documents here.
+
+    Returns:
+        a handle with ``undo()``; also a context manager.
+
+    Raises:
+        ValueError: a model without such modules, or one that is patched already; an option or a
+            size that does not fit.
+    """
+    if attention not in (None, "gathered"):
+        raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")
+    options = DropInOptions(
+        cp_mesh=cp_mesh, cp_layout=cp_layout, linear_cp_mode=linear_cp_mode, backend=backend,
+        rule_operands=rule_operands, unpacked=unpacked, recompute_qkv=recompute_qkv,
+    )  # fmt: skip
+    if not any(True for _ in text_models(model)):
+        raise ValueError(
+            f"{type(model).__name__} has no linear-attention modules that are known here: legal "
+            f"are transformers' Qwen3-Next, Qwen3.5 and Qwen3.5-MoE models and their text models."
+        )
+    if attention is not None:
+        register_gathered_attention()
+    return Patch(model, options, None if attention is None else GATHERED)

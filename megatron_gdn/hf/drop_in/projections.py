@@ -1,0 +1,30 @@
+"""The projections of a transformers linear-attention module, as the mixer's rows.
+
+    Qwen3.5       in_proj_qkv | in_proj_z | in_proj_b | in_proj_a
+    Qwen3-Next    in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
+                  in_proj_ba:   per key head [b of its value heads | a of them]
+
+Legend: B batch, S tokens, H hidden size, P width of the mixer's rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...dims import GDNDims
+from ..gdn_layer import ba_rows, qkvz_rows
+
+
+def project(module: nn.Module, x_BSH: Tensor, dims: GDNDims) -> Tensor:
+    """``[B, S, P]``, rows query | key | value | z | beta | alpha.
+
+    The projections are called as modules, so adapters and hooks on them work.
+    """
+    if hasattr(module, "in_proj_qkv"):
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return torch.cat([getattr(module, name)(x_BSH) for name in names], dim=-1)
+    heads = dims.num_key_heads
+    qkvz = module.in_proj_qkvz(x_BSH).unflatten(-1, (heads, -1)).split(qkvz_rows(dims), -1)
+    ba = module.in_proj_ba(x_BSH).unflatten(-1, (heads, -1)).split(ba_rows(dims), -1)
+    return torch.cat([section.flatten(-2) for section in (*qkvz, *ba)], dim=-1)

@@ -1,0 +1,188 @@
+"""Document boundaries, however the trainer writes them, as one table of document ids.
+
+| source                                        | who gives it                                    |
+|-----------------------------------------------|-------------------------------------------------|
+| ``attention_mask`` ``[B, S]`` with ids > 1    | indexed masks of collators                      |
+| ``_packed_seq_ids`` ``[B, S]``                | the same, beside a 4-D attention mask           |
+| ``attention_mask`` ``[B, 1, S, S]``           | block-causal masks                              |
+| ``cu_seq_lens_q`` ``[N + 1]``                 | flash-attention kwargs, padding-free collators  |
+| ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
+
+A table counts documents from 1 along each row; 0 is padding.
+
+Legend: B batch, S tokens of a row, N documents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops import Documents
+
+
+class Sources(NamedTuple):
+    """What one forward was given."""
+
+    attention_mask: Tensor | None = None
+    packed_seq_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    def given(self) -> bool:
+        return any(source is not None for source in self)
+
+
+def is_indexed_packed_mask(mask: object) -> bool:
+    """Whether a mask ``[B, S]`` numbers documents: it is no bool mask and has a value above 1.
+
+    Reads the mask on the host.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype == torch.bool or mask.dim() != 2:
+        return False
+    return bool((mask > 1).any())
+
+
+def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
+    """int64 ``[B, S]`` on the host; None when every row is one sequence.
+
+    Without documents in the other sources, ``position_ids`` are read: a token whose position does
+    not follow that of the token before starts a document (the rule by which transformers masks
+    attention). Tokens that a 0/1 ``attention_mask`` leaves out are padding then.
+
+    Raises:
+        ValueError: a source of the wrong shape; a 4-D mask that is not block-causal; offsets that
+            do not fit the tokens; sources that disagree.
+    """
+    mask = sources.attention_mask
+    found: dict[str, Tensor] = {}
+    if mask is not None and mask.dim() == 4:
+        _remember(found, "attention_mask (4-D)", _of_block_mask(mask, rows, tokens))
+    elif is_indexed_packed_mask(mask):
+        _require_shape("attention_mask", mask, rows, tokens)
+        _remember(found, "attention_mask", mask.detach().to("cpu", torch.int64))
+    if sources.packed_seq_ids is not None:
+        ids = sources.packed_seq_ids
+        _require_shape("_packed_seq_ids", ids, rows, tokens)
+        _remember(found, "_packed_seq_ids", ids.detach().to("cpu", torch.int64))
+    if sources.cu_seqlens is not None:
+        _remember(found, "cu_seq_lens_q", _of_offsets(sources.cu_seqlens, rows, tokens))
+    if not found and sources.position_ids is not None:
+        keep = mask if mask is not None and mask.dim() == 2 else None
+        _remember(found, "position_ids", _of_positions(sources.position_ids, keep, rows, tokens))
+    if not found:
+        return None
+    (first, ids), *others = found.items()
+    for name, theirs in others:
+        if not torch.equal(_numbered(ids), _numbered(theirs)):
+            raise ValueError(
+                f"{first} and {name} put the boundaries of documents in different places: "
+                f"{_short(ids)} and {_short(theirs)}. Give one of them, or make them agree."
+            )
+    if "attention_mask" in found or bool((ids == 0).any()):
+        return ids  # what stands at padding, or a mask of other numbers than 0 and 1, matters
+    return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
+
+
+def _remember(found: dict[str, Tensor], name: str, ids: Tensor | None) -> None:
+    if ids is not None:
+        found[name] = ids
+
+
+def _numbered(ids_BS: Tensor) -> Tensor:
+    """Ids counted by 1 along each row, whatever numbers they were."""
+    starts = torch.ones_like(ids_BS, dtype=torch.bool)
+    starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+    return (starts & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
+
+
+def _short(ids_BS: Tensor) -> str:
+    lengths = _numbered(ids_BS)[0].bincount()[1:].tolist()
+    return f"row 0 has documents of {lengths[:8]}{' ...' if len(lengths) > 8 else ''} tokens"
+
+
+def _require_shape(name: str, x: Tensor, rows: int, tokens: int) -> None:
+    if x.shape != (rows, tokens):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, the hidden states have {rows} rows of {tokens} "
+            f"tokens; it must be [{rows}, {tokens}]."
+        )
+
+
+def _of_offsets(cu_seqlens: Tensor, rows: int, tokens: int) -> Tensor:
+    documents = Documents.from_cu_seqlens(cu_seqlens, rows * tokens, device="cpu")
+    if rows > 1 and not set(range(0, rows * tokens, tokens)) <= set(documents.offsets):
+        raise ValueError(
+            f"cu_seq_lens_q={list(documents.offsets)[:20]} has a document that goes on from one "
+            f"row of {tokens} tokens into the next; with {rows} rows every row must start one."
+        )
+    ids = torch.tensor(documents.lengths).gt(0).cumsum(0)
+    return ids.repeat_interleave(torch.tensor(documents.lengths)).view(rows, tokens)
+
+
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """``[B, S]`` or ``[1, S]`` of what a text model is given; None where there are none.
+
+    ``[4, B, S]`` are text, temporal, height and width; ``[3, B, S]`` has no text positions.
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
+
+
+def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int) -> Tensor | None:
+    found = text_positions(positions)
+    if found is None:
+        return None
+    if found.shape[0] == 1:
+        found = found.expand(rows, -1)
+    _require_shape("position_ids", found, rows, tokens)
+    position_BS = found.detach().to("cpu", torch.int64)
+    if keep is None:
+        keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
+    else:
+        _require_shape("attention_mask", keep, rows, tokens)
+        keep_BS = keep.detach().to("cpu") != 0
+    row_T, column_T = keep_BS.nonzero(as_tuple=True)
+    position_T = position_BS[row_T, column_T]
+    starts = torch.ones_like(row_T, dtype=torch.bool)
+    starts[1:] = (row_T[1:] != row_T[:-1]) | (position_T[1:] != position_T[:-1] + 1)
+    if int(starts.sum()) == int(keep_BS.any(-1).sum()):
+        return None
+    ids = torch.zeros_like(position_BS)
+    ids[row_T, column_T] = starts.cumsum(0)
+    return ids
+
+
+def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """The documents of a mask ``[B, 1, S, S]``, bool (True attends) or added to the scores."""
+    if mask.shape[0] not in (1, rows) or mask.shape[-2:] != (tokens, tokens):
+        raise ValueError(
+            f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
+            f"{tokens} tokens; it must be [{rows}, 1, {tokens}, {tokens}]."
+        )
+    allowed = (mask == 0 if mask.is_floating_point() else mask != 0)[:, 0].expand(rows, -1, -1)
+    keep_BS = allowed.diagonal(dim1=-2, dim2=-1)
+    start_BS = allowed.int().argmax(-1)
+    column = torch.arange(tokens, device=mask.device)
+    block = (column >= start_BS[..., None]) & (column <= column[:, None])
+    wrong = ((allowed != block).any(-1) & keep_BS).nonzero()
+    if len(wrong):
+        row, token = wrong[0].tolist()
+        raise ValueError(
+            f"the 4-D attention_mask is not block-causal: token {token} of row {row} does not see "
+            f"exactly the tokens from one position up to itself. A recurrence sees a document from "
+            f"its start; give such a mask, or name the documents by _packed_seq_ids."
+        )
+    start_BS, keep_BS = start_BS.cpu(), keep_BS.cpu()
+    row_T, column_T = keep_BS.nonzero(as_tuple=True)
+    start_T = start_BS[row_T, column_T]
+    starts = torch.ones_like(row_T, dtype=torch.bool)
+    starts[1:] = (row_T[1:] != row_T[:-1]) | (start_T[1:] != start_T[:-1])
+    if int(starts.sum()) == int(keep_BS.any(-1).sum()):
+        return None
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    ids[row_T, column_T] = starts.cumsum(0)
+    return ids

@@ -1,0 +1,18 @@
+"""Models are built once for a file and copied for a test that changes them."""
+
+import copy
+from functools import cache
+
+import pytest
+
+from tests.hf.tiny_models import build
+
+NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+FAMILIES = [NEXT, DENSE, MOE]
+
+
+@pytest.fixture(scope="package")
+def fresh():
+    """``fresh(family)``: a tiny transformers model of its own, always of the same weights."""
+    built = cache(build)
+    return lambda family: copy.deepcopy(built(family))

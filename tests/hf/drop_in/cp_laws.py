@@ -1,0 +1,201 @@
+"""What runs on the ranks: patched models over a context-parallel mesh, against one rank.
+
+Everything is float64, where the orders in which ranks add differ by 1e-15. transformers' own norms
+and rotations round to fp32 inside a float64 model, so models agree to some 1e-7 of that.
+"""
+
+import copy
+import re
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.hf.drop_in import patch, shard_gates
+from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
+from tests.hf.tiny_models import build
+from tests.parallel import assert_close
+
+TOKENS = 48
+
+
+def mesh() -> DeviceMesh:
+    return DeviceMesh.from_group(dist.group.WORLD, "cpu")
+
+
+def offsets_of(lengths) -> torch.Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
+    """Which positions this rank holds."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if order == "interleaved":
+        return torch.arange(rank, tokens, size)
+    if order == "scattered":
+        scattered = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
+        return scattered.chunk(size)[rank]
+    return local_indices(lengths if order == "zigzag" else [tokens], size, rank, order)
+
+
+def sum_gradients(module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in module.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        dist.all_reduce(grad)
+        found[name] = grad
+    return found
+
+
+def gradients(module) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in module.named_parameters()
+    }
+
+
+def compare(ours, truth, mine, ours_grads, truth_grads, what, tolerance) -> None:
+    assert_close(f"{what}: output", ours, truth[:, mine], tolerance)
+    assert ours_grads.keys() == truth_grads.keys()
+    for name, grad in truth_grads.items():
+        assert_close(f"{what}: {name}", ours_grads[name], grad, tolerance)
+
+
+def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
+    """One layer; ``cases`` are (order, linear_cp_mode, lengths or None, rows)."""
+    model = build(family).double()
+    theirs = model.model.layers[0].linear_attn
+    for order, mode, lengths, rows in cases:
+        what = f"{family} {order} {mode} {lengths}"
+        known = order in ("zigzag", "zigzag_buffer", "contiguous")
+        one, many = (copy.deepcopy(theirs) for _ in range(2))
+        become_drop_in(one, model.config, DropInOptions(unpacked="fused"))
+        options = DropInOptions(
+            cp_mesh=mesh(), cp_layout=order if known else "contiguous", linear_cp_mode=mode
+        )
+        become_drop_in(many, model.config, options)
+        torch.manual_seed(1)
+        x = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
+        weight = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
+        mine = own_positions(order, TOKENS, lengths or [TOKENS])
+        offsets = None if lengths is None else offsets_of(lengths)
+        whole = x.clone().requires_grad_()
+        y = one(whole, cu_seqlens=offsets)
+        (y * weight).sum().backward()
+        part = x[:, mine].clone().requires_grad_()
+        seq_index = None if known else mine
+        local = many(part, cu_seqlens=offsets, seq_index=seq_index)
+        (local * weight[:, mine]).sum().backward()
+        assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
+        compare(local, y, mine, sum_gradients(many), gradients(one), what, 1e-11)
+
+
+def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
+    """A model with attention; ``cases`` are (order, mode, lengths or None, source)."""
+    model = build(family).double()
+    if family != "Qwen3_5ForCausalLM":
+        model.set_experts_implementation("eager")  # its fused experts have no float64
+    for order, mode, lengths, source in cases:
+        what = f"{family} {order} {mode} {lengths} {source}"
+        known = order in ("zigzag", "zigzag_buffer", "contiguous")
+        one, many = copy.deepcopy(model), copy.deepcopy(model)
+        patch(one, unpacked="fused")
+        patch(
+            many,
+            mesh(),
+            cp_layout=order if known else "contiguous",
+            linear_cp_mode=mode,
+            attention="gathered",
+        )
+        torch.manual_seed(2)
+        tokens = torch.randint(67, (1, TOKENS))
+        weight = torch.randn(1, TOKENS, 67, dtype=torch.float64)
+        mine = own_positions(order, TOKENS, lengths or [TOKENS])
+        given, told = {}, {}
+        if lengths is not None:
+            given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+            ids = torch.repeat_interleave(torch.arange(len(lengths)) + 1, torch.tensor(lengths))
+            told = {
+                "position_ids": {"position_ids": given["position_ids"][:, mine]},
+                "offsets": {"cu_seq_lens_q": offsets_of(lengths)},
+                "ids": {"_packed_seq_ids": ids[None, mine]},
+                "mask": {"attention_mask": ids[None, mine]},
+            }[source]
+        if not known:
+            told["seq_index"] = mine
+        logits = one(tokens, use_cache=False, **given).logits
+        (logits * weight).sum().backward()
+        local = many(tokens[:, mine], use_cache=False, **told).logits
+        (local * weight[:, mine]).sum().backward()
+        compare(local, logits, mine, sum_gradients(many), gradients(one), what, 1e-5)
+
+
+def refused(message: str, order: str, options: dict, told: dict, rows: int = 1) -> None:
+    """Every rank refuses, in words."""
+    layer = build("Qwen3_5ForCausalLM")
+    theirs = layer.model.layers[0].linear_attn
+    become_drop_in(theirs, layer.config, DropInOptions(cp_mesh=mesh(), cp_layout=order, **options))
+    tokens = told.pop("tokens", 8)
+    try:
+        theirs(torch.randn(rows, tokens, 24), **told)
+    except (ValueError, NotImplementedError) as error:
+        assert re.search(message, str(error)), error
+    else:
+        raise AssertionError(f"nobody refused: {message}")
+
+
+def all_refused(cases: list[tuple]) -> None:
+    for case in cases:
+        refused(*case)
+
+
+def padded_rows_and_padding_in_a_row() -> None:
+    """Right padding in several rows; padding between documents of one row; zeros at both."""
+    model = build("Qwen3_5ForCausalLM").double()
+    theirs = model.model.layers[0].linear_attn
+    several = torch.ones(2, 16, dtype=torch.long)
+    several[1, 9:] = 0
+    one_row = torch.tensor([[1] * 5 + [0] * 2 + [2] * 6 + [0] * 3])
+    for mask, seq_index in ((several, False), (one_row, False), (one_row, True)):
+        one, many = (copy.deepcopy(theirs) for _ in range(2))
+        become_drop_in(one, model.config, DropInOptions(unpacked="fused"))
+        become_drop_in(many, model.config, DropInOptions(cp_mesh=mesh()))
+        torch.manual_seed(1)
+        x = torch.randn(*mask.shape, 24, dtype=torch.float64)
+        mine = own_positions("interleaved" if seq_index else "zigzag_buffer", 16)
+        y = one(x, attention_mask=mask)
+        told = {"seq_index": mine} if seq_index else {}
+        local = many(x[:, mine], attention_mask=mask[:, mine], **told)
+        assert_close("padded", local, y[:, mine], 1e-12)
+        assert not local[mask[:, mine] == 0].any()
+
+
+def fully_sharded_equals_one_rank() -> None:
+    """FSDP2 over the context-parallel ranks, the fp32 gates in groups of their own."""
+    model = build("Qwen3_5ForCausalLM")
+    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    patch(one, unpacked="fused")
+    patch(many, mesh(), attention="gathered")
+    policy = MixedPrecisionPolicy()
+    shard_gates(many, mesh=mesh())
+    for layer in many.model.layers:
+        fully_shard(layer, mesh=mesh(), mp_policy=policy)
+    fully_shard(many, mesh=mesh(), mp_policy=policy)
+    torch.manual_seed(2)
+    tokens = torch.randint(67, (1, 16))
+    weight = torch.randn(1, 16, 67)
+    ids = torch.tensor([[1] * 5 + [2] * 8 + [3] * 3])
+    mine = own_positions("zigzag_buffer", 16)
+    logits = one(tokens, _packed_seq_ids=ids).logits
+    (logits * weight).sum().backward()
+    local = many(tokens[:, mine], _packed_seq_ids=ids[:, mine]).logits
+    (local * weight[:, mine] * dist.get_world_size()).sum().backward()
+    assert_close("logits", local, logits[:, mine], 1e-4)
+    truth = gradients(one)
+    for name, parameter in many.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        assert gradient.dtype == torch.float32
+        # A random model magnifies roundings in fp32; the same law in float64 is above.
+        assert_close(name, gradient, truth[name], 1e-3)

@@ -1,0 +1,75 @@
+"""Packed batches, shares of them, and the example that trains on both."""
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_gdn.hf import PackingCollator, context_parallel_share
+from tests.examples.conftest import EXAMPLES
+from tests.hf.drop_in.test_sources import read
+
+DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
+
+
+class Mesh:
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.get_local_rank = lambda: size, lambda: rank
+
+
+def test_documents_are_laid_end_to_end_and_predict_nothing_across():
+    batch = PackingCollator(pad_to_multiple_of=4)(DOCUMENTS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
+    assert batch["shift_labels"].tolist() == [[6, 7, -100, -100, 10, -100, -100, -100]]
+    assert batch["labels"].tolist() == [[5, 6, 7, 8, 9, 10, -100, -100]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 8]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == 3
+    same = {"cu_seqlens": batch["cu_seq_lens_q"], "position_ids": batch["position_ids"]}
+    assert read(**same) == read(position_ids=batch["position_ids"])
+
+
+@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
+def test_shares_hold_every_token_once(layout):
+    batch = PackingCollator(pad_to_multiple_of=8)(DOCUMENTS)
+    shares = [context_parallel_share(batch, Mesh(4, rank), layout) for rank in range(4)]
+    held = torch.cat([share["input_ids"] for share in shares], 1)
+    assert held.sort().values.tolist() == batch["input_ids"].sort().values.tolist()
+    assert all(share["cu_seq_lens_q"] is batch["cu_seq_lens_q"] for share in shares)
+    assert shares[0]["position_ids"].shape == (1, 2)
+
+
+def test_what_cannot_be_packed_is_refused():
+    with pytest.raises(ValueError, match="no documents"):
+        PackingCollator()([])
+    with pytest.raises(ValueError, match="document 0 has 2 input_ids and 1 labels"):
+        PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
+    with pytest.raises(ValueError, match="multiple of 4"):
+        context_parallel_share(PackingCollator()(DOCUMENTS[:1]), Mesh(2, 0))
+
+
+def losses_of(*flags: str) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(EXAMPLES / "finetune_transformers.py"), "--steps", "11", *flags],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "no packed document reaches another" in done.stdout
+    return [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
+def test_the_example_trains_over_two_ranks():
+    first, last = losses_of()
+    assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
+def test_the_example_trains_the_same_where_it_is_sharded():
+    """AdamW's first steps are of the gradient's sign, so roundings grow to some 1e-3."""
+    assert losses_of("--fully-shard") == pytest.approx(losses_of(), abs=5e-3)

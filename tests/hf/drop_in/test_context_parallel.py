@@ -1,0 +1,83 @@
+"""Layers and models over a context-parallel mesh equal one rank, every gradient included."""
+
+import pytest
+import torch
+
+from tests.hf.drop_in import cp_laws as laws
+
+# Documents that no share of 2 or 4 ranks ends with, one of a token, and for cuts by document
+# multiples of 8.
+ANY = (5, 1, 23, 19)
+CUT = (16, 8, 24)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("Qwen3_5ForCausalLM", 2), ("Qwen3_5ForCausalLM", 4), ("Qwen3NextForCausalLM", 2)],
+)
+def test_a_layer_equals_one_rank(pools, family, ranks):
+    cases = [
+        ("zigzag_buffer", "chunkwise", None, 2),
+        ("contiguous", "headwise", None, 2),
+        ("interleaved", "chunkwise", None, 2),
+        ("scattered", "headwise", None, 1),
+        ("zigzag_buffer", "headwise", ANY, 1),
+        ("zigzag", "chunkwise", CUT, 1),
+        ("contiguous", "chunkwise", ANY, 1),
+        ("interleaved", "chunkwise", ANY, 1),
+    ]
+    pools(ranks).run(laws.layers_equal_one_rank, family, cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_with_attention_equals_one_rank(pools, ranks):
+    cases = [
+        ("zigzag_buffer", "auto", None, None),
+        ("zigzag_buffer", "auto", ANY, "position_ids"),
+        ("interleaved", "auto", ANY, "ids"),
+        ("contiguous", "chunkwise", ANY, "mask"),
+        ("zigzag", "headwise", CUT, "offsets"),
+    ]
+    pools(ranks).run(laws.models_equal_one_rank, "Qwen3_5ForCausalLM", cases)
+
+
+@pytest.mark.parametrize("family", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_mixture_models_equal_one_rank(pools, family):
+    cases = [
+        ("zigzag_buffer", "auto", None, None),
+        ("contiguous", "auto", ANY, "offsets"),
+    ]
+    pools(2).run(laws.models_equal_one_rank, family, cases)
+
+
+def test_padding_is_zero_on_every_rank(pools):
+    pools(2).run(laws.padded_rows_and_padding_in_a_row)
+
+
+def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
+    two_rows = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]]).expand(2, -1)
+    cases = [
+        ("zigzag_buffer", {}, {"tokens": 5}, "10 tokens, which is not a multiple of 4"),
+        ("contiguous", {}, {"seq_index": torch.arange(7)}, r"must be \[8\] or \[rows, 8\]"),
+        ("contiguous", {}, {"seq_index": torch.arange(8)}, "dense global token positions.* 8 are"),
+        ("contiguous", {}, {"seq_index": torch.zeros(1, 2, 8)}, r"shape \(1, 2, 8\)"),
+        (
+            "contiguous",
+            {},
+            {"seq_index": torch.arange(16).view(2, 8)},
+            "rows of seq_index differ",
+        ),
+        ("zigzag", {}, {"cu_seqlens": torch.tensor([0, 6, 16])}, "6 tokens, .* multiple of 4"),
+        ("zigzag", {}, {"_packed_seq_ids": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 16])},
+         "cuts every document by itself"),
+        ("zigzag_buffer", {}, {"position_ids": torch.arange(8)[None]}, "neither go on nor start"),
+        ("zigzag_buffer", {}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "nothing about the tok"),
+        ("zigzag_buffer", {}, {"attention_mask": two_rows}, "packed documents in one row only", 2),
+        ("contiguous", {"linear_cp_mode": "headwise"}, {"cu_seqlens": torch.tensor([0, 9])},
+         "ends at 9, which does not match the 16 tokens"),
+    ]  # fmt: skip
+    pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
+
+
+def test_a_fully_sharded_model_equals_one_rank(pools):
+    pools(2).run(laws.fully_sharded_equals_one_rank)

@@ -1,0 +1,188 @@
+"""The replaced module: transformers' numbers, keys and class, fp32 gates, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+from megatron_gdn.hf import CPAwareGatedDeltaNet, patch
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT
+from tests.hf.float64_layer import float64_layer
+from tests.parallel import assert_close
+
+TOKENS = 70  # past the 64 of a chunk
+
+
+def bare(name: str) -> str:
+    return name.replace("_fp32_params.", "")
+
+
+def gradients(module) -> dict[str, torch.Tensor]:
+    return {bare(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
+    theirs, ours = fresh(family), fresh(family)
+    patch(ours)
+    tokens = torch.randint(67, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    for more in ({}, {"attention_mask": mask}, {"attention_mask": mask.flip(-1)}):
+        for model in (theirs, ours):
+            model.zero_grad()
+            model.result = model(tokens, labels=tokens, **more)
+            model.result.loss.backward()
+        assert torch.equal(theirs.result.logits, ours.result.logits)
+        expected, found = gradients(theirs), gradients(ours)
+        assert expected.keys() == found.keys()
+        for name, gradient in expected.items():
+            assert torch.equal(gradient, found[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, family):
+    """fp32, 1e-5 of the largest entry; where transformers errs by more, it may differ by that."""
+    model = fresh(family)
+    theirs = copy.deepcopy(model.model.layers[0].linear_attn)
+    patch(model, unpacked="fused")
+    ours = model.model.layers[0].linear_attn
+    torch.manual_seed(4)
+    x, weight = torch.randn(2, TOKENS, 24), torch.randn(2, TOKENS, 24)
+    truth, params = float64_layer(theirs, x.double())
+    (truth * weight).sum().backward()
+    outputs = {}
+    for layer in (theirs, ours):
+        outputs[layer] = layer(x)
+        (outputs[layer] * weight).sum().backward()
+    assert_close("output", outputs[ours], truth, 1e-5)
+    their_gradients, our_gradients = gradients(theirs), gradients(ours)
+    assert their_gradients.keys() == our_gradients.keys() == params.keys()
+    for name, param in params.items():
+        scale = param.grad.abs().max()
+        assert_close(name, our_gradients[name], param.grad, 1e-5)
+        noise = ((their_gradients[name] - param.grad).abs().max() / scale).item()
+        assert_close(name, our_gradients[name], their_gradients[name], 1e-5 + noise)
+
+
+def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh):
+    """A model in float64 through the same mixer is the truth: fp32 may err as transformers does."""
+    theirs, ours, truth = fresh(DENSE), fresh(DENSE), fresh(DENSE).double()
+    for model in (ours, truth):
+        patch(model, unpacked="fused")
+    tokens = torch.randint(67, (2, 11))
+    for model in (theirs, ours, truth):
+        model.result = model(tokens, labels=tokens, use_cache=False)
+        model.result.loss.backward()
+    assert_close("logits", ours.result.logits, truth.result.logits, 1e-5)
+    expected, their_gradients, our_gradients = map(gradients, (truth, theirs, ours))
+    assert expected.keys() == their_gradients.keys() == our_gradients.keys()
+    for name, gradient in expected.items():
+        noise = (their_gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert_close(name, our_gradients[name], gradient, 1e-5 + 2 * noise.item())
+
+
+def test_one_layer_is_built_alone_and_is_of_transformers_class(fresh):
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    model = fresh(NEXT)
+    theirs = model.model.layers[0].linear_attn
+    layer = CPAwareGatedDeltaNet(model.config, layer_idx=0, unpacked="fused")
+    assert isinstance(layer, Qwen3NextGatedDeltaNet) and isinstance(layer, CPAwareGatedDeltaNet)
+    assert layer.state_dict().keys() == theirs.state_dict().keys()
+    layer.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, 7, 24)
+    assert_close("output", layer(x), theirs(x), 1e-5)
+    theirs.load_state_dict(layer.state_dict())  # strict: the holder does not show
+
+
+def test_a_config_of_another_family_is_refused(fresh):
+    from transformers import LlamaConfig
+
+    with pytest.raises(ValueError, match="'llama' has no Gated DeltaNet .* 'qwen3_next'"):
+        CPAwareGatedDeltaNet(LlamaConfig(), 0)
+
+
+@pytest.mark.parametrize("family", [DENSE, NEXT])
+def test_gates_are_fp32_in_a_holder_whatever_the_rest_is(fresh, family):
+    config = fresh(family).config
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = CPAwareGatedDeltaNet(config, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.out_proj.weight.dtype == torch.bfloat16
+    for cast in (lambda x: x, torch.nn.Module.half, lambda x: x.to(torch.bfloat16)):
+        cast(layer)
+        for name in ("A_log", "dt_bias"):
+            assert getattr(layer, name).dtype == torch.float32
+            assert name not in layer._parameters
+            assert getattr(layer, name) is layer._modules["_fp32_params"]._parameters[name]
+            assert layer.state_dict()[name].dtype == torch.float32
+
+
+def test_rounded_gates_are_told_of_and_are_fp32_from_there_on(fresh, caplog):
+    model = fresh(DENSE).bfloat16()
+    parameter = model.model.layers[0].linear_attn.A_log
+    with caplog.at_level("WARNING"):
+        patch(model)
+    assert "gates_in_fp32()" in caplog.text
+    assert model.model.layers[0].linear_attn.A_log is parameter
+    assert parameter.dtype == torch.float32
+    assert model(torch.randint(67, (1, 5))).logits.dtype == torch.bfloat16
+
+
+def test_undo_gives_back_the_classes_dtypes_and_parameters(fresh):
+    model, before = fresh(DENSE).bfloat16(), fresh(DENSE).bfloat16()
+    names = [name for name, _ in model.named_parameters()]
+    parameters = {id(p) for p in model.parameters()}
+    with patch(model) as patched:
+        assert len(patched.layers) == 3
+        with pytest.raises(ValueError, match="replaced already"):
+            patch(model)
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert parameters == {id(p) for p in model.parameters()}
+    assert type(model.model.layers[0].linear_attn) is type(before.model.layers[0].linear_attn)
+    tokens = torch.randint(67, (1, 5))
+    assert torch.equal(model(tokens).logits, before(tokens).logits)
+
+
+def test_layers_inside_a_vision_language_model_are_replaced(fresh):
+    model, before = (fresh("Qwen3_5ForConditionalGeneration") for _ in range(2))
+    assert len(patch(model).layers) == 3
+    tokens = torch.randint(67, (2, 7))
+    assert torch.equal(model(tokens).logits, before(tokens).logits)
+    assert model.state_dict().keys() == before.state_dict().keys()
+
+
+def test_what_cannot_be_replaced_is_refused(fresh):
+    with pytest.raises(ValueError, match="Linear has no linear-attention modules"):
+        patch(torch.nn.Linear(2, 2))
+    model = fresh(DENSE)
+    for layer in model.model.layers[:3]:
+        layer.linear_attn.activation = "gelu"
+    with pytest.raises(ValueError, match="activation='gelu'.* Set hidden_act='silu'"):
+        patch(model)
+    with pytest.raises(ValueError, match="unpacked='ours' is not known"):
+        patch(fresh(DENSE), unpacked="ours")
+    with pytest.raises(ValueError, match="attention='ring' is not known"):
+        patch(fresh(DENSE), attention="ring")
+
+
+def test_a_norm_with_a_hook_is_called(fresh):
+    model = fresh(DENSE)
+    patch(model, unpacked="fused")
+    layer, seen = model.model.layers[0].linear_attn, []
+    x = torch.randn(1, 6, 24)
+    expected = layer(x)
+    layer.norm.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    assert_close("output", layer(x), expected, 1e-6)
+    assert seen == [(48, 5)]
+
+
+def test_a_patched_model_can_be_compiled_around(fresh):
+    model, before = fresh(DENSE), fresh(DENSE)
+    patch(model, unpacked="fused")
+    layer = torch.compile(model.model.layers[0].linear_attn, backend="eager")
+    x = torch.randn(1, 6, 24)
+    assert_close("output", layer(x), before.model.layers[0].linear_attn(x), 1e-5)

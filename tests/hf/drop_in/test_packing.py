@@ -1,0 +1,155 @@
+"""Packed documents are those documents alone: padding, rows, gradients, whole models."""
+
+import pytest
+import torch
+
+from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, patch
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT
+from tests.hf.drop_in.test_sources import block_mask
+from tests.parallel import assert_close
+
+# A mask in which a row ends in document 1 and the next begins with one, with padding everywhere.
+MASK = [[1, 1, 1, 0, 0, 0, 0], [1, 1, 2, 2, 2, 0, 3]]
+SPANS = [(0, 0, 3), (1, 0, 2), (1, 2, 5), (1, 6, 7)]
+
+
+@pytest.fixture
+def layer(fresh, request):
+    model = fresh(getattr(request, "param", DENSE))
+    patch(model, unpacked="fused")
+    return model.model.layers[0].linear_attn
+
+
+@pytest.mark.parametrize("layer", [DENSE, NEXT], indirect=True)
+@pytest.mark.parametrize("lengths", [(5, 7, 3), (1, 64, 1, 67)])
+def test_a_document_among_others_is_the_document_alone(layer, lengths):
+    """To the order in which torch's products add rows; the contents of others change no bit."""
+    torch.manual_seed(6)
+    x = torch.randn(1, sum(lengths), 24)
+    offsets = torch.tensor((0, *lengths)).cumsum(0)
+    y = layer(x, cu_seqlens=offsets)
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        assert_close("alone", y[:, start:end], layer(x[:, start:end]), 1e-6)
+        others = torch.randn_like(x)
+        others[:, start:end] = x[:, start:end]
+        assert torch.equal(layer(others, cu_seqlens=offsets)[:, start:end], y[:, start:end])
+
+
+def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
+    torch.manual_seed(7)
+    mask = torch.tensor(MASK)
+    padding = mask == 0
+    x = torch.randn(2, 7, 24)
+    x[padding] = float("nan")
+    x.requires_grad_()
+    y = layer(x, attention_mask=mask)
+    assert not y[padding].any()
+    for row, start, end in SPANS:
+        assert_close("alone", y[row, start:end], layer(x[row : row + 1, start:end])[0], 1e-6)
+        others = torch.where(mask[..., None] == mask[row, start], x, torch.randn_like(x))
+        others[1 - row] = torch.randn(7, 24)
+        others[row, start:end] = x[row, start:end]
+        again = layer(others, attention_mask=mask)
+        assert torch.equal(again[row, start:end], y[row, start:end])
+    y.square().sum().backward()
+    assert not x.grad[padding].any()
+    alone = x.detach()[1:, 2:5].requires_grad_()
+    layer(alone).square().sum().backward()
+    assert_close("gradient", x.grad[1:, 2:5], alone.grad, 1e-6)
+
+
+def test_a_row_of_nothing_but_padding_is_zero(layer):
+    y = layer(torch.randn(2, 3, 24), attention_mask=torch.tensor([[0, 0, 0], [1, 2, 2]]))
+    assert torch.equal(y[0], torch.zeros(3, 24))
+    y = layer(torch.randn(1, 3, 24), _packed_seq_ids=torch.zeros(1, 3))
+    assert torch.equal(y, torch.zeros(1, 3, 24))
+
+
+@pytest.mark.parametrize("source", ["indexed_mask", "packed_seq_ids", "position_ids", "4-D"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, source):
+    """float64, but for transformers' norms and rotations."""
+    model = fresh(family).double()
+    if family != DENSE:
+        model.set_experts_implementation("eager")  # its fused experts have no float64
+    patch(model, unpacked="fused")
+    torch.manual_seed(8)
+    ids = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 3]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]])
+    tokens = torch.randint(67, (1, 9))
+    told = {
+        "indexed_mask": {"attention_mask": ids},
+        "packed_seq_ids": {"_packed_seq_ids": ids},
+        "position_ids": {"position_ids": positions},
+        "4-D": {"attention_mask": block_mask(ids.tolist()), "position_ids": positions},
+    }[source]
+    logits = model(tokens, **told).logits
+    for start, end in ((0, 5), (5, 7), (7, 9)):
+        alone = model(tokens[:, start:end], use_cache=False).logits
+        assert_close("alone", logits[:, start:end], alone, 1e-5)
+
+
+def test_padded_rows_of_documents_go_through_a_model(fresh):
+    model = fresh(DENSE).double()
+    patch(model, unpacked="fused")
+    torch.manual_seed(9)
+    tokens = torch.randint(67, (2, 7))
+    logits = model(tokens, attention_mask=torch.tensor(MASK)).logits
+    for row, start, end in SPANS:
+        alone = model(tokens[row : row + 1, start:end], use_cache=False).logits[0]
+        assert_close("alone", logits[row, start:end], alone, 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(fresh, family):
+    model = fresh(family)
+    with pytest.raises(PackingLeak, match=r"document 0 changes document 1 by \d") as caught:
+        assert_no_packing_leak(model)
+    assert {(leak.origin, leak.into) for leak in caught.value.leaks} == {(0, 1), (0, 2), (1, 2)}
+    with pytest.raises(PackingLeak):
+        assert_no_packing_leak(model.model.layers[0].linear_attn)
+    patch(model)
+    for source in ("position_ids", "packed_seq_ids", "indexed_mask"):
+        assert packing_leaks(model, source=source) == []
+    # To the last bit where no experts are computed together.
+    assert_no_packing_leak(model.model.layers[0].linear_attn, (3, 1, 70), tolerance=0)
+    if family == DENSE:
+        assert_no_packing_leak(model, (3, 1, 70), tolerance=0)
+
+
+def test_questions_that_make_no_sense_are_refused(fresh):
+    with pytest.raises(ValueError, match="two documents or more"):
+        packing_leaks(fresh(DENSE), (5,))
+    with pytest.raises(ValueError, match="source='mask' is not known"):
+        packing_leaks(fresh(DENSE), source="mask")
+
+
+def test_a_cache_and_packed_documents_do_not_go_together(fresh):
+    from transformers import DynamicCache
+
+    model = fresh(DENSE)
+    patch(model)
+    tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
+    assert model(tokens, _packed_seq_ids=ids).past_key_values is None
+    for more in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+        with pytest.raises(ValueError, match="a cache cannot be filled with packed documents"):
+            model(tokens, _packed_seq_ids=ids, **more)
+
+
+def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
+    """Its kernels need a GPU; what they would be told is settled before."""
+    from megatron_gdn.hf.drop_in.layer import DropInOptions
+    from megatron_gdn.hf.drop_in.model_forward import prepare_forward
+
+    text = fresh(DENSE).model
+    patch(text)
+    text.config._attn_implementation = "flash_attention_2"
+    tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
+    given = prepare_forward(text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids})
+    assert given["attention_mask"] == {"full_attention": None, "linear_attention": None}
+    assert given["position_ids"].tolist() == [[0, 1, 0, 1]]
+    for more in ({"position_ids": torch.arange(4)[None]}, {"_packed_seq_ids": ids * (ids < 2)}):
+        with pytest.raises(ValueError, match="only in one row without padding"):
+            prepare_forward(
+                text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids, **more}
+            )

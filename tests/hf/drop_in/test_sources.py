@@ -1,0 +1,106 @@
+"""Document boundaries from every source, and sources that are refused."""
+
+import pytest
+import torch
+
+from megatron_gdn import seqlens_of_mask, unpad_data
+from megatron_gdn.hf.drop_in import is_indexed_packed_mask
+from megatron_gdn.hf.drop_in.sources import Sources, document_ids
+
+LENGTHS = (3, 1, 4)
+IDS = [[1, 1, 1, 2, 3, 3, 3, 3]]
+
+
+def block_mask(ids) -> torch.Tensor:
+    """``[B, 1, S, S]``, True where a token sees another."""
+    ids = torch.tensor(ids)
+    same = (ids[:, :, None] == ids[:, None]) & (ids[:, None] > 0)
+    return (same & torch.ones(ids.shape[1], ids.shape[1]).tril().bool())[:, None]
+
+
+def read(rows=1, tokens=8, **sources):
+    found = document_ids(Sources(**sources), rows, tokens)
+    return None if found is None else found.tolist()
+
+
+def test_goldens_of_indexed_masks():
+    assert seqlens_of_mask(torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])) == (
+        2, 3, 1, 2, 3,
+    )  # fmt: skip
+    assert seqlens_of_mask(torch.tensor([[1, 1, 1, 0, 0]])) == (3,)
+    indices, offsets, longest = unpad_data(torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]]))
+    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and indices.dtype == torch.int64
+    assert offsets.tolist() == [0, 2, 5, 9] and offsets.dtype == torch.int32
+    assert longest == 4
+    assert is_indexed_packed_mask(torch.tensor([[1, 2, 0]]))
+    for other in (None, torch.tensor([[1, 1, 0]]), torch.tensor([[True]]), torch.tensor([2]),
+                  torch.full((1, 1, 2, 2), 2)):  # fmt: skip
+        assert not is_indexed_packed_mask(other)
+
+
+def test_every_source_names_the_same_documents():
+    ids = torch.tensor(IDS)
+    additive = torch.zeros(1, 1, 8, 8).masked_fill(~block_mask(IDS), torch.finfo().min)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    assert read(attention_mask=ids) == IDS
+    assert read(packed_seq_ids=ids) == IDS
+    assert read(attention_mask=block_mask(IDS)) == IDS
+    assert read(attention_mask=additive) == IDS
+    assert read(cu_seqlens=torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)) == IDS
+    assert read(position_ids=positions) == IDS
+    assert read(position_ids=positions.expand(4, 1, -1)) == IDS
+    assert read(packed_seq_ids=ids, cu_seqlens=torch.tensor([0, 3, 4, 8]), position_ids=ids) == IDS
+
+
+def test_one_sequence_per_row_is_not_packed():
+    straight = torch.arange(8)[None]
+    for source in (
+        {},
+        {"attention_mask": torch.ones(2, 8)},
+        {"attention_mask": torch.tensor([[1] * 8, [1] * 5 + [0] * 3])},
+        {"attention_mask": block_mask([[1] * 8, [1] * 8])},
+        {"packed_seq_ids": torch.ones(2, 8)},
+        {"cu_seqlens": torch.tensor([0, 8, 16])},
+        {"position_ids": straight},
+        {"position_ids": straight.expand(2, -1) + 5},
+        {"position_ids": straight.expand(3, 2, -1)},
+        # What generate() makes of left padding.
+        {
+            "position_ids": torch.tensor([[1, 1, 0, 1, 2, 3, 4, 5], list(range(8))]),
+            "attention_mask": torch.tensor([[0, 0] + [1] * 6, [1] * 8]),
+        },
+    ):
+        assert read(rows=2, **source) is None, source
+
+
+def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+    assert read(position_ids=positions, attention_mask=mask) == [[1, 1, 1, 2, 2, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"packed_seq_ids": torch.ones(1, 7)}, r"_packed_seq_ids has shape \(1, 7\).*\[1, 8\]"),
+        ({"cu_seqlens": torch.tensor([0, 3, 7])}, "ends at 7, which does not match the 8 tokens"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4, 8]), "packed_seq_ids": torch.tensor(IDS)},
+            r"_packed_seq_ids and cu_seq_lens_q put the boundaries .* \[3, 1, 4\] .* \[4, 4\]",
+        ),
+        (
+            {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
+            "token 0 of row 0 does not see exactly",
+        ),
+        ({"attention_mask": torch.ones(1, 1, 4, 8)}, "4-D attention_mask of shape"),
+        ({"position_ids": torch.zeros(1, 5, dtype=torch.long)}, "position_ids has shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        read(**source)
+
+
+def test_a_document_over_the_end_of_a_row_is_refused():
+    with pytest.raises(ValueError, match="goes on from one row of 8 tokens into the next"):
+        read(rows=2, cu_seqlens=torch.tensor([0, 5, 16]))
