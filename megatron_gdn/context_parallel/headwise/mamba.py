@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -60,7 +59,7 @@ class MambaContextParallel:
         head_dim: int,
         n_groups: int,
         d_state: int,
-        mixer: torch.nn.Module,
+        mixer: Any,
     ) -> None:
         self.cp_group, self.mixer = cp_group, mixer
         self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
@@ -153,7 +152,7 @@ class MambaContextParallel:
         """``[heads of this rank]`` or their channels, of ``whole`` where that was gathered."""
         return self._head_share(self.mixer.D if whole is None else whole)
 
-    def _conv_parameter(self, name: str) -> Tensor | None:
+    def _conv_parameter(self, name: str) -> Any:
         conv = getattr(self.mixer, "conv1d", None)
         return getattr(self.mixer, f"conv1d_{name}") if conv is None else getattr(conv, name)
 

@@ -14,7 +14,7 @@ from ..documents import Documents
 from ..layout import Layout
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
-Parameters = Sequence[Tensor | None]
+Parameters = Sequence[Any]
 
 
 class Front(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ class Mamba2Front:
     ) -> SSDInputs:
         weight, bias, A_log, dt_bias, D = parameters
         wanted = self.names if only is None else only
-        made: dict[str, Tensor | None] = dict.fromkeys(self.names)
+        made: dict[str, Any] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):
             made.update(
                 zip(self.convolved, self._convolve(proj, weight, bias, documents), strict=True)
@@ -113,7 +113,8 @@ class Mamba2Front:
             wide = torch.promote_types(D.dtype, torch.float32)
             D = D.to(wide).view(self.layout.state_heads, -1)
             made["D"] = D.expand(proj.shape[1], proj.shape[0], -1, -1)
-        return SSDInputs(**{n: x if n in wanted else None for n, x in made.items()})
+        kept: dict[str, Any] = {n: x if n in wanted else None for n, x in made.items()}
+        return SSDInputs(**kept)
 
     def backward(
         self,
@@ -126,7 +127,8 @@ class Mamba2Front:
         weight, bias, A_log, dt_bias, D = parameters
         with torch.enable_grad():
             of_gates = _leaves(self._dt_rows(proj), A_log, dt_bias)
-            dt, g = time_steps(*of_gates, self.dt_limit)
+            of_dt, of_A_log, of_dt_bias = of_gates
+            dt, g = time_steps(of_dt, of_A_log, of_dt_bias, self.dt_limit)
         d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
         self._dt_rows(d_proj).copy_(d_dt)
         d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
@@ -149,7 +151,7 @@ class Mamba2Front:
         proj: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        grads: tuple[Tensor, ...],
+        grads: tuple[Tensor, Tensor, Tensor],
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -162,7 +164,8 @@ class Mamba2Front:
             )
         with torch.enable_grad():
             leaves = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
-            rows = convolve_rows(*leaves, documents)
+            of_rows, of_weight, of_bias = leaves
+            rows = convolve_rows(of_rows, of_weight, of_bias, documents)
         d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(rows.dtype)
         given = [x for x in leaves if x is not None]
         d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
@@ -170,5 +173,5 @@ class Mamba2Front:
         return d_weight.view(weight.shape), d_bias[0] if d_bias else None
 
 
-def _leaves(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.detach().requires_grad_() for x in tensors]
+def _leaves(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.detach().requires_grad_() for x in tensors)

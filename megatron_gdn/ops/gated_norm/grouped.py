@@ -49,7 +49,7 @@ class _GroupedRMSNorm(torch.autograd.Function):
         wide = _wide(x)
         with torch.enable_grad():
             leaves = [t.detach().to(wide).requires_grad_() for t in (x, gamma)]
-            y = _normalised(*leaves, ctx.groups, ctx.eps)
+            y = _normalised(leaves[0], leaves[1], ctx.groups, ctx.eps)
         d_x, d_gamma = torch.autograd.grad(y, leaves, d_y.to(wide))
         return d_x.to(x.dtype), d_gamma.to(gamma.dtype), None, None
 
@@ -106,6 +106,7 @@ class GateThenNorm:
         return y.to(proj.dtype).contiguous() if out is None else out.copy_(y)
 
     def _of(self, o: Tensor, z_rows: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+        assert gamma is not None
         return _normalised(gated(o, z_rows), gamma, self.groups, eps)
 
     def gated_norm_backward(
@@ -128,8 +129,8 @@ class GateThenNorm:
             y = self._of(leaves[0], leaves[1], None if gamma is None else leaves[2], eps)
         d_o, d_z, *d_gamma = torch.autograd.grad(y, leaves, d_out.to(wide))
         d_proj[..., z] = d_z
-        d_gamma = d_gamma[0].to(gamma.dtype) if d_gamma else None
-        return d_o.to(proj.dtype).contiguous(), d_gamma
+        of_gamma = None if gamma is None else d_gamma[0].to(gamma.dtype)
+        return d_o.to(proj.dtype).contiguous(), of_gamma
 
 
 class GateOnly(GateThenNorm):
