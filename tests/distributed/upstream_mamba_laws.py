@@ -187,7 +187,7 @@ def exchange_and_refusals(cp_size: int, groups: int) -> None:
         assert f"not a multiple of {2 * cp_size}" in message(cp.pre_conv_ssm, short, odd)
         odd_rows = torch.randn(1, 3, width)
         assert f"not a multiple of {2 * cp_size}" in message(cp.pre_conv_ssm, odd_rows)
-        assert "must cover the whole buffer" in message(cp.pre_conv_ssm, short, odd[:-1])
+        assert "does not match the" in message(cp.pre_conv_ssm, short, odd[:-1])
         two = torch.randn(2, 4, width)
         assert "got 2 batch rows" in message(cp.pre_conv_ssm, two, odd)
         assert f"[B, tokens, {width}]" in message(cp.pre_conv_ssm, two[..., 1:])
