@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--backend", default="auto", help="of the rule in the patched layer")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="sizes for a smoke check")
     parser.add_argument("--out", help="append JSON lines to this file")
@@ -47,7 +48,9 @@ def layers(args: argparse.Namespace, device: str) -> dict[str, torch.nn.Module]:
     found = {"transformers": theirs}
     for name, options in (("patched", {}), ("patched, recomputing", {"recompute_qkv": True})):
         found[name] = copy.deepcopy(theirs)
-        become_drop_in(found[name], config, DropInOptions(unpacked="fused", **options))
+        become_drop_in(
+            found[name], config, DropInOptions(backend=args.backend, unpacked="fused", **options)
+        )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return {name: layer.to(device, dtype) for name, layer in found.items()}
 
