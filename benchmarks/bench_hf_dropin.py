@@ -43,16 +43,16 @@ def layers(args: argparse.Namespace, device: str) -> dict[str, torch.nn.Module]:
         hidden_size=hidden, num_hidden_layers=4, linear_num_key_heads=keys,
         linear_num_value_heads=values, linear_key_head_dim=dim, linear_value_head_dim=dim,
     )  # fmt: skip
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    theirs = Qwen3_5GatedDeltaNet(config, 0)
+    theirs = Qwen3_5GatedDeltaNet(config, 0).to(device, dtype)
     found = {"transformers": theirs}
     for name, options in (("patched", {}), ("patched, recomputing", {"recompute_qkv": True})):
         found[name] = copy.deepcopy(theirs)
         become_drop_in(
             found[name], config, DropInOptions(backend=args.backend, unpacked="fused", **options)
         )
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return {name: layer.to(device, dtype) for name, layer in found.items()}
+    return found
 
 
 def cases(args: argparse.Namespace, device: str) -> dict[str, dict]:

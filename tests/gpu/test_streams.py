@@ -14,6 +14,9 @@ def test_a_table_waits_for_no_other_stream():
         return to_device(torch.arange(tokens), "cuda")
 
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (busy, free):  # what CUDA loads or allocates first would wait for both
+        with torch.cuda.stream(stream):
+            ascending(10).sum().item()
     torch.cuda.synchronize()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(2_000_000_000)  # about a second
