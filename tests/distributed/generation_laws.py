@@ -49,9 +49,14 @@ class Letters:
         return "".join(chr(64 + int(token)) for token in tokens)
 
 
-def build_model(pattern="G-*-G-", **changes):
+def forget_attention_backend() -> None:
+    """A model leaves its own in the environment, and refuses that of another."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # a model of another attention_backend set them
+        os.environ.pop(name, None)
+
+
+def build_model(pattern="G-*-G-", **changes):
+    forget_attention_backend()
     config = make_config(
         num_layers=len(pattern),
         gated_linear_unit=True,
@@ -71,6 +76,7 @@ def build_model(pattern="G-*-G-", **changes):
         hybrid_layer_pattern=pattern,
         position_embedding_type="rope" if "*" in pattern else "none",
     )
+    forget_attention_backend()
     return model.eval()
 
 

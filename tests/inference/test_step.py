@@ -147,7 +147,7 @@ def test_rows_that_do_not_fit_are_refused_in_words():
     mixer = make_mixer()
     with pytest.raises(ValueError, match="batch of 1"):
         prefill(draw_rows(4, 2), mixer, documents=documents_of((2, 2)))
-    with pytest.raises(ValueError, match="ends at 3, but the buffer holds 4"):
+    with pytest.raises(ValueError, match="ends at 3, which does not match the 4"):
         prefill(draw_rows(4), mixer, documents=documents_of((2, 1)))
     with pytest.raises(ValueError, match="no token"):
         decode(draw_rows(0, 2), mixer, mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
