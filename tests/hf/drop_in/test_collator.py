@@ -62,13 +62,14 @@ def losses_of(*flags: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
 def test_the_example_trains_over_two_ranks():
     first, last = losses_of()
     assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
 def test_the_example_trains_the_same_where_it_is_sharded():
     """AdamW's first steps are of the gradient's sign, so roundings grow to some 1e-3."""
