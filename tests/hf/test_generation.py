@@ -1,5 +1,6 @@
 """Imported models generate the tokens that transformers generates, each with its own cache."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def test_the_example_generates_from_a_folder(hf_folder):
     done = subprocess.run(
         [sys.executable, "examples/generate.py", folder, *flags],
         cwd=ROOT,
+        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},  # compiling takes most of its time
         capture_output=True,
         text=True,
         timeout=300,
