@@ -1,8 +1,7 @@
 """Building Megatron things inside a rank: parallel state, configs, layers with known weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -146,14 +145,3 @@ def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolera
     scale = expected.abs().max().item() if expected.numel() else 0.0
     error = (actual.double() - expected.double()).abs().max().item() if actual.numel() else 0.0
     assert error <= tolerance * max(scale, 1e-30), f"{name}: {error:.3e} of {scale:.3e}"
-
-
-def uncompiled(law: Callable) -> Callable:
-    """A law for which Megatron's small compiled functions are not compiled again per shape."""
-
-    @wraps(law)
-    def run(*args, **kwargs):
-        with torch.compiler.set_stance("force_eager"):
-            return law(*args, **kwargs)
-
-    return run

@@ -80,6 +80,8 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: floa
     run_megatron_on_cpu()
     if backend == "gloo":
         _share_one_device()
+        # Megatron's small fused functions would be compiled by a C++ compiler, shape by shape.
+        torch.compiler.set_stance("force_eager")
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",

@@ -27,7 +27,7 @@ from megatron_gdn.inference.generate import (
 from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
-from tests.parallel import make_config, parallel, uncompiled
+from tests.parallel import make_config, parallel
 
 VOCAB, LONGEST = 32, 64
 EXACT = {  # Megatron's mode asks for the last two, whose kernels no CPU has
@@ -87,7 +87,6 @@ def training_logits(model, tokens):
     return model(tokens, positions, None, runtime_gather_output=True)
 
 
-@uncompiled
 def megatrons_engine_writes_the_likeliest_tokens() -> None:
     with parallel():
         model = build_model()
@@ -114,7 +113,6 @@ def megatrons_engine_writes_the_likeliest_tokens() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@uncompiled
 def generates(tp=1, cp=1, sp=False, pattern="G-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens, and the logits of chunks, steps and a roll-back over a text."""
     with parallel(tp=tp, cp=cp):
@@ -148,7 +146,6 @@ def generates(tp=1, cp=1, sp=False, pattern="G-*-G-") -> tuple[torch.Tensor, tor
         return greedy, logits
 
 
-@uncompiled
 def sequence_parallel_prefill(tp=2) -> torch.Tensor:
     """A layer's states do not depend on how the rows of a prefill were cut."""
     with parallel(tp=tp):
@@ -187,7 +184,6 @@ def refusals() -> list[str]:
         return found
 
 
-@uncompiled
 def gap(tp=1, exact=False, pattern="G-*-G-", at_once=1, dtype=torch.float32):
     """How far generation is from training in a text of 72 tokens, past a step of 64."""
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
@@ -198,7 +194,6 @@ def gap(tp=1, exact=False, pattern="G-*-G-", at_once=1, dtype=torch.float32):
         return check_generation(model, text, prompt=61, at_once=at_once)
 
 
-@uncompiled
 def exact_batches() -> None:
     """A request's bits do not depend on what is generated beside it."""
     with parallel(), RowByRow():

@@ -142,11 +142,14 @@ def _rank(rank: int, size: int, port: int, flags: list[str], cwd: Path, log: Pat
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
     sys.argv = [str(EXAMPLES / "pretrain_hybrid.py"), *flags]
     sys.path.insert(0, str(EXAMPLES))
+    import torch
+
     from pretraining.quiet import hide_import_notes
     from pretraining.stopping import Stop
 
     stop = Stop()
     hide_import_notes()
+    torch.compiler.set_stance("force_eager")  # as in tests/ranks.py
     if limit:
         limit()
     from pretraining.loop import main

@@ -8,10 +8,9 @@ from megatron_gdn.hf import load_hf_weights, read_hf_config
 from megatron_gdn.inference.generate import generate
 from tests.hf.megatron_models import build_megatron
 from tests.hf.model_laws import hf_model
-from tests.parallel import parallel, uncompiled
+from tests.parallel import parallel
 
 
-@uncompiled
 def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list, float]:
     """Greedy tokens of both, and by how much theirs are the likeliest, at the closest."""
     config = read_hf_config(folder)
