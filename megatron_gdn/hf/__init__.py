@@ -10,26 +10,54 @@ documents and context parallelism, see `drop_in`. `fp32_contract` says which ten
 whatever a file holds.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .build import build_model, transformer_config
 from .checkpoint_folder import CheckpointWeights, export_folder, import_folder
 from .compare import Difference, compare_folders
-from .drop_in import (
-    CPAwareGatedDeltaNet,
-    PackingCollator,
-    PackingLeak,
-    assert_no_packing_leak,
-    context_parallel_share,
-    gates_in_fp32,
-    packing_leaks,
-    patch,
-    shard_gates,
-)
 from .gdn_layer import gdn_layer_from_hf, gdn_layer_to_hf
 from .mamba2_layer import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .megatron_arguments import megatron_flags
 from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
 from .model_config import HFModelConfig, parse_hf_config, read_hf_config
 from .view import SourceRecord, state_dict_to_hf
+
+if TYPE_CHECKING:
+    from .drop_in import (
+        CPAwareGatedDeltaNet,
+        PackingCollator,
+        PackingLeak,
+        assert_no_packing_leak,
+        context_parallel_share,
+        gates_in_fp32,
+        packing_leaks,
+        patch,
+        shard_gates,
+    )
+
+# Read on first use: they need Megatron, and what only converts weights does not.
+_OF_DROP_IN = frozenset(
+    (
+        "CPAwareGatedDeltaNet",
+        "PackingCollator",
+        "PackingLeak",
+        "assert_no_packing_leak",
+        "context_parallel_share",
+        "gates_in_fp32",
+        "packing_leaks",
+        "patch",
+        "shard_gates",
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_DROP_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import drop_in
+
+    return getattr(drop_in, name)
+
 
 __all__ = [
     "CPAwareGatedDeltaNet",

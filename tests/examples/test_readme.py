@@ -53,7 +53,8 @@ def test_the_lines_that_change_are_those_of_the_launches():
 
 
 def test_the_python_runs(pools):
-    """All but the block about Hugging Face folders, which tests/hf/test_checkpoints.py runs."""
-    code = [block for block in blocks("python") if "HF_FOLDER" not in block]
+    """All but what tests/hf runs: folders in test_checkpoints.py, `patch` in drop_in."""
+    elsewhere = ("HF_FOLDER", "patch(model)")
+    code = [block for block in blocks("python") if not any(x in block for x in elsewhere)]
     (names,) = pools(1).run(laws.run_code, code)
     assert names["mixer"] == "ModuleSpec" and names["model"] == "HybridModel"

@@ -194,7 +194,7 @@ def building_fails(folder: Path, **options) -> str:
     ("options", "message"),
     [
         ({"layer_pattern": "G-G-G-G-"}, "layer_pattern='G-G-G-G-' is not the model's"),
-        ({"modules": "transformers"}, "unknown spec backend 'transformers'"),
+        ({"modules": "transformers"}, "unknown modules 'transformers'"),
         ({"spec": "mine", "layer_options": {"bias": True}}, "put them into the spec"),
     ],
     ids=["pattern", "modules", "two specs"],

@@ -1,5 +1,8 @@
 """Packed documents are those documents alone: padding, rows, gradients, whole models."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -153,3 +156,12 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
             prepare_forward(
                 text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids, **more}
             )
+
+
+def test_the_readmes_lines_run(fresh):
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    section = readme.split("## transformers models")[1]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    names = {"model": fresh(DENSE)}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["assert_no_packing_leak"] is assert_no_packing_leak
