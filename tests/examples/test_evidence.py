@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "loss_curves.py")]
     command += ["--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"]

@@ -10,8 +10,8 @@ from tests.precision.training import FLOAT16
     ("kind", "mode", "packed"),
     [
         pytest.param(FLOAT16, "headwise", True, marks=pytest.mark.slow),
-        pytest.param(FLOAT16, "chunkwise", False, marks=pytest.mark.slow),
-        pytest.param("fully_reshardable", "headwise", False, marks=pytest.mark.slow),
+        pytest.param(FLOAT16, "chunkwise", False, marks=pytest.mark.nightly),
+        pytest.param("fully_reshardable", "headwise", False, marks=pytest.mark.nightly),
         ("fully_reshardable", "chunkwise", True),
     ],
     ids=lambda value: {True: "packed", False: "batch"}.get(value, value),

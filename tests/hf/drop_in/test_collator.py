@@ -62,7 +62,7 @@ def losses_of(*flags: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
 def test_the_example_trains_over_two_ranks():
     first, last = losses_of()

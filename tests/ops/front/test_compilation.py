@@ -12,7 +12,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from benchmarks.compile_kernels import Problem, compile_for_hopper, loops
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 LENGTHS = [32768, 8192, 2048, 1000, 1]  # an entry of the tile table each; multiples of 16 and not
 LAYOUTS = {"dense": 0, "packed": 3}
