@@ -1,9 +1,9 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
 # leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
 # `make test-all` runs everything that .ci/run asks for.
-# `make nightly` (an estimated 40 minutes on two idle cores) runs what is too long for `make test`:
+# `make nightly` (an estimated hour on two idle cores) runs what is too long for `make test`:
 # runs that are ended at random steps, again and again; the commands of README as they stand, from a
-# fresh clone; the package installed from a clone and from a wheel.
+# fresh clone; the package installed from a clone and from a wheel; kernels compiled for Hopper.
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
