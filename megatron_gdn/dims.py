@@ -9,6 +9,20 @@ from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
 
 
+def require_sizes(dims: Any) -> None:
+    """Refuse a dataclass of sizes with a field that is not an integer of at least 1.
+
+    Raises:
+        ValueError: says which field and what it holds.
+    """
+    for field in fields(dims):
+        size = getattr(dims, field.name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"{field.name}={size!r} is not a size; it must be an integer of at least 1."
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GDNDims:
     """Sizes of a Gated DeltaNet layer, or of the share of it that one rank holds.
@@ -26,12 +40,7 @@ class GDNDims:
     conv_kernel_dim: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(
-                    f"{field.name}={size!r} is not a size; it must be an integer of at least 1."
-                )
+        require_sizes(self)
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"num_value_heads={self.num_value_heads} is not a multiple of "

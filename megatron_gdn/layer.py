@@ -30,7 +30,7 @@ from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
 from .inference.carry import CarryShape
 from .inference.layer import mix_inference
-from .init import device_for, init_share_
+from .init import device_for, init_projections_, init_shares_of
 from .micro_batch import MicroBatches
 from .mixer import Mixer
 from .observe import span
@@ -295,19 +295,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         With ``config.perform_initialization`` off the two projections are not initialised here. The
         layer's own parameters always are.
         """
-        sizes, rank = self.global_dims, self.tp_group.rank()
-
-        def init(parameter: Tensor | None, method, dim: int, sections: Sequence[int]) -> None:
-            split = {"dim": dim, "sections": sections, "rank": rank, "size": self.tp_size}
-            if parameter is not None:
-                init_share_(parameter, method, **split)
-
-        if self.config.perform_initialization:
-            in_weight = getattr(self.in_proj, "weight", None)
-            out_weight = getattr(self.out_proj, "weight", None)
-            init(in_weight, self.config.init_method, 0, sizes.layout.widths)
-            init(out_weight, self.config.output_layer_init_method, 1, (sizes.v_dim,))
-
+        sizes, init = self.global_dims, init_shares_of(self.tp_group)
+        init_projections_(self, init, sizes.layout.widths)
         bound = self.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
         for parameter in (self.conv1d.weight, self.conv1d.bias):
             init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_widths)

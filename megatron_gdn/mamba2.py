@@ -7,7 +7,6 @@ of the projection, H heads, G groups, V head dim, K state dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -26,7 +25,7 @@ from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, Scheme, SequenceLayout
 from .forward_arguments import refuse_inference
 from .grouped_norm import GroupedRMSNorm
-from .init import device_for, init_share_
+from .init import device_for, init_projections_, init_shares_of
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
 from .mamba2_dims import Mamba2Dims
 from .micro_batch import MicroBatch, MicroBatches
@@ -253,24 +252,14 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         them; the mixer's own parameters are never uninitialised memory.
         """
         whole, layout = self.global_dims, self.global_dims.layout
-        place = {"rank": self.tp_group.rank(), "size": self.tp_group.size()}
-
-        def init(
-            parameter: Tensor | None, method: Callable, dim: int, sections: Sequence[int]
-        ) -> None:
-            if parameter is not None:
-                init_share_(parameter, method, dim=dim, sections=sections, **place)
+        init = init_shares_of(self.tp_group)
 
         def first_dt_bias(x: Tensor) -> None:
             low, high = (math.log(bound) for bound in self.dt_init_range)
             dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
             x.copy_(dt + torch.log(-torch.expm1(-dt)))
 
-        if self.config.perform_initialization:
-            in_weight = getattr(self.in_proj, "weight", None)
-            out_weight = getattr(self.out_proj, "weight", None)
-            init(in_weight, self.config.init_method, 0, layout.widths)
-            init(out_weight, self.config.output_layer_init_method, 1, (whole.d_inner,))
+        init_projections_(self, init, layout.widths)
         bound = self.d_conv**-0.5
         of_weight = bound if self.conv_init is None else self.conv_init
         init(self.conv1d_weight, lambda x: x.uniform_(-of_weight, of_weight), 0, layout.conv_widths)

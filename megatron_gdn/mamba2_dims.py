@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from .dims import require_sizes
 from .ops.layout import Layout, Section
 from .ops.state_maps.state_map import StateShape
 
@@ -30,12 +31,7 @@ class Mamba2Dims:
     conv_kernel_dim: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(
-                    f"{field.name}={size!r} is not a size; it must be an integer of at least 1."
-                )
+        require_sizes(self)
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}; "
