@@ -40,10 +40,11 @@ _CALLED = {
 }  # fmt: skip
 
 
-def why_not_called_so(called: Mapping[tuple[str, str], set[str]]) -> str | None:
+def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[str]]) -> str | None:
     """Which of these functions cannot be called with its arguments by name; None if all can.
 
     Args:
+        home_of_rule: the module that imports them, and has ``RCP_LN2`` beside them.
         called: (module, function) to the arguments that are passed by name.
     """
     for (home, name), wanted in called.items():
@@ -57,16 +58,29 @@ def why_not_called_so(called: Mapping[tuple[str, str], set[str]]) -> str | None:
         missing = sorted(wanted - set(inspect.signature(function).parameters))
         if missing:
             return f"{name} of {home} has no argument {', '.join(missing)}"
+    if not hasattr(import_module(home_of_rule), "RCP_LN2"):
+        return f"{home_of_rule} has no RCP_LN2"
     return None
+
+
+def checked_module(home_of_rule: str, why_not: str | None) -> ModuleType:
+    """The module itself.
+
+    Args:
+        why_not: what :func:`why_not_called_so` found.
+
+    Raises:
+        ImportError: it found something.
+    """
+    if why_not is not None:
+        raise ImportError(f"flash-linear-attention is not the one that is known here: {why_not}.")
+    return import_module(home_of_rule)
 
 
 @cache
 def why_not_callable() -> str | None:
     """Which function of the installed fla cannot be called as it is here; None if all can."""
-    why = why_not_called_so(_CALLED)
-    if why is None and not hasattr(import_module(_CHUNK), "RCP_LN2"):
-        return f"{_CHUNK} has no RCP_LN2"
-    return why
+    return why_not_called_so(_CHUNK, _CALLED)
 
 
 def stages() -> ModuleType:
@@ -75,7 +89,4 @@ def stages() -> ModuleType:
     Raises:
         ImportError: they cannot be called as they are here.
     """
-    why = why_not_callable()
-    if why is not None:
-        raise ImportError(f"flash-linear-attention is not the one that is known here: {why}.")
-    return import_module(_CHUNK)
+    return checked_module(_CHUNK, why_not_callable())

@@ -11,14 +11,13 @@ Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..delta_rule.base import in_one_row, in_rows
-from ..delta_rule.fla_functions import why_not_called_so
+from ..delta_rule.fla_functions import checked_module, why_not_called_so
 from ..documents import Documents
 from ..rule import RuleOutput, Saved
 from ..state_maps.state_map import StateMap
@@ -46,10 +45,7 @@ _CALLED = {
 @cache
 def why_not_callable() -> str | None:
     """Which function of the installed fla cannot be called as it is here; None if all can."""
-    why = why_not_called_so(_CALLED)
-    if why is None and not hasattr(import_module(_MODULE), "RCP_LN2"):
-        return f"{_MODULE} has no RCP_LN2"
-    return why
+    return why_not_called_so(_MODULE, _CALLED)
 
 
 def stages() -> ModuleType:
@@ -58,10 +54,7 @@ def stages() -> ModuleType:
     Raises:
         ImportError: they cannot be called as they are here.
     """
-    why = why_not_callable()
-    if why is not None:
-        raise ImportError(f"flash-linear-attention is not the one that is known here: {why}.")
-    return import_module(_MODULE)
+    return checked_module(_MODULE, why_not_callable())
 
 
 class FlaSSD:
