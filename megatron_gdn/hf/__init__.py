@@ -35,24 +35,10 @@ if TYPE_CHECKING:
         shard_gates,
     )
 
-# Read on first use: they need Megatron, and what only converts weights does not.
-_OF_DROP_IN = frozenset(
-    (
-        "CPAwareGatedDeltaNet",
-        "PackingCollator",
-        "PackingLeak",
-        "assert_no_packing_leak",
-        "context_parallel_share",
-        "gates_in_fp32",
-        "packing_leaks",
-        "patch",
-        "shard_gates",
-    )
-)
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_DROP_IN:
+    """The drop-in's names, on first use: it needs Megatron, and converting weights does not."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import drop_in
 
