@@ -1,0 +1,215 @@
+"""A hybrid model through Megatron's schedule: the time of a step, eager and with CUDA graphs.
+
+    python3 benchmarks/bench_model.py --out results.jsonl
+    python3 benchmarks/bench_model.py --modules local --layers 4 --hidden 64 --tokens 64   # on a CPU
+
+GDN, attention and MLP layers on Transformer Engine's modules in bf16, with our GDN layer and with
+megatron-core's, from the same weights over the same tokens. A step is forward and backward of two
+micro-batches and the optimizer. ``packed`` holds eight documents. ``local`` is Megatron's
+``cuda_graph_impl="local"``: a graph per layer and direction. ``loss`` is that of the step after the
+last one timed, so a graph that computes something else shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from layers import DEVICE, start_megatron, thd
+from measure import environment, table, write_lines
+
+VOCABULARY, MICRO_BATCHES = 32768, 2
+PATTERN = "G-G-G-*-"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modules", choices=("te", "local"), default="te")
+    parser.add_argument("--mixers", nargs="+", choices=("upstream", "ours"),
+                        default=["upstream", "ours"])  # fmt: skip
+    parser.add_argument("--graphs", nargs="+", choices=("none", "local"), default=["none"])
+    parser.add_argument("--cases", nargs="+", choices=("batch", "packed"), default=["batch"])
+    parser.add_argument("--layers", type=int, default=16, help=f"repeats {PATTERN}")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=10, help="timed, after as many as graphs need")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--out", help="append JSON lines to this file")
+    return parser.parse_args()
+
+
+def build(mixer: str, graphs: str, args) -> torch.nn.Module:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_gdn.specs import hybrid_stack_spec
+
+    heads = max(1, args.hidden // 128)
+    pattern = (PATTERN * args.layers)[: args.layers]
+    bf16 = DEVICE == "cuda"
+    config = TransformerConfig(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        ffn_hidden_size=args.hidden * 11 // 4,
+        num_attention_heads=heads,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=2 * heads,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not bf16,
+        cuda_graph_impl=graphs,
+    )
+    torch.manual_seed(5)
+    spec = upstream if mixer == "upstream" else hybrid_stack_spec(args.modules)
+    return HybridModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=args.tokens,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope",
+    ).to(DEVICE)
+
+
+class Trainer:
+    """A model, its optimizer, and one step of them."""
+
+    def __init__(self, model: torch.nn.Module, packed: bool, args) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        config = model.config
+        wrapped = Float16Module(config, model) if config.bf16 else model
+        self.ddp = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped
+        )
+        options = OptimizerConfig(lr=1e-4, bf16=config.bf16, params_dtype=config.params_dtype)
+        self.optimizer = get_megatron_optimizer(options, [self.ddp])
+        config.finalize_model_grads_func = finalize_model_grads
+        torch.manual_seed(9)
+        self.tokens = torch.randint(0, VOCABULARY, (MICRO_BATCHES, 1, args.tokens + 1)).to(DEVICE)
+        self.position = torch.arange(args.tokens, device=DEVICE)[None]
+        offsets = [i * args.tokens // 8 | 1 for i in range(1, 8)]
+        self.packed = thd([0, *offsets, args.tokens]) if packed else None
+
+    def step(self) -> float:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iter(self.tokens),
+            model=[self.ddp],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=self.tokens.shape[-1] - 1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        return torch.stack([report["loss"] for report in reports]).mean()
+
+    def _forward(self, batches, model) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        losses = model(
+            batch[:, :-1], self.position, None, labels=batch[:, 1:], packed_seq_params=self.packed
+        )
+
+        def loss(per_token: torch.Tensor):
+            total = per_token.float().sum()
+            count = torch.tensor(per_token.numel(), device=DEVICE, dtype=torch.int)
+            return total, count, {"loss": total.detach() / count}
+
+        return losses, loss
+
+
+def measure(trainer: Trainer, args) -> dict[str, float]:
+    """Milliseconds of a step: on the device's clock, and of the host to issue it."""
+
+    def wait() -> None:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    first = trainer.step().item()
+    for _ in range(args.warmup):
+        trainer.step()
+    wait()
+    times, host = [], []
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        trainer.step()
+        host.append((time.perf_counter() - began) * 1e3)
+        wait()
+        times.append((time.perf_counter() - began) * 1e3)
+    return {
+        "step_ms": statistics.median(times),
+        "p10": sorted(times)[len(times) // 10],
+        "p90": sorted(times)[-1 - len(times) // 10],
+        "host_ms": statistics.median(host),
+        "first_loss": first,
+        "loss": trainer.step().item(),
+    }
+
+
+def main() -> None:
+    args = arguments()
+    start_megatron()
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    setting = {
+        "environment": environment() if DEVICE == "cuda" else {}, "layers": args.layers,
+        "hidden": args.hidden, "tokens": args.tokens, "micro_batches": MICRO_BATCHES,
+    }  # fmt: skip
+    rows = [["case", "graphs", "mixer", "step ms", "ratio", "host ms", "peak MiB", "loss"]]
+    for case in args.cases:
+        base = None
+        for graphs in args.graphs:
+            for mixer in args.mixers:
+                model_parallel_cuda_manual_seed(
+                    0, te_rng_tracker=args.modules == "te", force_reset_rng=True
+                )
+                if DEVICE == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                try:
+                    trainer = Trainer(build(mixer, graphs, args), case == "packed", args)
+                    found = measure(trainer, args)
+                except Exception as error:  # the other combinations are worth their time
+                    print(f"{case} {graphs} {mixer}: {type(error).__name__}: {error}", flush=True)
+                    trainer = None
+                    continue
+                base = base or found["step_ms"]
+                peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0
+                record = {"case": case, "graphs": graphs, "mixer": mixer, **found, "peak": peak}
+                write_lines(args.out, [{**record, **setting}])
+                rows.append([case, graphs, mixer, f"{found['step_ms']:.2f}",
+                             f"{found['step_ms'] / base:.3f}", f"{found['host_ms']:.2f}",
+                             f"{peak:.0f}", f"{found['loss']:.4f}"])  # fmt: skip
+                print("  ".join(rows[-1]), flush=True)
+                del trainer
+                gc.collect()
+                if DEVICE == "cuda":
+                    torch.cuda.empty_cache()
+    print(f"\n{args.layers} layers, {args.tokens} tokens; ratios to the first of a case")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

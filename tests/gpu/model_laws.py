@@ -1,0 +1,172 @@
+"""Run on every rank of a nccl world: one step of a whole hybrid model on Transformer Engine.
+
+Legend: b one micro-batch row, s this rank's tokens of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.specs import hybrid_stack_spec
+from tests.distributed.layer_laws import thd
+from tests.distributed.model_laws import global_name
+from tests.gpu.parallel_laws import DEVICE, GPU
+from tests.parallel import make_config, parallel
+
+PATTERN = "G-*-"  # a pipeline's stages are its halves
+VOCABULARY = 64
+TOKENS = 512
+LENGTHS = (64, 192, 8, 248)
+MICRO_BATCHES = 2
+
+
+def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -> HybridModel:
+    """The same weights on every rank of every layout: drawn whole, by name, and cut."""
+    pp = layout.get("pp", 1)
+    config = make_config(
+        num_layers=len(PATTERN),
+        tensor_model_parallel_size=layout.get("tp", 1),
+        context_parallel_size=layout.get("cp", 1),
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=layout.get("sequence_parallel", False),
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        ffn_hidden_size=512,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        cp_comm_type="p2p",
+        **GPU,
+    )
+    half = len(PATTERN) // 2
+    model = HybridModel(
+        config,
+        hybrid_stack_spec(modules, **options),
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        hybrid_layer_pattern=PATTERN if pp == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}",
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="none",
+    ).to(DEVICE)
+    first = half * parallel_state.get_pipeline_model_parallel_rank() if pp > 1 else 0
+    _fill(model, first)
+    return model
+
+
+def _fill(model: HybridModel, first_layer: int) -> None:
+    gdn = [m for m in model.modules() if hasattr(m, "in_proj_split_sections")]
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole_name = global_name(name, first_layer)
+            if whole_name.endswith(("A_log", "dt_bias")):
+                scale, offset = 0.1, 0.0
+            elif "norm" in whole_name:
+                scale, offset = 0.1, 1.0
+            else:
+                scale, offset = 0.06, 0.0
+            shape, dim = list(parameter.shape), None
+            if getattr(parameter, "tensor_model_parallel", False):
+                dim = parameter.partition_dim
+                shape[dim] *= tp
+            seed = torch.Generator().manual_seed(sum(map(ord, whole_name)))
+            whole = torch.randn(shape, generator=seed) * scale + offset
+            whole = whole.bfloat16().float()  # what models of both dtypes can hold
+            if dim is not None:
+                sections = _sections(name, parameter, gdn)
+                parts = [
+                    p.chunk(tp, dim)[rank] for p in whole.split([n * tp for n in sections], dim)
+                ]
+                whole = torch.cat(parts, dim)
+            parameter.copy_(whole)
+
+
+def _sections(name: str, parameter: torch.Tensor, gdn: list) -> list[int]:
+    """Sizes, on this rank, of what is cut one by one along the parameter's split dimension."""
+    if ".in_proj." in name and gdn:
+        return list(gdn[0].in_proj_split_sections)
+    if "linear_fc1" in name:  # gate and up
+        return [parameter.shape[0] // 2] * 2
+    return list(getattr(parameter, "partition_sizes", [parameter.shape[parameter.partition_dim]]))
+
+
+def one_step(
+    modules: str,
+    dtype: torch.dtype,
+    packed: bool,
+    layout: dict | None = None,
+    options: dict | None = None,
+) -> dict:
+    """One step through Megatron's schedule.
+
+    Returns:
+        losses: ``[micro-batch, b, s]`` per token on the last pipeline stage, else None.
+        held: where in the sequence this rank's s tokens stand.
+        squares: by parameter, the squared norm of its whole gradient.
+    """
+    layout, options = layout or {}, options or {}
+    sizes = {k: v for k, v in layout.items() if k in ("tp", "cp", "pp")}
+    with parallel(**sizes):
+        model = build_model(modules, dtype, layout, options)
+        config = model.config
+        ddp = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        generator = torch.Generator().manual_seed(11)
+        rows = 1 if packed else 2
+        shape = (MICRO_BATCHES, rows, TOKENS + 1)
+        batches = iter(torch.randint(0, VOCABULARY, shape, generator=generator).to(DEVICE))
+        cp = layout.get("cp", 1)
+        rank = parallel_state.get_context_parallel_rank()
+        held = local_indices(LENGTHS if packed else [TOKENS], cp, rank).to(DEVICE)
+        kept = []
+
+        def forward_step(batches, model):
+            batch = next(batches)
+            losses = model(
+                batch[:, :-1][:, held],
+                held[None].expand(rows, -1),
+                None,
+                labels=batch[:, 1:][:, held],
+                packed_seq_params=thd(LENGTHS, DEVICE) if packed else None,
+            )
+
+            def loss_function(losses):
+                kept.append(losses.detach().float().cpu())
+                count = torch.tensor(losses.numel(), dtype=torch.int, device=DEVICE)
+                return losses.float().sum(), count, {}
+
+            return losses, loss_function
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=TOKENS,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
+        pp = layout.get("pp", 1)
+        first = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()
+        squares = {}
+        for name, parameter in model.named_parameters():
+            square = parameter.main_grad.double().square().sum()
+            if getattr(parameter, "tensor_model_parallel", False):
+                dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
+            squares[global_name(name, first)] = square.item()
+        losses = torch.stack(kept) if kept else None
+        return {"losses": losses, "held": held.cpu(), "squares": squares}
