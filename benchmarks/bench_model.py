@@ -1,7 +1,7 @@
 """A hybrid model through Megatron's schedule: the time of a step, eager and with CUDA graphs.
 
     python3 benchmarks/bench_model.py --out results.jsonl
-    python3 benchmarks/bench_model.py --modules local --layers 4 --hidden 64 --tokens 64   # on a CPU
+    python3 benchmarks/bench_model.py --modules local --layers 4 --hidden 64 --tokens 64   # CPU
 
 GDN, attention and MLP layers on Transformer Engine's modules in bf16, with our GDN layer and with
 megatron-core's, from the same weights over the same tokens. A step is forward and backward of two

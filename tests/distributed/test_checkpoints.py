@@ -6,8 +6,14 @@ import torch
 from tests.distributed import model_laws as laws
 
 
-@pytest.mark.parametrize("conv_bias", [False, True], ids=["", "conv-bias"])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("bias", "conv_bias"),
+    [
+        pytest.param(bias, conv_bias, marks=[] if bias and conv_bias else pytest.mark.slow)
+        for bias in (False, True)
+        for conv_bias in (False, True)
+    ],
+)
 def test_tp2_cp2_loads_at_tp1_tp2_and_pp2(pools, tmp_path, bias, conv_bias):
     options = {"bias": bias, "conv_bias": conv_bias}
     pools(4).run(laws.save, str(tmp_path), 2, 2, options)
@@ -24,6 +30,7 @@ def test_tp2_cp2_loads_at_tp1_tp2_and_pp2(pools, tmp_path, bias, conv_bias):
     assert_equal({**stages[0], **stages[1]}, whole)
 
 
+@pytest.mark.slow
 def test_tp2_loads_at_tp4(pools, tmp_path):
     options = {"bias": True, "conv_bias": True}
     pools(2).run(laws.save, str(tmp_path), 2, 1, options)

@@ -94,6 +94,7 @@ def _files_of_100_kB() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before_is_left(
     text, tmp_path
 ):

@@ -86,6 +86,7 @@ assert torch.equal(drawn, torch.rand(2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is changed when there is a GPU")
 def test_only_megatron_sees_the_cpu_as_its_gpu():
     done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True)

@@ -106,6 +106,7 @@ def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
     assert metrics(tmp_path / "runs/pretrain_hybrid-2") == whole[6:]
 
 
+@pytest.mark.slow
 def test_a_model_of_all_three_mixers_is_learned(text, tmp_path):
     sizes = ["--mamba-num-heads=4", "--mamba-head-dim=8", "--mamba-state-dim=8"]
     run(*TINY, "--hybrid-layer-pattern=M-G-*-", *sizes, "--data", text, cwd=tmp_path)

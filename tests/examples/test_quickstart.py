@@ -9,6 +9,7 @@ import torch
 from tests.examples.conftest import EXAMPLES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
 def test_the_quickstart_trains_one_layer_on_packed_documents():
     script = str(EXAMPLES / "quickstart.py")

@@ -46,6 +46,7 @@ def refused(trained, monkeypatch, capsys):
     return parse
 
 
+@pytest.mark.slow
 def test_a_run_is_extended_by_train_iters_alone(trained):
     before = metrics(trained / RUN)
     printed = run("--resume", "--train-iters=20", cwd=trained)

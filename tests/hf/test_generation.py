@@ -23,6 +23,7 @@ def test_greedy_tokens_are_those_of_transformers(pools, hf_folder, name, kind):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_the_example_generates_from_a_folder(hf_folder):
     folder = hf_folder("dense")
     flags = ["--tokens", "5", "17", "3", "--count", "6"]

@@ -12,7 +12,7 @@ from tests.precision.training import FLOAT16
         pytest.param(FLOAT16, "headwise", True, marks=pytest.mark.slow),
         pytest.param(FLOAT16, "chunkwise", False, marks=pytest.mark.nightly),
         pytest.param("fully_reshardable", "headwise", False, marks=pytest.mark.nightly),
-        ("fully_reshardable", "chunkwise", True),
+        pytest.param("fully_reshardable", "chunkwise", True, marks=pytest.mark.slow),
     ],
     ids=lambda value: {True: "packed", False: "batch"}.get(value, value),
 )

@@ -6,9 +6,10 @@ from tests.precision import resume_laws as laws
 from tests.precision.training import FLOAT16
 
 # (optimizer, tp, ranks). dp_reshardable holds the buffers of one tensor-parallel size.
-SHORT = [("fully_reshardable", 1, 4), ("dp_reshardable", 2, 2)]
+SHORT = [("fully_reshardable", 1, 4)]
 LAYOUTS = [
     *SHORT,
+    ("dp_reshardable", 2, 2),
     (FLOAT16, 1, 2),
     (FLOAT16, 2, 2),
     (FLOAT16, 2, 4),

@@ -57,6 +57,7 @@ def test_the_mixer_repeats_in_two_processes():
     assert set(reports[0].digests) == {"output", "conv", "A_log", "dt_bias", "gamma", "dx"}
 
 
+@pytest.mark.slow
 def test_a_result_that_depends_on_the_process_is_found():
     reports = in_processes(planted.check_process_number)
     assert all(report.equal for report in reports)

@@ -10,6 +10,7 @@ import torch
 from tests.examples.launching import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
 def test_the_benchmark_runs_tiny_on_the_cpu():
     done = subprocess.run(

@@ -29,7 +29,7 @@ def test_a_layer_equals_one_rank(pools, family, ranks):
     pools(ranks).run(laws.layers_equal_one_rank, family, cases)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_model_with_attention_equals_one_rank(pools, ranks):
     cases = [
         ("zigzag_buffer", "auto", None, None),
