@@ -4,8 +4,10 @@
 #   benchmarks/on_gpus.sh check     one GPU: the kernels, the mixer, states, determinism, padding
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
-#   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange, their
-#                                   laws, and the repeats
+#   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange
+#   benchmarks/on_gpus.sh laws      four GPUs: the laws of layers in parallel, and the repeats
+#   benchmarks/on_gpus.sh models    four GPUs, Transformer Engine: whole models in parallel, and on one
+#                                   GPU a model's step beside upstream's, eager and with graphs
 #
 # JSON lines and one log per step go to runs/on_gpus/PART, or to the folder that follows PART. A step
 # that fails or outlasts its limit (its stack is in its log) does not keep the next from running.
@@ -13,7 +15,7 @@
 # compile_flash_qla.py filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, repeats or parallel}
+part=${1:?check, measure, repeats, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -115,13 +117,29 @@ parallel)
     ranks "$tokens" 80 bench_context_parallel --graphs --out "$out/$tokens.jsonl" --cases $tokens || failed=1
   done
   ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 2 || failed=1
+  ;;
+laws)
+  beside compile compile 240 16:32 8:16 4:8 2:4
+  beside compile compile-cut 240 16:16 16:64 --operands bf16 --parts cut
+  finish
   beside laws laws 300 tests/gpu/test_parallel.py
   CUDA_VISIBLE_DEVICES=2,3 beside laws resume 300 tests/gpu/test_exact_resume.py
   beside laws exchange-laws 300 tests/gpu/test_exchange.py
   bits
   ;;
+models)
+  beside compile compile 240 16:32 8:16 4:8 2:4
+  beside laws one-gpu 240 tests/gpu/test_one_gpu.py
+  for case in 1x8192 thd32768; do  # what bench_model's upstream runs
+    beside step "compile-$case" 240 python3 benchmarks/bench_layer.py --compile-only --layers upstream --cases $case
+  done
+  finish
+  beside laws models 300 tests/gpu/test_models.py
+  finish
+  bench model 120 bench_model --graphs none local --cases batch packed || failed=1
+  ;;
 *)
-  echo "no part '$part'; there are check, measure, repeats and parallel" >&2
+  echo "no part '$part'; there are check, measure, repeats, parallel, laws and models" >&2
   exit 2
   ;;
 esac
