@@ -101,10 +101,10 @@ def copy_rate(on_gpu: bool, repeats: int) -> float:
 @torch.inference_mode()
 def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: float) -> dict:
     from megatron_gdn.inference.context import RequestsContext
-    from megatron_gdn.inference.layer import pool_for, row_mixer
+    from megatron_gdn.inference.layer import pool_for
     from megatron_gdn.inference.slots import decode_slots
 
-    weight = layer.conv1d.weight
+    weight = layer.conv_weight
     on_gpu = weight.is_cuda
     pool = pool_for(layer, slots=batch)
     first = pool.allocate()
@@ -117,7 +117,7 @@ def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: flo
     on_device = RequestsContext(pool, slots=slots)
     token = torch.randn(1, batch, layer.hidden_size, dtype=weight.dtype, device=weight.device)
     proj, _ = layer.in_proj(token)
-    memory, mixer = pool.layers[layer.layer_number], row_mixer(layer, proj)
+    memory, mixer = pool.layers[layer.layer_number], layer.row_mixer(proj)
 
     def step():
         return layer(token, None, inference_context=on_device)[0]

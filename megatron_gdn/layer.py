@@ -28,8 +28,10 @@ from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
-from .inference.carry import CarryShape
+from .inference.generating import GeneratingMixer
 from .inference.layer import mix_inference
+from .inference.mixers import rows_of_gdn
+from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .micro_batch import MicroBatches
 from .mixer import Mixer
@@ -37,6 +39,7 @@ from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.recompute import RefilledOutput
 from .ops.rule import Rule
+from .ops.state_maps.state_map import StateShape
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
@@ -60,7 +63,9 @@ class GatedDeltaNetSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronModule):
+class GatedDeltaNet(
+    GeneratingMixer, UpstreamNames, MarkedParameters, Fp32Parameters, MegatronModule
+):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -212,10 +217,15 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         return self.rule.name
 
     @property
-    def carry_shape(self) -> CarryShape:
-        """What one sequence carries from call to call in generation, on this rank."""
-        heads = self.dims.heads
-        return CarryShape.of(heads.layout, heads.state, self.conv_kernel_dim, self.aligned)
+    def state_shape(self) -> StateShape:
+        return self.dims.heads.state
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv1d.weight
+
+    def row_mixer(self, proj: Tensor) -> RowMixer:
+        return rows_of_gdn(self, proj)
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
