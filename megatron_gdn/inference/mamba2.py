@@ -23,6 +23,7 @@ from ..ops.rule import Rule
 from ..ops.ssd.base import SSDInputs
 from ..ops.ssd.step import RecurrentSSD
 from ..ops.state_maps.state_map import StateShape
+from .carry import Carry
 from .step import RowMixer
 
 
@@ -71,10 +72,11 @@ def mamba2_rows(
     front = Mamba2Front(layout, dt_limit, triton, rule.batch_invariant)
     functions = gate_then_norm(None if norm is None else layout.heads("group"), triton)
     gamma, eps = (None, 0.0) if norm is None else norm[:2]
+    parameters = conv_weight, conv_bias, A_log, dt_bias, D
     return RowMixer(
         front=front,
         rule=rule,
-        parameters=(conv_weight, conv_bias, A_log, dt_bias, D),
+        parameters=parameters,
         state=StateShape(layout.heads("head"), widths["B"], widths["x"], diagonal=True),
         finish=partial(
             _finish, AlignedNorm(functions) if aligned else functions, gamma, eps,
@@ -83,7 +85,21 @@ def mamba2_rows(
         step_rule=RecurrentSSD(),
         step_front=_WideFront(front),
         aligned=aligned,
+        in_slots=partial(_in_slots, parameters, layout, dt_limit) if triton else None,
     )  # fmt: skip
+
+
+def _in_slots(
+    parameters: tuple[Tensor | None, ...],
+    layout: Layout,
+    dt_limit: tuple[float, float],
+    rows: Tensor,
+    memory: Carry,
+    slots: Tensor,
+) -> Tensor:
+    from ..ops.front.mamba2_step import mamba2_step_slots
+
+    return mamba2_step_slots(rows, *parameters, *memory, slots, layout, dt_limit=dt_limit)
 
 
 def _finish(
