@@ -6,11 +6,12 @@ Legend: S seq, B batch, P projection width.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from megatron_gdn.inference import RowMixer, gdn_rows, mamba2_rows
+from megatron_gdn.inference import RowMixer, decode, gdn_rows, mamba2_rows, prefill
 from megatron_gdn.mamba2_dims import Mamba2Dims
 from megatron_gdn.ops.aligned import AlignedRule
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -24,79 +25,50 @@ from megatron_gdn.ops.neighbours import Neighbours
 from megatron_gdn.ops.rule import Rule
 from megatron_gdn.ops.ssd.plain import PlainSSD
 
-SIZES = HeadSizes(2, 4, 8, 6)
-MAMBA = Mamba2Dims(
-    hidden_size=1, num_heads=4, num_groups=2, head_dim=6, state_dim=5, conv_kernel_dim=4
-).layout
-LIMIT = (0.05, 1.5)
+DT_LIMIT = (0.05, 1.5)
 TAPS = 4
 
 
-def documents_of(lengths) -> Documents:
-    return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device("cpu"))
+class Parameters(NamedTuple):
+    own: tuple[Tensor, ...]  # of the front
+    norm: GatedNorm
+
+    def to(self, *where: Any) -> "Parameters":
+        gamma, *rest = self.norm
+        return Parameters(tuple(x.to(*where) for x in self.own), GatedNorm(gamma.to(*where), *rest))
 
 
-def _draw(generator, *shape, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+def documents_of(lengths, device="cpu") -> Documents:
+    return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device(device))
 
 
-def make_parameters(dtype=torch.float32, bias=True):
-    draw = partial(_draw, torch.Generator().manual_seed(0))
-    return {
-        "conv_weight": draw(SIZES.conv_width, 1, TAPS, dtype=dtype) * 0.5,
-        "conv_bias": draw(SIZES.conv_width, dtype=dtype) * 0.1 if bias else None,
-        "A_log": draw(SIZES.value_heads),
-        "dt_bias": draw(SIZES.value_heads),
-    }, GatedNorm(1 + 0.3 * draw(SIZES.value_dim, dtype=dtype), 1e-6)
+def _draw(layout: Layout, gates: int, gamma: int, eps: float, dtype) -> Parameters:
+    """Conv weight and bias, as many gate parameters of the heads, and the norm's."""
+    generator = torch.Generator().manual_seed(0)
 
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-def _gdn(rows: torch.Tensor, rule: Rule) -> RowMixer:
-    parameters, norm = make_parameters(rows.dtype)
-    return gdn_rows(rows, **parameters, sizes=SIZES, rule=rule, norm=norm)
-
-
-def _train_gdn(rows: torch.Tensor, rule: Rule, documents: Documents | None) -> Any:
-    parameters, norm = make_parameters(rows.dtype)
-    return gated_delta_mixer(
-        rows, **parameters, sizes=SIZES, rule=rule, norm=norm, documents=documents
+    own = (
+        draw(layout.conv_width, 1, TAPS, dtype=dtype) * 0.5,
+        draw(layout.conv_width, dtype=dtype) * 0.1,
+        *(draw(layout.state_heads) for _ in range(gates)),
     )
-
-
-def _mamba2_parameters(dtype) -> tuple[tuple[torch.Tensor, ...], GatedNorm]:
-    draw, heads = partial(_draw, torch.Generator().manual_seed(0)), MAMBA.heads("head")
-    channels, inner = MAMBA.conv_width, MAMBA.widths[0]
-    parameters = (
-        draw(channels, 1, TAPS, dtype=dtype) * 0.5, draw(channels, dtype=dtype) * 0.1,
-        draw(heads), draw(heads), draw(heads),
-    )  # fmt: skip
-    return parameters, GatedNorm(1 + 0.3 * draw(inner, dtype=dtype), 1e-5)
-
-
-def _mamba2(rows: torch.Tensor, rule: Rule) -> RowMixer:
-    parameters, norm = _mamba2_parameters(rows.dtype)
-    return mamba2_rows(rows, *parameters, MAMBA, rule=rule, norm=norm, dt_limit=LIMIT)
-
-
-def _train_mamba2(rows: torch.Tensor, rule: Rule, documents: Documents | None) -> Any:
-    parameters, norm = _mamba2_parameters(rows.dtype)
-    return mix(
-        rows, parameters, front=Mamba2Front(MAMBA, LIMIT), rule=rule, norm=norm,
-        norm_kernels=gate_then_norm(MAMBA.heads("group"), False),
-        neighbours=Neighbours(documents),
-    )  # fmt: skip
+    return Parameters(own, GatedNorm(1 + 0.3 * draw(gamma, dtype=dtype), eps))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A mixer that laws are held to, in plain torch."""
+    """A mixer that laws are held to."""
 
     name: str
     layout: Layout
     plain: Rule
-    make: Callable[[torch.Tensor, Rule], RowMixer] = field(repr=False)
-    train: Callable[[torch.Tensor, Rule, Documents | None], Any] = field(repr=False)
+    draw: Callable[[torch.dtype], Parameters] = field(repr=False)
+    make: Callable[[Tensor, Parameters, Rule], RowMixer] = field(repr=False)
+    train: Callable[[Tensor, Parameters, Rule, Documents | None], Any] = field(repr=False)
 
-    def rows(self, S: int, B: int = 1, dtype=torch.float32) -> torch.Tensor:
+    def rows(self, S: int, B: int = 1, dtype=torch.float32) -> Tensor:
         generator = torch.Generator().manual_seed(S * 7 + B)
         return torch.randn(S, B, self.layout.width, generator=generator).to(dtype)
 
@@ -104,14 +76,67 @@ class Kind:
         return AlignedRule(self.plain) if aligned else self.plain
 
     def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
-        return self.make(self.rows(1, 1, dtype), self._rule(aligned))
+        return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))
 
-    def trained(self, rows: torch.Tensor, lengths=None, aligned=False) -> torch.Tensor:
+    def trained(self, rows: Tensor, lengths=None, aligned=False) -> Tensor:
         """What the training path gives for whole sequences."""
         documents = None if lengths is None else documents_of(lengths)
-        return self.train(rows, self._rule(aligned), documents)
+        return self.train(rows, self.draw(rows.dtype), self._rule(aligned), documents)
 
 
-GDN = Kind("gdn", SIZES.layout, PlainRule(), _gdn, _train_gdn)
-MAMBA2 = Kind("mamba2", MAMBA, PlainSSD(), _mamba2, _train_mamba2)
+def gdn_kind(sizes: HeadSizes) -> Kind:
+    def make(rows, parameters, rule):
+        return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm)
+
+    def train(rows, parameters, rule, documents):
+        return gated_delta_mixer(
+            rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, documents=documents
+        )
+
+    draw = partial(_draw, sizes.layout, 2, sizes.value_dim, 1e-6)
+    return Kind("gdn", sizes.layout, PlainRule(), draw, make, train)
+
+
+def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int) -> Kind:
+    layout = Mamba2Dims(
+        hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
+        state_dim=state_dim, conv_kernel_dim=TAPS,
+    ).layout  # fmt: skip
+
+    def make(rows, parameters, rule):
+        return mamba2_rows(
+            rows, *parameters.own, layout, rule=rule, norm=parameters.norm, dt_limit=DT_LIMIT
+        )
+
+    def train(rows, parameters, rule, documents):
+        return mix(
+            rows, parameters.own, front=Mamba2Front(layout, DT_LIMIT), rule=rule,
+            norm=parameters.norm, norm_kernels=gate_then_norm(groups, False),
+            neighbours=Neighbours(documents),
+        )  # fmt: skip
+
+    draw = partial(_draw, layout, 3, heads * head_dim, 1e-5)
+    return Kind("mamba2", layout, PlainSSD(), draw, make, train)
+
+
+GDN = gdn_kind(HeadSizes(2, 4, 8, 6))
+MAMBA2 = mamba2_kind(heads=4, groups=2, head_dim=6, state_dim=5)
 KINDS = (GDN, MAMBA2)
+
+
+def run_in_parts(mixer: RowMixer, rows: Tensor, parts, carry=None):
+    """Parts are prefilled; those of a negative number of tokens are decoded."""
+    mixed, start = [], 0
+    for part in parts:
+        piece = rows[start : start + abs(part)]
+        if part < 0:
+            if carry is None:
+                carry = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
+            out, after = decode(piece, mixer, carry)
+            carry = after[-1]
+        else:
+            out, carry = prefill(piece, mixer, carry)
+        mixed.append(out)
+        start += abs(part)
+    assert start == len(rows)
+    return torch.cat(mixed), carry

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.inference import choose, decode, prefill
-from tests.inference.row_mixers import KINDS, documents_of
+from tests.inference.row_mixers import KINDS, documents_of, run_in_parts
 
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200)
 
@@ -17,24 +17,6 @@ def assert_close(found, expected, what=""):
     torch.testing.assert_close(
         found, expected, rtol=1e-5, atol=bound, msg=lambda message: f"{what}: {message}"
     )
-
-
-def run_in_parts(mixer, rows, parts, carry=None):
-    """Parts are prefilled; those of a negative number of tokens are decoded."""
-    mixed, start = [], 0
-    for part in parts:
-        piece = rows[start : start + abs(part)]
-        if part < 0:
-            if carry is None:
-                carry = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
-            out, after = decode(piece, mixer, carry)
-            carry = after[-1]
-        else:
-            out, carry = prefill(piece, mixer, carry)
-        mixed.append(out)
-        start += abs(part)
-    assert start == len(rows)
-    return torch.cat(mixed), carry
 
 
 def cuts(length: int):
