@@ -94,7 +94,8 @@ class GatedDeltaNet(
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; not used here.
+        pp_layer_offset: layers on the pipeline stages before, for the numbers of a dynamic context.
+        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
             device and dtype; see :func:`megatron_gdn.ops.delta_rule.resolve_rule`.
@@ -159,6 +160,7 @@ class GatedDeltaNet(
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.config, self.layer_number = config, layer_number
+        self.pp_layer_offset = pp_layer_offset or 0
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp

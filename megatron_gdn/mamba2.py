@@ -92,10 +92,10 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
         dt_init, dt_scale: must be ``"random"`` and 1.
         bias: must be False, as in Megatron's mixer.
         conv_bias: give the convolution a bias.
-        chunk_size: of Megatron's kernels; of no meaning here, results do not depend on it.
+        chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
         layer_number: number of this layer in the model, from 1.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        pp_layer_offset: passed by Megatron; of no meaning here.
+        pp_layer_offset: layers on the pipeline stages before, for the numbers of a dynamic context.
         name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.ops.ssd.resolve.resolve_ssd`.
@@ -113,6 +113,7 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    state_transposed = True
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.config, self.layer_number = config, layer_number
+        self.pp_layer_offset = pp_layer_offset or 0
         self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 from .carry import CarryShape
+from .dynamic import SlotBuffers, decode_requests, prefill_requests
 from .step import RowMixer
 
 
@@ -19,6 +20,10 @@ class GeneratingMixer:
     contexts, slots and Megatron's hooks, is in this folder and the same for every mixer.
 
     Attributes:
+        pp_layer_offset: layers on the pipeline stages before.
+        chunk_size: where Megatron's dynamic context may cut prompts. Results do not depend on it;
+            it asks all recurrent layers of a model for the same.
+        state_transposed: whether Megatron stores this mixer's states as ``[H, V, K]``.
         aligned: a token's bits do not depend on how it comes, see :mod:`megatron_gdn.ops.aligned`.
         dims: of this tensor-parallel rank, with the ``layout`` of a projection row.
     """
@@ -26,6 +31,9 @@ class GeneratingMixer:
     config: Any
     pg_collection: Any
     layer_number: int | None
+    pp_layer_offset: int = 0
+    chunk_size: int = 128
+    state_transposed: ClassVar[bool] = False
     aligned: bool
     dims: Any
 
@@ -48,3 +56,52 @@ class GeneratingMixer:
         """What one sequence carries from call to call in generation, on this rank."""
         layout: Layout = self.dims.layout
         return CarryShape.of(layout, self.state_shape, self.conv_weight.shape[-1], self.aligned)
+
+    # Under the names by which Megatron's dynamic inference asks and calls a mixer.
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``)."""
+        heads, rows, columns, _ = self.state_shape
+        states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
+        return tuple(self.conv_weight.shape[::2]), states
+
+    def ssm_decode(
+        self,
+        projected: Tensor,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        batch_indices: Tensor | None = None,
+        intermediate_conv_state: Tensor | None = None,
+        intermediate_ssm_state: Tensor | None = None,
+    ) -> Tensor:
+        """``[N, s, P]``, s tokens each of N requests, to ``[N, s, H V]``.
+
+        See :func:`.dynamic.decode_requests`.
+        """
+        intermediate = None
+        if intermediate_conv_state is not None and intermediate_ssm_state is not None:
+            intermediate = self._in_slots(intermediate_conv_state, intermediate_ssm_state)
+        return decode_requests(
+            projected,
+            self.row_mixer(projected.transpose(0, 1)),
+            self._in_slots(conv_state, ssm_state),
+            batch_indices,
+            intermediate,
+        )
+
+    def ssm_prefill(
+        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
+    ) -> Tensor:
+        """``[t, 1, P]``, prompts end to end and then padding, to ``[t, 1, H V]``.
+
+        See :func:`.dynamic.prefill_requests`.
+        """
+        return prefill_requests(
+            projected,
+            self.row_mixer(projected),
+            self._in_slots(conv_state, ssm_state),
+            context.mamba_metadata,
+        )
+
+    def _in_slots(self, conv_state: Tensor, ssm_state: Tensor) -> SlotBuffers:
+        return SlotBuffers(conv_state, ssm_state, self.state_transposed)

@@ -16,6 +16,7 @@ from ..observe import span
 from ..ops.documents import Documents
 from ..packing import resolve_packed_seq_params
 from .carry import CarryShape
+from .dynamic import mix_dynamic
 from .generating import GeneratingMixer
 from .requests import RequestPool
 from .slots import decode_slots
@@ -61,7 +62,8 @@ def mix_inference(
 
     Args:
         proj: ``[s, B, P]``, all tokens, whatever sequence parallelism did before.
-        context: Megatron's ``StaticInferenceContext``, or a :class:`.context.RequestsContext`.
+        context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
+            :class:`.context.RequestsContext`.
         attention_mask: None or causal.
         packed: boundaries of the requests; with a ``RequestsContext`` only.
 
@@ -69,8 +71,9 @@ def mix_inference(
         ``[s, B, H * V]``.
 
     Raises:
-        ValueError: see :func:`.static.mix_static` and :class:`.requests.RequestPool`.
-        NotImplementedError: dynamic batching, context parallelism, a call that wants gradients.
+        ValueError: see :func:`.static.mix_static`, :func:`.dynamic.mix_dynamic` and
+            :class:`.requests.RequestPool`.
+        NotImplementedError: context parallelism, a call that wants gradients; and as mix_dynamic.
     """
     return _mix(layer, proj, context, attention_mask, packed)
 
@@ -79,6 +82,14 @@ def mix_inference(
 def _mix(layer, proj, context, attention_mask, packed) -> Tensor:
     _refuse(layer, proj, context)
     require_wide_gates(layer)
+    if not context.is_static_batching():
+        if attention_mask is not None or packed is not None:
+            raise NotImplementedError(
+                "a dynamic context says itself which tokens belong to which request; pass neither "
+                "an attention_mask nor packed_seq_params."
+            )
+        with span("mixer"):
+            return mix_dynamic(layer, proj, context)
     mixer = layer.row_mixer(proj)
     s, B = proj.shape[:2]
     with span("mixer"):
@@ -140,11 +151,12 @@ def _boundaries(
 
 
 def _refuse(layer: GeneratingMixer, proj: Tensor, context: Any) -> None:
-    if not hasattr(context, "is_static_batching") or not context.is_static_batching():
+    static = getattr(context, "is_static_batching", None)
+    if static is None or not (static() or hasattr(context, "mamba_states_cache")):
         raise NotImplementedError(
-            f"{type(layer).__name__} generates with Megatron's StaticInferenceContext or with "
-            f"megatron_gdn.inference.context.RequestsContext, not with a "
-            f"{type(context).__name__}."
+            f"{type(layer).__name__} generates with Megatron's StaticInferenceContext and "
+            f"DynamicInferenceContext or with megatron_gdn.inference.context.RequestsContext, not "
+            f"with a {type(context).__name__}."
         )
     if layer.layer_number is None:
         raise ValueError(

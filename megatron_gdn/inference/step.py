@@ -126,7 +126,7 @@ def prefill(
     final = output.final.to(carry.state.dtype)
     if filled is not None:
         final = carry.state.index_copy(0, filled, final)
-    history = _last_rows(proj, mixer, carry.history, documents)
+    history = last_rows(proj[..., mixer.front.layout.conv_columns], carry.history, documents)
     return mixer.finish(output.o, proj), Carry(history, final)
 
 
@@ -265,16 +265,19 @@ def _last_index(
     return tuple(to_device(x.flatten(), device) for x in (token, old, place >= 0))
 
 
-def _last_rows(
-    proj: Tensor, mixer: RowMixer, history_NCW: Tensor, documents: Documents | None
-) -> Tensor:
-    """The last W - 1 convolved rows of every sequence, ``[N, C, W - 1]``."""
-    past, rows_sBC = mixer.past, proj[..., mixer.front.layout.conv_columns]
+def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
+    """The last p convolved rows of every sequence, ``[N, C, p]``.
+
+    Args:
+        rows_sBC: the new ones.
+        before_NCp: the last p before them.
+    """
+    past = before_NCp.shape[2]
     if documents is None:
         # Of the new rows only those that may stay are copied.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
-        return torch.cat([history_NCW, tail], dim=2)[..., tail.shape[2] :].contiguous()
-    token, old, fresh = _last_index(documents.lengths, past, proj.device)
-    before = history_NCW.transpose(1, 2).flatten(0, 1).index_select(0, old)
+        return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
+    token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)
+    before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
     last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
     return last.unflatten(0, (-1, past)).transpose(1, 2).contiguous()
