@@ -24,7 +24,7 @@ from megatron_gdn.inference.generate import (
     static_context,
     without_sequence_parallel,
 )
-from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec
+from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
 from tests.parallel import make_config, parallel
@@ -55,7 +55,7 @@ def forget_attention_backend() -> None:
         os.environ.pop(name, None)
 
 
-def build_model(pattern="G-*-G-", **changes):
+def build_model(pattern="M-*-G-", **changes):
     forget_attention_backend()
     config = make_config(
         num_layers=len(pattern),
@@ -66,6 +66,10 @@ def build_model(pattern="G-*-G-", **changes):
         attention_dropout=0.0,
         kv_channels=6,
         num_query_groups=2,
+        mamba_num_heads=6,
+        mamba_num_groups=2,
+        mamba_head_dim=4,
+        mamba_state_dim=5,
         **changes,
     )
     model = HybridModel(
@@ -113,7 +117,7 @@ def megatrons_engine_writes_the_likeliest_tokens() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def generates(tp=1, cp=1, sp=False, pattern="G-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
+def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens, and the logits of chunks, steps and a roll-back over a text."""
     with parallel(tp=tp, cp=cp):
         model = build_model(
@@ -149,7 +153,7 @@ def generates(tp=1, cp=1, sp=False, pattern="G-*-G-") -> tuple[torch.Tensor, tor
 def sequence_parallel_prefill(tp=2) -> torch.Tensor:
     """A layer's states do not depend on how the rows of a prefill were cut."""
     with parallel(tp=tp):
-        model = build_model("G-G-", tensor_model_parallel_size=tp, sequence_parallel=True)
+        model = build_model("M-G-", tensor_model_parallel_size=tp, sequence_parallel=True)
         text = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
         whole = static_context(model, 2, 20)
         cut = static_context(model, 2, 20)
@@ -184,7 +188,7 @@ def refusals() -> list[str]:
         return found
 
 
-def gap(tp=1, exact=False, pattern="G-*-G-", at_once=1, dtype=torch.float32):
+def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32):
     """How far generation is from training in a text of 72 tokens, past a step of 64."""
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     changes |= EXACT if exact else {}
@@ -208,10 +212,13 @@ def exact_batches() -> None:
         assert torch.equal(found[0][1:2], found[1])
 
 
-def backend_by_name_in_the_exact_mode() -> str:
+def backend_by_name_in_the_exact_mode() -> list[str]:
+    found = []
     with parallel():
-        try:
-            config = make_config(attention_dropout=0.0, **EXACT)
-            build_module(gated_delta_net_spec("local", backend="fla"), config, layer_number=1)
-        except ValueError as error:
-            return str(error)
+        config = make_config(attention_dropout=0.0, mamba_num_heads=8, **EXACT)
+        for make, more in ((gated_delta_net_spec, {}), (mamba2_spec, {"d_model": 24})):
+            try:
+                build_module(make("local", backend="fla"), config, layer_number=1, **more)
+            except ValueError as error:
+                found.append(str(error))
+    return found
