@@ -15,7 +15,7 @@ from tests.inference.row_mixers import gdn_kind, mamba2_kind, run_in_parts
 pytestmark = pytest.mark.gpu
 
 HEADS = HeadSizes(16, 32, 128, 128)
-KINDS = {"gdn": gdn_kind(HEADS), "mamba2": mamba2_kind(64, 8, 64, 128)}
+KINDS = {"gdn": gdn_kind(HEADS), "mamba2": mamba2_kind(128, 8, 64, 128)}
 PARTS = ((200,), (137, 63), (64, 120, -16), (1, 183, -7, -9), (-3, 197))
 
 
