@@ -1,6 +1,7 @@
 """Time of a layer's decode step against the floor of reading and writing its states.
 
     python3 benchmarks/bench_decode.py --out decode.jsonl     # a GPU: a Qwen3-Next layer in bf16
+    python3 benchmarks/bench_decode.py --mixer mamba2         # likewise a Mamba2 mixer
     python3 benchmarks/bench_decode.py --tiny                 # anywhere: does it run
 
 A line per batch and context: milliseconds per step, eager and as a replayed CUDA graph, of the
@@ -23,18 +24,36 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-QWEN3_NEXT = {"hidden_size": 2048, "key_heads": 16, "value_heads": 32, "dim": 128}
-TINY = {"hidden_size": 32, "key_heads": 2, "value_heads": 4, "dim": 16}
+SIZES = {  # of a layer of Qwen3-Next, and of a Mamba2 mixer
+    "gdn": {
+        "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    },
+    "mamba2": {
+        "hidden_size": 2048, "mamba_num_heads": 64, "mamba_num_groups": 8, "mamba_head_dim": 64,
+        "mamba_state_dim": 128,
+    },
+}  # fmt: skip
+TINY = {
+    "gdn": {
+        "hidden_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    },
+    "mamba2": {
+        "hidden_size": 32, "mamba_num_heads": 4, "mamba_num_groups": 2, "mamba_head_dim": 16,
+        "mamba_state_dim": 16,
+    },
+}  # fmt: skip
 
 
-def build_layer(sizes: dict[str, int], dtype: torch.dtype, device: str, backend: str):
+def build_layer(mixer: str, sizes: dict, dtype: torch.dtype, device: str, backend: str):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
-    from megatron_gdn.specs import gated_delta_net_spec
+    from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
 
     run_megatron_on_cpu()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -42,21 +61,19 @@ def build_layer(sizes: dict[str, int], dtype: torch.dtype, device: str, backend:
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=sizes["hidden_size"],
         num_attention_heads=4,
-        linear_num_key_heads=sizes["key_heads"],
-        linear_num_value_heads=sizes["value_heads"],
-        linear_key_head_dim=sizes["dim"],
-        linear_value_head_dim=sizes["dim"],
-        linear_conv_kernel_dim=4,
         normalization="RMSNorm",
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
+        **sizes,
     )
-    layer = build_module(gated_delta_net_spec("local", backend=backend), config, layer_number=1)
-    return layer.to(device).eval()
+    if mixer == "gdn":
+        spec, more = gated_delta_net_spec("local", backend=backend), {}
+    else:
+        spec, more = mamba2_spec("local", backend=backend), {"d_model": sizes["hidden_size"]}
+    return build_module(spec, config, layer_number=1, **more).to(device).eval()
 
 
 def milliseconds(run, repeats: int, on_gpu: bool) -> float:
@@ -101,26 +118,26 @@ def copy_rate(on_gpu: bool, repeats: int) -> float:
 @torch.inference_mode()
 def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: float) -> dict:
     from megatron_gdn.inference.context import RequestsContext
-    from megatron_gdn.inference.layer import pool_for, row_mixer
+    from megatron_gdn.inference.layer import pool_for
     from megatron_gdn.inference.slots import decode_slots
 
-    weight = layer.conv1d.weight
+    weight, hidden = layer.conv_weight, layer.config.hidden_size
     on_gpu = weight.is_cuda
     pool = pool_for(layer, slots=batch)
     first = pool.allocate()
     feed = RequestsContext(pool, [first])
-    x = torch.randn(chunk, 1, layer.hidden_size, dtype=weight.dtype, device=weight.device)
+    x = torch.randn(chunk, 1, hidden, dtype=weight.dtype, device=weight.device)
     for start in range(0, context, chunk):
-        layer(x[: context - start], None, inference_context=feed)
+        layer(x[: context - start], inference_context=feed)
     requests = [first, *(pool.fork(first) for _ in range(batch - 1))]
     slots = pool.index(requests).flip(0).contiguous()
     on_device = RequestsContext(pool, slots=slots)
-    token = torch.randn(1, batch, layer.hidden_size, dtype=weight.dtype, device=weight.device)
+    token = torch.randn(1, batch, hidden, dtype=weight.dtype, device=weight.device)
     proj, _ = layer.in_proj(token)
-    memory, mixer = pool.layers[layer.layer_number], row_mixer(layer, proj)
+    memory, mixer = pool.layers[layer.layer_number], layer.row_mixer(proj)
 
     def step():
-        return layer(token, None, inference_context=on_device)[0]
+        return layer(token, inference_context=on_device)[0]
 
     def middle():
         return decode_slots(proj, mixer, memory, slots)
@@ -151,6 +168,7 @@ def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="file to append lines to")
+    parser.add_argument("--mixer", choices=tuple(SIZES), default="gdn")
     parser.add_argument("--tiny", action="store_true", help="a small layer, short contexts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 100_000])
@@ -164,13 +182,14 @@ def main() -> None:
         args.batches, args.contexts, args.repeats = [1, 3], [5, 70], 3
     dtype = torch.bfloat16 if on_gpu else torch.float32
     place = "cuda" if on_gpu else "cpu"
-    layer = build_layer(TINY if args.tiny else QWEN3_NEXT, dtype, place, args.backend)
+    sizes = (TINY if args.tiny else SIZES)[args.mixer]
+    layer = build_layer(args.mixer, sizes, dtype, place, args.backend)
     rate = copy_rate(on_gpu, args.repeats)
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     for context in args.contexts:
         for batch in args.batches:
             line = measure(layer, batch, context, 16384, args.repeats, rate)
-            line |= {"device": device, "copy_gb_per_s": rate / 1e6}
+            line |= {"mixer_kind": args.mixer, "device": device, "copy_gb_per_s": rate / 1e6}
             print(json.dumps(line), flush=True)
             if args.out:
                 with args.out.open("a") as file:

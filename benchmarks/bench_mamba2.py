@@ -4,9 +4,10 @@
     python3 benchmarks/bench_mamba2.py --tiny                  a few tokens, on any machine
 
 The floor is: both projections alone + the recurrence alone + the bytes that must move around them
-at the copy bandwidth of this GPU. The error is that of the mixer's output and input gradient on the
-case's first tokens against the plain rule on the same weights in fp64, beside the error of the same
-mixer with the plain-torch rule in bf16.
+at the copy bandwidth of this GPU. The error is that of the output and the input gradient of a mixer
+with the same heads, but a narrow hidden size and few tokens, against the plain rule on the same
+weights in fp64, beside the error of the same mixer with the plain-torch rule in bf16. Every case's
+times are printed before its error is computed, with the seconds since the start.
 
 Legend: S seq, B batch, D hidden, H heads, G groups, V head dim, K state dim.
 """
@@ -41,7 +42,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--state-dim", type=int, default=128)
     parser.add_argument("--backend", choices=("auto", "fla", "reference"), default="auto")
-    parser.add_argument("--checked-tokens", type=int, default=1024, help="held to fp64")
+    parser.add_argument("--checked-tokens", type=int, default=256, help="held to fp64")
+    parser.add_argument("--checked-hidden", type=int, default=256, help="likewise")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and 2 repeats")
@@ -105,8 +107,10 @@ def with_backward(run, module: nn.Module, x: torch.Tensor):
     return both
 
 
-def errors(args: argparse.Namespace, case: Case, mixer: Mamba2Mixer) -> dict[str, float]:
-    """Root mean square against fp64, relative: of the mixer, and of the plain rule in bf16."""
+def errors(args: argparse.Namespace, case: Case) -> dict[str, float]:
+    """Root mean square against fp64, relative: of the backend, and of the plain rule in bf16."""
+    args = argparse.Namespace(**vars(args) | {"hidden": args.checked_hidden})
+    mixer = build(args, torch.bfloat16, args.backend)
     tokens = min(case.tokens, args.checked_tokens)
     checked = Case(case.name, case.batch, tokens, case.documents)
     x = torch.randn(tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16)
@@ -203,21 +207,26 @@ def main() -> None:
         def run(x=x, packed=packed) -> torch.Tensor:
             return mixer(x, packed_seq_params=packed)[0]
 
-        error = errors(args, case, mixer)
         forward = time_of(run, args.repeats)
         both = time_of(with_backward(run, mixer, x), args.repeats)
         floor = floor_ms(args, case, mixer, x, bandwidth)
+        least = floor["total"][1]
+        row = [
+            name, mixer.backend, f"{forward['median']:.3f}", f"{both['median']:.3f}",
+            f"{least:.3f}", f"{both['median'] / least:.2f}",
+        ]  # fmt: skip
+        parts = [f"{part} {a:.3f} / {b:.3f}" for part, (a, b) in floor.items()]
+        print(f"{'  '.join(row)}\n{name} floor: {'; '.join(parts)}", flush=True)
+        print(f"timed after {time.monotonic() - began:.0f} s", flush=True)
+        error = errors(args, case)
+        print(f"checked after {time.monotonic() - began:.0f} s", flush=True)
         record = {"case": name, "backend": mixer.backend, "forward": forward,
                   "forward_backward": both, "floor": floor, "errors": error, **setting}  # fmt: skip
         write_lines(args.out, [record])
-        least = floor["total"][1]
         rows.append([
-            name, mixer.backend, f"{forward['median']:.3f}", f"{both['median']:.3f}",
-            f"{least:.3f}", f"{both['median'] / least:.2f}", f"{error['ours y']:.1e}",
-            f"{error['ours dx']:.1e}", f"{error['plain y']:.1e}, {error['plain dx']:.1e}",
+            *row, f"{error['ours y']:.1e}", f"{error['ours dx']:.1e}",
+            f"{error['plain y']:.1e}, {error['plain dx']:.1e}",
         ])  # fmt: skip
-        parts = [f"{part} {a:.3f} / {b:.3f}" for part, (a, b) in floor.items()]
-        print(f"{'  '.join(rows[-1])}\n{name} floor: {'; '.join(parts)}", flush=True)
     print(table(rows))
 
 

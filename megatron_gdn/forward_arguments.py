@@ -107,19 +107,6 @@ def the_context(inference_context: Any, inference_params: Any) -> Any:
     return inference_context
 
 
-def refuse_inference(inference_context: Any, inference_params: Any, layer: str) -> None:
-    """Refuse an inference context, for a mixer that keeps no inference state.
-
-    Raises:
-        NotImplementedError: there is one.
-    """
-    if inference_context is not None or inference_params is not None:
-        raise NotImplementedError(
-            f"{layer} keeps no inference state; export the weights and serve them elsewhere, or "
-            f"call the model without an inference context."
-        )
-
-
 def refuse_unsupported(
     sequence_len_offset: Any, keywords: dict, layer: str = "GatedDeltaNet"
 ) -> None:

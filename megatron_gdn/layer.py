@@ -28,8 +28,10 @@ from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
-from .inference.carry import CarryShape
+from .inference.generating import GeneratingMixer
 from .inference.layer import mix_inference
+from .inference.mixers import rows_of_gdn
+from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .micro_batch import MicroBatches
 from .mixer import Mixer
@@ -37,6 +39,7 @@ from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.recompute import RefilledOutput
 from .ops.rule import Rule
+from .ops.state_maps.state_map import StateShape
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .tensor_parallel import mark_sharded
@@ -60,7 +63,9 @@ class GatedDeltaNetSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronModule):
+class GatedDeltaNet(
+    GeneratingMixer, UpstreamNames, MarkedParameters, Fp32Parameters, MegatronModule
+):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -89,7 +94,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        cp_comm_type, pp_layer_offset, is_mtp_layer: passed by Megatron; not used here.
+        pp_layer_offset: layers on the pipeline stages before, for the numbers of a dynamic context.
+        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
             device and dtype; see :func:`megatron_gdn.ops.delta_rule.resolve_rule`.
@@ -154,6 +160,7 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.config, self.layer_number = config, layer_number
+        self.pp_layer_offset = pp_layer_offset or 0
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
@@ -212,10 +219,15 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         return self.rule.name
 
     @property
-    def carry_shape(self) -> CarryShape:
-        """What one sequence carries from call to call in generation, on this rank."""
-        heads = self.dims.heads
-        return CarryShape.of(heads.layout, heads.state, self.conv_kernel_dim, self.aligned)
+    def state_shape(self) -> StateShape:
+        return self.dims.heads.state
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv1d.weight
+
+    def row_mixer(self, proj: Tensor) -> RowMixer:
+        return rows_of_gdn(self, proj)
 
     def _build(
         self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device

@@ -23,8 +23,12 @@ from torch import Tensor, nn
 
 from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, Scheme, SequenceLayout
-from .forward_arguments import refuse_inference
+from .forward_arguments import the_context
 from .grouped_norm import GroupedRMSNorm
+from .inference.generating import GeneratingMixer
+from .inference.layer import mix_inference
+from .inference.mixers import rows_of_mamba2
+from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
 from .mamba2_dims import Mamba2Dims
@@ -32,12 +36,14 @@ from .micro_batch import MicroBatch, MicroBatches
 from .mixer import require_wide_gates
 from .module_hooks import wait_for_parameters
 from .observe import span
+from .ops.aligned import by_token
 from .ops.front.gdn_front import why_not_triton
 from .ops.front.mamba2 import UNLIMITED, Mamba2Front
-from .ops.gated_norm.grouped import GateOnly, GateThenNorm, grouped_rms_norm
+from .ops.gated_norm.grouped import gate_then_norm, grouped_rms_norm
 from .ops.mixer import GatedNorm, mix
 from .ops.rule import Rule
 from .ops.ssd.resolve import resolve_ssd
+from .ops.state_maps.state_map import StateShape
 from .ops.uncompiled import uncompiled
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
@@ -56,7 +62,7 @@ class Mamba2MixerSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
+class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule):
     """Mamba2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
         z, x, B, C, dt = in_proj(u)
@@ -86,10 +92,10 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         dt_init, dt_scale: must be ``"random"`` and 1.
         bias: must be False, as in Megatron's mixer.
         conv_bias: give the convolution a bias.
-        chunk_size: of Megatron's kernels; of no meaning here, results do not depend on it.
+        chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
         layer_number: number of this layer in the model, from 1.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        pp_layer_offset: passed by Megatron; of no meaning here.
+        pp_layer_offset: layers on the pipeline stages before, for the numbers of a dynamic context.
         name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.ops.ssd.resolve.resolve_ssd`.
@@ -107,6 +113,7 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    state_transposed = True
 
     def __init__(
         self,
@@ -145,6 +152,7 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.config, self.layer_number = config, layer_number
+        self.pp_layer_offset = pp_layer_offset or 0
         self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
@@ -154,12 +162,13 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
             chunk_size,
         )
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        self.cp_layout = SequenceLayout.parse(cp_layout)
+        self.cp_layout, self.aligned = SequenceLayout.parse(cp_layout), config.batch_invariant_mode
         self._name_sizes(Mamba2Dims.from_config(config, d_model, d_conv, expand))
         self.layout = self.dims.layout
         self.micro_batches = MicroBatches(
             config, self.layout, self.dims.state, d_conv, pg_collection.cp, self.cp_layout,
-            mode=linear_cp_mode, choose_rule=partial(_choose_rule, backend, self.d_state),
+            mode=linear_cp_mode,
+            choose_rule=partial(_choose_rule, backend, self.d_state, self.aligned),
             mixer="Mamba2Mixer", recurrence="SSD",
         )  # fmt: skip
         self._build(submodules, conv_bias, norm_eps, name)
@@ -187,6 +196,17 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
     @property
     def backend(self) -> str:
         return self.rule.name
+
+    @property
+    def state_shape(self) -> StateShape:
+        return self.dims.state
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv1d_weight
+
+    def row_mixer(self, proj: Tensor) -> RowMixer:
+        return rows_of_mamba2(self, proj)
 
     def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
         config, sizes, device = self.config, self.dims, device_for(self.config)
@@ -285,7 +305,8 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         Args:
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
-            inference_context, inference_params: not supported.
+            inference_context, inference_params: go on from what this context carries instead of
+                beginning, see :func:`megatron_gdn.inference.layer.mix_inference`; no gradients.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
 
@@ -295,11 +316,13 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         Raises:
             ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
                 be fp32 and is not.
-            NotImplementedError: inference.
+            NotImplementedError: a context of another kind.
         """
-        refuse_inference(inference_context, inference_params, "Mamba2Mixer")
+        context = the_context(inference_context, inference_params)
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
+        if context is not None:
+            return self.out_proj(mix_inference(self, proj_sBP, context, None, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, proj_sBP)
         with span("mixer"):
             mixed_sBV = self._mix(batch, proj_sBP)
@@ -332,7 +355,11 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         closed = passage.close(mixed)
         if not norm_after:
             return closed
-        return grouped_rms_norm(closed, self.norm.weight, self.ngroups_local_tp, self.norm.eps)
+        norm = partial(
+            grouped_rms_norm,
+            gamma=self.norm.weight, groups=self.ngroups_local_tp, eps=self.norm.eps,
+        )  # fmt: skip
+        return by_token(norm, closed) if self.aligned else norm(closed)
 
     def _norm_for(self, scheme: Scheme, triton: bool) -> tuple[Any, Tensor | None, bool]:
         """What runs inside the mixer, its gamma, and whether the norm runs after the exchange.
@@ -341,17 +368,12 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
         gate runs there.
         """
         if not self.rmsnorm:
-            return GateOnly(), None, False
+            return gate_then_norm(None, triton), None, False
         wait_for_parameters(self.norm)
         groups = scheme.layout.heads("group")
         if scheme.moves_rows and groups * scheme.size != self.ngroups_local_tp:
-            return GateOnly(), None, True
-        gamma = scheme.local(self.norm.weight)
-        if triton:
-            from .ops.gated_norm.grouped_triton import TritonGateThenNorm
-
-            return TritonGateThenNorm(groups), gamma, False
-        return GateThenNorm(groups), gamma, False
+            return gate_then_norm(None, triton), None, True
+        return gate_then_norm(groups, triton), scheme.local(self.norm.weight), False
 
     def sharded_state_dict(
         self,
@@ -372,9 +394,15 @@ class Mamba2Mixer(MarkedParameters, Fp32Parameters, MegatronModule):
 
 
 def _choose_rule(
-    backend: str, state_dim: int, device: torch.device, dtype: torch.dtype, deterministic: bool
+    backend: str,
+    state_dim: int,
+    aligned: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
 ) -> tuple[Rule, str]:
     """:func:`resolve_ssd` for a mixer, which learns device and dtype last."""
     return resolve_ssd(
-        backend, device=device, dtype=dtype, state_dim=state_dim, deterministic=deterministic
-    )
+        backend, device=device, dtype=dtype, state_dim=state_dim, deterministic=deterministic,
+        aligned=aligned,
+    )  # fmt: skip

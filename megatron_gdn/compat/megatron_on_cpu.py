@@ -158,6 +158,7 @@ class _TorchOnCPU:
 _FILES_WITH_CUDA_LITERALS = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.inference.contexts.dynamic_context",
     "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
@@ -175,8 +176,9 @@ def create_cuda_literals_on_cpu() -> None:
     """``device="cuda"`` written into Megatron's files means the CPU, in those files only.
 
     Needed by the token counter of the schedules (schedules.py:749), the scale and overflow flags
-    of the optimizers (optimizer.py:690, clip_grads.py:96), checkpoint exchange and a rank's rotary
-    positions (rope_utils.py:62, in pinned memory). Can go when they use
+    of the optimizers (optimizer.py:690, clip_grads.py:96), checkpoint exchange, and a rank's rotary
+    positions and the tables of dynamic batching in pinned memory (rope_utils.py:62,
+    dynamic_context.py:974). Can go when they use
     ``torch.cuda.current_device()`` or the gradients' device.
     """
     proxy = _TorchOnCPU()

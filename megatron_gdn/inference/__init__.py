@@ -2,6 +2,8 @@
 
     carry      what a sequence hands from one call to the next
     step       prefill and decode of projection rows
+    gdn        the Gated DeltaNet for them
+    mamba2     Mamba2 for them
     requests   carries of many requests and layers, in slots
     static     carries in Megatron's StaticInferenceContext
 
@@ -10,9 +12,11 @@ These need torch alone. ``context`` (a Megatron context over a pool of requests)
 """
 
 from .carry import Carry, CarryShape, choose
+from .gdn import gdn_rows
+from .mamba2 import mamba2_rows
 from .requests import Request, RequestPool
 from .static import MOST_DECODED, roll_back
-from .step import RowMixer, decode, gdn_rows, prefill
+from .step import RowMixer, decode, prefill
 
 __all__ = [
     "MOST_DECODED",
@@ -24,6 +28,7 @@ __all__ = [
     "choose",
     "decode",
     "gdn_rows",
+    "mamba2_rows",
     "prefill",
     "roll_back",
 ]

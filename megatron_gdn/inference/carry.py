@@ -32,19 +32,37 @@ class Carry(NamedTuple):
 
 
 class CarryShape(NamedTuple):
-    """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank."""
+    """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank.
+
+    Attributes:
+        sections: widths that the channels are made of, each shared out among the ranks by itself;
+            empty: one section.
+        rank, ranks: this rank, and how many hold equal shares of channels and heads.
+    """
 
     channels: int
     past: int  # rows of history
     heads: int
     rows: int
     columns: int
+    sections: tuple[int, ...] = ()
+    rank: int = 0
+    ranks: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, state: StateShape, taps: int, aligned: bool = False) -> CarryShape:
+    def of(
+        cls,
+        layout: Layout,
+        state: StateShape,
+        taps: int,
+        aligned: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> CarryShape:
         """Of a mixer with this rank's projection ``layout``, states and conv ``taps``."""
-        history = (layout.width, taps - 1 + STEP - 1) if aligned else (layout.conv_width, taps - 1)
-        return cls(*history, state.heads, state.rows, state.columns)
+        sections = layout.widths if aligned else layout.conv_widths
+        past = taps - 1 + (STEP - 1 if aligned else 0)
+        return cls(sum(sections), past, *state[:3], sections, rank, ranks)
 
     @property
     def history(self) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """A layer's middle under an inference context: its projection rows go on from what it carries.
 
-Legend: s tokens, B batch rows, P projection width, H value heads, V value dim.
+Legend: s tokens, B batch rows, P projection width, H heads with a state, V columns of a state.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from torch import Tensor
 
 from ..forward_arguments import require_causal
 from ..mixer import require_wide_gates
-from ..module_hooks import run_pre_hooks
 from ..observe import span
 from ..ops.documents import Documents
-from ..out_norm import apply_gated_norm, is_plain_rms_norm, read_norm
 from ..packing import resolve_packed_seq_params
 from .carry import CarryShape
+from .dynamic import mix_dynamic
+from .generating import GeneratingMixer
 from .requests import RequestPool
 from .slots import decode_slots
 from .static import mix_static
-from .step import RowMixer, decode, gdn_rows, prefill
+from .step import RowMixer, decode, prefill
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from ..layer import GatedDeltaNet
     from .context import RequestsContext
 
 
@@ -41,17 +40,19 @@ def pool_for(model: torch.nn.Module, slots: int, device: torch.device | None = N
         ValueError: no layer of the model carries a state.
     """
     layers = {
-        module.layer_number: module for module in model.modules() if hasattr(module, "carry_shape")
+        module.layer_number: module
+        for module in model.modules()
+        if isinstance(module, GeneratingMixer)
     }
     if not layers:
         raise ValueError("no layer of this model carries a state.")
-    weight = next(iter(layers.values())).conv1d.weight
+    weight = next(iter(layers.values())).conv_weight
     shapes: dict[int, CarryShape] = {n: layer.carry_shape for n, layer in layers.items()}
     return RequestPool(shapes, slots, dtype=weight.dtype, device=device or weight.device)
 
 
 def mix_inference(
-    layer: GatedDeltaNet,
+    layer: GeneratingMixer,
     proj: Tensor,
     context: Any,
     attention_mask: Tensor | None,
@@ -61,7 +62,8 @@ def mix_inference(
 
     Args:
         proj: ``[s, B, P]``, all tokens, whatever sequence parallelism did before.
-        context: Megatron's ``StaticInferenceContext``, or a :class:`.context.RequestsContext`.
+        context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
+            :class:`.context.RequestsContext`.
         attention_mask: None or causal.
         packed: boundaries of the requests; with a ``RequestsContext`` only.
 
@@ -69,8 +71,9 @@ def mix_inference(
         ``[s, B, H * V]``.
 
     Raises:
-        ValueError: see :func:`.static.mix_static` and :class:`.requests.RequestPool`.
-        NotImplementedError: dynamic batching, context parallelism, a call that wants gradients.
+        ValueError: see :func:`.static.mix_static`, :func:`.dynamic.mix_dynamic` and
+            :class:`.requests.RequestPool`.
+        NotImplementedError: context parallelism, a call that wants gradients; and as mix_dynamic.
     """
     return _mix(layer, proj, context, attention_mask, packed)
 
@@ -79,9 +82,15 @@ def mix_inference(
 def _mix(layer, proj, context, attention_mask, packed) -> Tensor:
     _refuse(layer, proj, context)
     require_wide_gates(layer)
-    mixer = row_mixer(layer, proj)
-    columns = mixer.front.layout.conv_columns
-    run_pre_hooks(layer.conv1d, lambda: proj[..., columns].permute(1, 2, 0))
+    if not context.is_static_batching():
+        if attention_mask is not None or packed is not None:
+            raise NotImplementedError(
+                "a dynamic context says itself which tokens belong to which request; pass neither "
+                "an attention_mask nor packed_seq_params."
+            )
+        with span("mixer"):
+            return mix_dynamic(layer, proj, context)
+    mixer = layer.row_mixer(proj)
     s, B = proj.shape[:2]
     with span("mixer"):
         if getattr(context, "pool", None) is not None:
@@ -95,24 +104,6 @@ def _mix(layer, proj, context, attention_mask, packed) -> Tensor:
         offset = context.sequence_len_offset
         require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
         return mix_static(proj, mixer, context, layer.layer_number)
-
-
-def row_mixer(layer: GatedDeltaNet, proj: Tensor) -> RowMixer:
-    """The layer between its projections, for rows like ``proj``."""
-    bias = layer.conv1d.bias
-
-    def call_norm(o: Tensor, rows: Tensor) -> Tensor:
-        z = rows[..., layer.dims.layout.columns("z")].unflatten(-1, o.shape[2:]).transpose(0, 1)
-        y = apply_gated_norm(layer.out_norm, o.to(rows.dtype), z)
-        return y.flatten(2).transpose(0, 1).contiguous()
-
-    plain = is_plain_rms_norm(layer.out_norm)
-    return gdn_rows(
-        proj, layer.conv1d.weight, bias, layer.A_log, layer.dt_bias, layer.dims.heads,
-        rule=layer.micro_batches.rule_for(proj.device, proj.dtype),
-        norm=read_norm(layer.out_norm, None) if plain else call_norm,
-        normalise_qk=layer.use_qk_l2norm,
-    )  # fmt: skip
 
 
 def _mix_requests(
@@ -159,21 +150,23 @@ def _boundaries(
     return documents
 
 
-def _refuse(layer: GatedDeltaNet, proj: Tensor, context: Any) -> None:
-    if not hasattr(context, "is_static_batching") or not context.is_static_batching():
+def _refuse(layer: GeneratingMixer, proj: Tensor, context: Any) -> None:
+    static = getattr(context, "is_static_batching", None)
+    if static is None or not (static() or hasattr(context, "mamba_states_cache")):
         raise NotImplementedError(
-            f"GatedDeltaNet generates with Megatron's StaticInferenceContext or with "
-            f"megatron_gdn.inference.context.RequestsContext, not with a "
-            f"{type(context).__name__}."
+            f"{type(layer).__name__} generates with Megatron's StaticInferenceContext and "
+            f"DynamicInferenceContext or with megatron_gdn.inference.context.RequestsContext, not "
+            f"with a {type(context).__name__}."
         )
     if layer.layer_number is None:
         raise ValueError(
             "a layer keeps its state under its layer_number; build it with layer_number=1, 2, ..."
         )
-    if layer.cp_size > 1 and not getattr(context, "whole_on_every_rank", False):
+    cp_size = layer.pg_collection.cp.size()
+    if cp_size > 1 and not getattr(context, "whole_on_every_rank", False):
         raise NotImplementedError(
             f"generation runs on whole sequences, and this layer was built with "
-            f"context_parallel_size={layer.cp_size}; build the model with 1 and load the "
+            f"context_parallel_size={cp_size}; build the model with 1 and load the "
             f"checkpoint there, or let every rank run all tokens, with a context from "
             f"megatron_gdn.inference.generate.static_context."
         )

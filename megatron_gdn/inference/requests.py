@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..ops.host_tables import to_device
 from .carry import Carry, CarryShape, choose
+from .shares import carry_of, stretches
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,35 +235,53 @@ class RequestPool:
         self._tried.clear()
 
     def save(self, request: Request) -> dict[str, Any]:
-        """Everything about a request, on the CPU, for ``torch.save``."""
+        """Everything that this rank holds of a request, on the CPU, for ``torch.save``.
+
+        The layers' tensors come with the stretches of channels and heads that they are, so that
+        :meth:`load` can make a request of them at another tensor-parallel size.
+        """
         slot = self._slot(request)
         return {
             "tokens": request.tokens,
             "seen": {key: seen[slot] for key, seen in self._seen.items()},
+            "heads": {key: stretches(shape) for key, shape in self.shapes.items()},
             "layers": {
                 key: tuple(tensor[slot].to("cpu", copy=True) for tensor in carry)
                 for key, carry in self.layers.items()
             },
         }
 
-    def load(self, saved: Mapping[str, Any]) -> Request:
+    def load(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Request:
         """A new request that stands where a saved one stood, bit for bit.
 
+        Args:
+            saved: what :meth:`save` gave on this rank; or, of a model that ran on other
+                tensor-parallel ranks, a list of what it gave on each of them, in any order.
+
         Raises:
-            ValueError: it was saved of other layers, sizes or dtypes. No slot is taken then.
+            ValueError: it was saved of other layers, sizes or dtypes, heads of this rank are
+                missing, or the list is of several requests. No slot is taken then.
         """
-        if set(saved["layers"]) != set(self.layers):
-            raise ValueError(
-                f"the request was saved of layers {sorted(saved['layers'], key=str)}, this pool "
-                f"has {sorted(self.layers, key=str)}; load it where the same model runs."
-            )
-        for key, tensors in saved["layers"].items():
-            self.shapes[key].check(Carry(*(x[None] for x in tensors)), 1, self.dtype)
-        request = self.allocate(saved["tokens"])
-        for key, tensors in saved["layers"].items():
-            for tensor, stored in zip(self.layers[key], tensors, strict=True):
+        files = [saved] if isinstance(saved, Mapping) else list(saved)
+        for file in files:
+            if set(file["layers"]) != set(self.layers):
+                raise ValueError(
+                    f"the request was saved of layers {sorted(file['layers'], key=str)}, this pool "
+                    f"has {sorted(self.layers, key=str)}; load it where the same model runs."
+                )
+            if any(file[name] != files[0][name] for name in ("tokens", "seen")):
+                raise ValueError(
+                    f"the files are not of one request at one place: {file['seen']} tokens were "
+                    f"seen, and {files[0]['seen']}."
+                )
+        carries = {key: carry_of(files, key, shape) for key, shape in self.shapes.items()}
+        for key, carry in carries.items():
+            self.shapes[key].check(Carry(*(x[None] for x in carry)), 1, self.dtype)
+        request = self.allocate(files[0]["tokens"])
+        for key, carry in carries.items():
+            for tensor, stored in zip(self.layers[key], carry, strict=True):
                 tensor[request.slot].copy_(stored)
-            self._seen[key][request.slot] = saved["seen"][key]
+            self._seen[key][request.slot] = files[0]["seen"][key]
         return request
 
     def index(self, requests: Sequence[Request]) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.front.gdn_front import GDNFront
 from .carry import Carry
 from .step import RowMixer, decode
 
@@ -17,8 +16,8 @@ from .step import RowMixer, decode
 def decode_slots(proj: Tensor, mixer: RowMixer, memory: Carry, slots: Tensor) -> Tensor:
     """Mix one token of N sequences and write what they carry back into their slots.
 
-    On a GPU a Gated DeltaNet takes two launches of this package's kernels and one of its norm,
-    waits for nothing and can be captured in a CUDA graph. Elsewhere it is :func:`.step.decode`
+    On a GPU it is two launches of this package's kernels and one of its norm, which wait for
+    nothing and can be captured in a CUDA graph. Elsewhere it is :func:`.step.decode`
     between a gather and a scatter.
 
     Args:
@@ -39,15 +38,8 @@ def decode_slots(proj: Tensor, mixer: RowMixer, memory: Carry, slots: Tensor) ->
             f"{tuple(slots.shape)}{' of an aligned one' if mixer.aligned else ''}."
         )
     mixer.shape.check(memory, memory.state.shape[0], proj.dtype)
-    front = mixer.front if mixer.step_front is None else mixer.step_front
-    if isinstance(front, GDNFront) and front.kernels.__name__.endswith(".gdn"):
-        from ..ops.front.step import step_slots
-
-        rows = proj[0]
-        o = step_slots(
-            rows, *mixer.parameters, *memory, slots, front.sizes, normalise_qk=front.normalise_qk
-        )
-        return mixer.finish(o, proj)
+    if mixer.in_slots is not None:
+        return mixer.finish(mixer.in_slots(proj[0], memory, slots), proj)
     carry = Carry(*(tensor.index_select(0, slots) for tensor in memory))
     mixed, (after,) = decode(proj, mixer, carry)
     for kept, fresh in zip(memory, after, strict=True):

@@ -3,8 +3,8 @@
     prefill   many tokens of a sequence, in chunks, from a carry or from nothing; dense or packed
     decode    one or a few tokens of every sequence, by the recurrence, with the carry after each
 
-Both take a sequence up at any token, so any cut of it gives what one call gives. Neither has a
-backward; nothing here waits for the device.
+:mod:`.gdn` and :mod:`.mamba2` make the mixers. Both calls take a sequence up at any token, so any
+cut of it gives what one call gives. Neither has a backward; nothing here waits for the device.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, V columns of a state.
@@ -14,23 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..ops.aligned import AlignedNorm, rows_before
-from ..ops.delta_rule.step import RecurrentRule
+from ..ops.aligned import rows_before
 from ..ops.documents import Documents
 from ..ops.front.base import Front, Parameters
-from ..ops.front.gdn_front import GDNFront, kernels_for
 from ..ops.front.history import ContinuedFront, HistoryTable
-from ..ops.gated_norm import norm_torch
-from ..ops.head_sizes import HeadSizes
 from ..ops.host_tables import cached_by_stream, to_device
-from ..ops.mixer import GatedNorm
 from ..ops.rows import rows_at
-from ..ops.rule import Rule
+from ..ops.rule import Rule, on_tokens
 from ..ops.state_maps.state_map import StateShape
 from .aligned import advance
 from .carry import Carry, CarryShape
@@ -48,6 +42,9 @@ class RowMixer:
         step_rule: the recurrence of a decode step.
         step_front: the front of a decode step; None: ``front``.
         aligned: give every token the bits that training gives it, see :mod:`.aligned`.
+        in_slots: ``(rows [N, P], memory, slots [N]) -> o [N, 1, H, V]``, one token of sequences
+            whose carries lie in slots of ``memory``, which it moves on; it never waits for the
+            device. None: there are no kernels for it.
     """
 
     front: Front
@@ -58,6 +55,7 @@ class RowMixer:
     step_rule: Rule
     step_front: Front | None = None
     aligned: bool = False
+    in_slots: Callable[[Tensor, Carry, Tensor], Tensor] | None = None
 
     @property
     def shape(self) -> CarryShape:
@@ -67,65 +65,6 @@ class RowMixer:
     def past(self) -> int:
         """Rows before a token that the convolution reads."""
         return rows_before(self.parameters)
-
-
-def gdn_rows(
-    proj: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    sizes: HeadSizes,
-    *,
-    rule: Rule,
-    norm: GatedNorm | Callable[[Tensor, Tensor], Tensor],
-    normalise_qk: bool = True,
-    kernels: str = "auto",
-) -> RowMixer:
-    """The :class:`RowMixer` of a Gated DeltaNet.
-
-    Args:
-        proj: rows as they will come; device and dtype are read from it, and its width is checked.
-        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[H]``, fp32.
-        rule: of prefill, from :func:`megatron_gdn.ops.resolve_rule`.
-        norm: the gated output norm: its numbers, or a function of o and the rows as in
-            :attr:`RowMixer.finish`.
-        normalise_qk, kernels: as in :func:`megatron_gdn.ops.mixer.gated_delta_mixer`.
-
-    Raises:
-        ValueError: a projection whose rows are not these heads.
-    """
-    sizes.check_projection(proj)
-    front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
-    aligned = getattr(rule, "in_steps", False)
-    if aligned:
-        norm_kernels = AlignedNorm(norm_kernels)
-    if isinstance(norm, GatedNorm):
-        norm = partial(_gated_norm, norm, norm_kernels, sizes.layout.columns("z"))
-    return RowMixer(
-        front=GDNFront(
-            sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant
-        ),
-        rule=rule,
-        parameters=(conv_weight, conv_bias, A_log, dt_bias),
-        state=sizes.state,
-        finish=norm,
-        step_rule=RecurrentRule(),
-        # A token's q, k, v and o are few: they stay as wide as the state.
-        step_front=GDNFront(
-            sizes, front_kernels, normalise_qk, torch.promote_types(proj.dtype, torch.float32)
-        ),
-        aligned=aligned,
-    )
-
-
-def _gated_norm(norm: GatedNorm, kernels, z: slice, o: Tensor, proj: Tensor) -> Tensor:
-    if o.shape[1] == 0 and kernels is not norm_torch:
-        return proj.new_empty(*proj.shape[:2], z.stop - z.start)
-    return kernels.gated_norm_forward(
-        o, proj, norm.gamma, z, eps=norm.eps, zero_centered=norm.zero_centered
-    )
 
 
 @torch.no_grad()
@@ -187,7 +126,7 @@ def prefill(
     final = output.final.to(carry.state.dtype)
     if filled is not None:
         final = carry.state.index_copy(0, filled, final)
-    history = _last_rows(proj, mixer, carry.history, documents)
+    history = last_rows(proj[..., mixer.front.layout.conv_columns], carry.history, documents)
     return mixer.finish(output.o, proj), Carry(history, final)
 
 
@@ -245,7 +184,7 @@ def _one_token(row: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, Carr
     rows[:past, :, columns] = carry.history.permute(2, 0, 1)
     rows[past:] = row
     inputs = front.forward(rows, mixer.parameters, None)
-    inputs = type(inputs)(*(x[:, past:].contiguous() for x in inputs))
+    inputs = on_tokens(inputs, lambda x: x[:, past:].contiguous())
     output = mixer.step_rule.begin(inputs, None).run(carry.state, keep=False, final=True)
     history = rows[1:, :, columns].permute(1, 2, 0).contiguous()
     return mixer.finish(output.o, row), Carry(history, output.final)
@@ -326,16 +265,19 @@ def _last_index(
     return tuple(to_device(x.flatten(), device) for x in (token, old, place >= 0))
 
 
-def _last_rows(
-    proj: Tensor, mixer: RowMixer, history_NCW: Tensor, documents: Documents | None
-) -> Tensor:
-    """The last W - 1 convolved rows of every sequence, ``[N, C, W - 1]``."""
-    past, rows_sBC = mixer.past, proj[..., mixer.front.layout.conv_columns]
+def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
+    """The last p convolved rows of every sequence, ``[N, C, p]``.
+
+    Args:
+        rows_sBC: the new ones.
+        before_NCp: the last p before them.
+    """
+    past = before_NCp.shape[2]
     if documents is None:
         # Of the new rows only those that may stay are copied.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
-        return torch.cat([history_NCW, tail], dim=2)[..., tail.shape[2] :].contiguous()
-    token, old, fresh = _last_index(documents.lengths, past, proj.device)
-    before = history_NCW.transpose(1, 2).flatten(0, 1).index_select(0, old)
+        return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
+    token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)
+    before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
     last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
     return last.unflatten(0, (-1, past)).transpose(1, 2).contiguous()

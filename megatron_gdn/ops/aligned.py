@@ -12,17 +12,19 @@ rows of a state, V columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .delta_rule.plain import CHUNK, PlainForward, PlainRule
+from .delta_rule.base import in_one_row, in_rows
+from .delta_rule.plain import CHUNK, PlainRule
 from .documents import Documents
 from .front.base import Front, Parameters
-from .rule import RuleOutput, Saved
+from .rule import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
+from .state_maps.state_map import StateMap
 
 STEP = CHUNK
 
@@ -52,19 +54,19 @@ def front_of_step(
     buffer = rows.new_zeros(past + STEP, 1, rows.shape[-1])
     buffer[: len(rows), 0] = rows
     made = front.forward(buffer, parameters, None, only)
-    return type(made)(*(None if x is None else x[:, past : len(rows)] for x in made))
+    return on_tokens(made, lambda x: x[:, past : len(rows)])
 
 
-def rule_of_step(rule: PlainRule, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def rule_of_step(rule: Rule, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output ``[1, n, H, V]`` of a step, and the state after it (exact after a full one).
 
     Args:
+        rule: the plain one, which computes a step of 64 tokens as one chunk.
         inputs: ``[1, n, ...]``.
         state: ``[1, H, K, V]`` before the step; None is zero.
     """
-    n = inputs.k.shape[1]
-    whole = type(inputs)(*(_filled_up(x) for x in inputs))
-    output = PlainRule.begin(rule, whole, None).run(state, keep=False, final=True)
+    n = inputs[0].shape[1]
+    output = rule.begin(on_tokens(inputs, _filled_up), None).run(state, keep=False, final=True)
     assert output.final is not None
     return output.o[:, :n], output.final
 
@@ -121,42 +123,58 @@ def _joined(pieces: list[Any], dim: int) -> Any:
     return kind(*(None if x[0] is None else torch.cat(x, dim) for x in zip(*pieces, strict=True)))
 
 
-class AlignedRule(PlainRule):
-    """The plain rule in steps."""
+class AlignedRule:
+    """A plain rule in steps; its backward and its maps are the plain ones.
+
+    Args:
+        plain: in plain torch, with chunks of 64 tokens; None is the gated delta rule's.
+    """
 
     in_steps = True
+    batch_invariant = True
+    operand_dtype = None
 
-    def begin(self, inputs: Any, documents: Documents | None) -> AlignedForward:
-        return AlignedForward(self, inputs, documents)
+    def __init__(self, plain: Rule | None = None) -> None:
+        self.plain: Rule = PlainRule() if plain is None else plain
+        self.name, self.reads_again = self.plain.name, self.plain.reads_again
+
+    def why_not_heads(self, heads: int) -> str | None:
+        return self.plain.why_not_heads(heads)
+
+    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
+        return AlignedForward(self.plain, inputs, documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+    ) -> RuleBackward:
+        return self.plain.begin_backward(d_o, inputs, saved, documents)
 
 
-class AlignedForward(PlainForward):
-    def __init__(self, rule: AlignedRule, inputs: Any, documents: Documents | None) -> None:
-        super().__init__(inputs, documents)
-        self._aligned, self._documents = rule, documents
+class AlignedForward:
+    def __init__(self, plain: Rule, inputs: Any, documents: Documents | None) -> None:
+        self._plain, self._inputs, self._documents = plain, inputs, documents
+
+    def state_map(self) -> StateMap:
+        return self._plain.begin(self._inputs, self._documents).state_map()
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        # `_inputs` are the rows of the batch, or all documents in one row.
-        inputs, rule = self._inputs, self._aligned
-        lengths, row = self._rule.lengths, 0
-        by_row = self._documents is None
-        output = torch.empty_like(inputs.v)
-        states: list[Tensor | None] = [None] * len(lengths)
-        if initial is not None:
-            states = list(initial.split(1))
-        for number, first, start, end in _steps(lengths):
-            if by_row:
-                row, start, end = number, start - first, end - first
-            step = type(inputs)(*(x[row : row + 1, start:end] for x in inputs))
-            o, states[number] = rule_of_step(rule, step, states[number])
-            output[row, start:end] = o[0]
-        last = None
-        if final:
-            zero = self._rule.zero_state(inputs.k, inputs.v).flatten(1, 2)[:1]
-            last = torch.cat([zero if state is None else state for state in states])
-        return RuleOutput(output.view(*self._rows, *output.shape[2:]), last, Saved())
+        """``keep`` is of no meaning: the plain backward starts from the inputs alone."""
+        batch, tokens = rows = self._inputs[0].shape[:2]
+        inputs = on_tokens(self._inputs, in_one_row)
+        lengths = (tokens,) * batch
+        if self._documents is not None:
+            lengths = tuple(n for n in self._documents.lengths if n)
+        states: list[Any] = [None] * len(lengths) if initial is None else list(initial.split(1))
+        made = []
+        for number, _, start, end in _steps(lengths):
+            step = on_tokens(inputs, lambda x, a=start, b=end: x[:, a:b])
+            o, states[number] = rule_of_step(self._plain, step, states[number])
+            made.append(o)
+        return RuleOutput(
+            in_rows(torch.cat(made, 1), rows), torch.cat(states) if final else None, Saved()
+        )
 
 
 class AlignedNorm:
@@ -177,3 +195,9 @@ class AlignedNorm:
                     one, row.contiguous(), gamma, z, **how
                 )[0, 0]
         return made
+
+
+def by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of ``[S, B, C]``, one token at a time; differentiable."""
+    tokens = x.flatten(0, 1).split(1)
+    return torch.cat([function(token[None]) for token in tokens], 1).view(x.shape)

@@ -169,7 +169,7 @@ def mix(
         proj: ``[S, B, P]`` in the front's layout; any strides of S and B.
         parameters: the front's.
         front: projection rows to the rule's inputs.
-        rule: the recurrence.
+        rule: the recurrence; one in steps (:mod:`.aligned`) takes the front and the norm with it.
         norm: the gated output norm; its gate is the layout's section ``z``. None stops before it,
             for a norm that is a module of its own.
         norm_kernels: :mod:`.gated_norm.norm` or its plain twin.
@@ -191,6 +191,9 @@ def mix(
         # On every rank that shares the sequences, so nobody waits for rows of them.
         z = front.layout.columns("z")
         return mix_no_tokens(*tensors, z=z, heads=heads, with_norm=norm is not None)
+    if getattr(rule, "in_steps", False):
+        front, aligned = AlignedFront(front), AlignedNorm(norm_kernels)
+        norm_kernels = cast(ModuleType, aligned)  # it has the two functions that are called
     if neighbours.history is not None:
         front = ContinuedFront(front, neighbours.history)
     wanted = {*front.cheap, *recompute}
@@ -262,9 +265,6 @@ def gated_delta_mixer(
         )
     front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
     front = GDNFront(sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant)
-    if getattr(rule, "in_steps", False):
-        front, aligned = AlignedFront(front), AlignedNorm(norm_kernels)
-        norm_kernels = cast(ModuleType, aligned)  # it has the two functions that are called
     return mix(
         proj,
         (conv_weight, conv_bias, A_log, dt_bias),

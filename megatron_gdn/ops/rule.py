@@ -16,6 +16,7 @@ Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,11 @@ from torch import Tensor
 
 from .documents import Documents
 from .state_maps.state_map import StateMap
+
+
+def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The inputs of other tokens: ``change`` of every tensor ``[B, S, ...]``; None stays None."""
+    return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
 
 class Saved(NamedTuple):

@@ -93,6 +93,7 @@ def check_generation(
         NotImplementedError: context parallelism.
     """
     from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
+    from ..inference.generating import GeneratingMixer
 
     B, S = tokens.shape
     if not 0 < prompt < S or at_once < 1:
@@ -116,7 +117,7 @@ def check_generation(
     text = tokens[:, prompt:, None]
     gap = (ours[:, :-1].gather(2, text) - theirs[:, :-1].gather(2, text)).abs()
     kl = (theirs.exp() * (theirs - ours)).sum(-1)
-    layers = [m for m in model.modules() if hasattr(m, "carry_shape")]
+    layers = [m for m in model.modules() if isinstance(m, GeneratingMixer)]
     return GenerationGap(
         gap.max().item(), gap.mean().item(), kl.mean().item(), kl.max().item(),
         torch.equal(ours, theirs), layers[0].backend if layers else None,

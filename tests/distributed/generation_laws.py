@@ -3,6 +3,7 @@
 import os
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -18,13 +19,15 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference import roll_back
+from megatron_gdn.inference.context import RequestsContext
 from megatron_gdn.inference.generate import (
     generate,
     next_logits,
     static_context,
     without_sequence_parallel,
 )
-from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec
+from megatron_gdn.inference.layer import pool_for
+from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
 from tests.parallel import make_config, parallel
@@ -55,7 +58,7 @@ def forget_attention_backend() -> None:
         os.environ.pop(name, None)
 
 
-def build_model(pattern="G-*-G-", **changes):
+def build_model(pattern="M-*-G-", **changes):
     forget_attention_backend()
     config = make_config(
         num_layers=len(pattern),
@@ -66,6 +69,10 @@ def build_model(pattern="G-*-G-", **changes):
         attention_dropout=0.0,
         kv_channels=6,
         num_query_groups=2,
+        mamba_num_heads=6,
+        mamba_num_groups=2,
+        mamba_head_dim=4,
+        mamba_state_dim=5,
         **changes,
     )
     model = HybridModel(
@@ -113,7 +120,7 @@ def megatrons_engine_writes_the_likeliest_tokens() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def generates(tp=1, cp=1, sp=False, pattern="G-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
+def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens, and the logits of chunks, steps and a roll-back over a text."""
     with parallel(tp=tp, cp=cp):
         model = build_model(
@@ -149,7 +156,7 @@ def generates(tp=1, cp=1, sp=False, pattern="G-*-G-") -> tuple[torch.Tensor, tor
 def sequence_parallel_prefill(tp=2) -> torch.Tensor:
     """A layer's states do not depend on how the rows of a prefill were cut."""
     with parallel(tp=tp):
-        model = build_model("G-G-", tensor_model_parallel_size=tp, sequence_parallel=True)
+        model = build_model("M-G-", tensor_model_parallel_size=tp, sequence_parallel=True)
         text = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
         whole = static_context(model, 2, 20)
         cut = static_context(model, 2, 20)
@@ -159,6 +166,25 @@ def sequence_parallel_prefill(tp=2) -> torch.Tensor:
             with without_sequence_parallel(model):
                 torch.testing.assert_close(logits, next_logits(model, text, whole))
                 torch.testing.assert_close(steps, next_logits(model, text[:, :2], whole))
+
+
+def requests_move_between_tensor_parallel_sizes(before: int, after: int) -> None:
+    """A request that was saved by some ranks goes on where others run the same model."""
+    text = torch.randint(VOCAB, (1, 14), generator=torch.Generator().manual_seed(1))
+    files, found = [], []
+    for tp, piece in ((before, text[:, :9]), (after, text[:, 9:])):
+        with parallel(tp=tp):
+            model = build_model("M-G-", tensor_model_parallel_size=tp)
+            pool = pool_for(model, slots=2)
+            request = pool.load(files) if files else pool.allocate(tokens=14)
+            with torch.inference_mode():
+                found.append(next_logits(model, piece, RequestsContext(pool, [request])))
+                whole = training_logits(model, text)
+            files = [None] * dist.get_world_size()
+            dist.all_gather_object(files, pool.save(request))
+            files = list(reversed(files[:tp]))  # of one data-parallel rank, in any order
+    bound = 1e-5 * whole.abs().max().item()
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-5, atol=bound)
 
 
 def refusals() -> list[str]:
@@ -184,7 +210,7 @@ def refusals() -> list[str]:
         return found
 
 
-def gap(tp=1, exact=False, pattern="G-*-G-", at_once=1, dtype=torch.float32):
+def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32):
     """How far generation is from training in a text of 72 tokens, past a step of 64."""
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     changes |= EXACT if exact else {}
@@ -208,10 +234,13 @@ def exact_batches() -> None:
         assert torch.equal(found[0][1:2], found[1])
 
 
-def backend_by_name_in_the_exact_mode() -> str:
+def backend_by_name_in_the_exact_mode() -> list[str]:
+    found = []
     with parallel():
-        try:
-            config = make_config(attention_dropout=0.0, **EXACT)
-            build_module(gated_delta_net_spec("local", backend="fla"), config, layer_number=1)
-        except ValueError as error:
-            return str(error)
+        config = make_config(attention_dropout=0.0, mamba_num_heads=8, **EXACT)
+        for make, more in ((gated_delta_net_spec, {}), (mamba2_spec, {"d_model": 24})):
+            try:
+                build_module(make("local", backend="fla"), config, layer_number=1, **more)
+            except ValueError as error:
+                found.append(str(error))
+    return found

@@ -1,4 +1,4 @@
-"""Hybrid models generate: through Megatron's own engine, and at every parallel size.
+"""Hybrid models (M, G and *) generate: through Megatron's own engine, and at every parallel size.
 
 fp32, 1e-5 of the largest logit: some 80 units of rounding for sums of a few hundred terms.
 """
@@ -20,7 +20,7 @@ def test_megatrons_own_engine_generates_what_training_calls_likeliest(pools):
 
 
 def test_a_model_of_recurrent_layers_alone_generates(pools):
-    pools(1).run(laws.generates, pattern="G-G-")
+    pools(1).run(laws.generates, pattern="M-G-")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,11 @@ def test_two_ranks_generate_what_one_generates(pools, alone, tp, cp, sp):
 
 def test_sequence_parallel_prefill_leaves_the_same_states(pools):
     pools(2).run(laws.sequence_parallel_prefill)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_saved_requests_go_on_at_another_tensor_parallel_size(pools, before, after):
+    pools(2).run(laws.requests_move_between_tensor_parallel_sizes, before, after)
 
 
 def test_what_cannot_generate_is_refused_in_words(pools):
@@ -70,4 +75,5 @@ def test_in_batch_invariant_mode_neighbours_change_no_bit(pools):
 
 
 def test_kernels_are_refused_in_batch_invariant_mode(pools):
-    assert "Use 'auto' or 'reference'" in pools(1).run(laws.backend_by_name_in_the_exact_mode)[0]
+    (refused,) = pools(1).run(laws.backend_by_name_in_the_exact_mode)
+    assert len(refused) == 2 and all("Use 'auto' or 'reference'" in words for words in refused)

@@ -6,8 +6,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
-from tests.distributed.mamba_laws import groups_of_megatron
-from tests.distributed.toy_laws import in_a_shared_folder
+from tests.distributed.mixer_laws import groups_of_megatron, in_a_shared_folder
 from tests.examples.spec_laws import _leaves
 from tests.mamba_mixers import LOCAL, D, alone, build, mamba_config, randomise_
 from tests.ops.ssd.oracle import SSDInputs, token_by_token

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.hf import read_hf_config
-from tests.hf.generation_laws import continuations
+from tests.hf.generation_laws import continuations, mamba2_continuations
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +19,12 @@ ROOT = Path(__file__).parents[2]
 )
 def test_greedy_tokens_are_those_of_transformers(pools, hf_folder, name, kind):
     ((ours, theirs, margin),) = pools(1).run(continuations, hf_folder(name), kind)
+    assert margin > 1e-4, "two tokens are as likely; this model tells nothing"
+    assert ours == theirs
+
+
+def test_greedy_tokens_of_a_mamba2_model_are_those_of_transformers(pools):
+    ((ours, theirs, margin),) = pools(1).run(mamba2_continuations)
     assert margin > 1e-4, "two tokens are as likely; this model tells nothing"
     assert ours == theirs
 

@@ -1,62 +1,142 @@
-"""A small mixer between its projections, and the cuts of sequences that laws are tried on.
+"""Small mixers between their projections, and how laws feed them.
 
 Legend: S seq, B batch, P projection width.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor
 
-from megatron_gdn.inference import RowMixer, gdn_rows
-from megatron_gdn.ops.delta_rule.resolve import resolve_rule
+from megatron_gdn.inference import RowMixer, decode, gdn_rows, mamba2_rows, prefill
+from megatron_gdn.mamba2_dims import Mamba2Dims
+from megatron_gdn.ops.aligned import AlignedRule
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.front.mamba2 import Mamba2Front
+from megatron_gdn.ops.gated_norm.grouped import gate_then_norm
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.layout import Layout
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer, mix
+from megatron_gdn.ops.neighbours import Neighbours
+from megatron_gdn.ops.rule import Rule
+from megatron_gdn.ops.ssd.plain import PlainSSD
 
-SIZES = HeadSizes(2, 4, 8, 6)
+DT_LIMIT = (0.05, 1.5)
 TAPS = 4
 
 
-def make_parameters(dtype=torch.float32, bias=True):
+class Parameters(NamedTuple):
+    own: tuple[Tensor, ...]  # of the front
+    norm: GatedNorm
+
+    def to(self, *where: Any) -> "Parameters":
+        gamma, *rest = self.norm
+        return Parameters(tuple(x.to(*where) for x in self.own), GatedNorm(gamma.to(*where), *rest))
+
+
+def documents_of(lengths, device="cpu") -> Documents:
+    return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device(device))
+
+
+def _draw(layout: Layout, gates: int, gamma: int, eps: float, dtype) -> Parameters:
+    """Conv weight and bias, as many gate parameters of the heads, and the norm's."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape, dtype=dtype):
+    def draw(*shape, dtype=torch.float32):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    return {
-        "conv_weight": draw(SIZES.conv_width, 1, TAPS) * 0.5,
-        "conv_bias": draw(SIZES.conv_width) * 0.1 if bias else None,
-        "A_log": draw(SIZES.value_heads, dtype=torch.float32),
-        "dt_bias": draw(SIZES.value_heads, dtype=torch.float32),
-    }, GatedNorm(1 + 0.3 * draw(SIZES.value_dim), 1e-6)
-
-
-def draw_rows(S: int, B: int = 1, dtype=torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(S * 7 + B)
-    return torch.randn(S, B, SIZES.width, generator=generator).to(dtype)
-
-
-def rule_for(dtype):
-    return resolve_rule("reference", device="cpu", dtype=dtype, sizes=SIZES).rule
-
-
-def make_mixer(dtype=torch.float32) -> RowMixer:
-    parameters, norm = make_parameters(dtype)
-    return gdn_rows(
-        draw_rows(1, 1, dtype), **parameters, sizes=SIZES, rule=rule_for(dtype), norm=norm
+    own = (
+        draw(layout.conv_width, 1, TAPS, dtype=dtype) * 0.5,
+        draw(layout.conv_width, dtype=dtype) * 0.1,
+        *(draw(layout.state_heads) for _ in range(gates)),
     )
+    return Parameters(own, GatedNorm(1 + 0.3 * draw(gamma, dtype=dtype), eps))
 
 
-def trained(rows: torch.Tensor, lengths=None) -> torch.Tensor:
-    """What the training path gives for whole sequences."""
-    parameters, norm = make_parameters(rows.dtype)
-    documents = None
-    if lengths is not None:
-        documents = documents_of(lengths)
-    with torch.no_grad():
+@dataclass(frozen=True)
+class Kind:
+    """A mixer that laws are held to."""
+
+    name: str
+    layout: Layout
+    plain: Rule
+    draw: Callable[[torch.dtype], Parameters] = field(repr=False)
+    make: Callable[[Tensor, Parameters, Rule], RowMixer] = field(repr=False)
+    train: Callable[[Tensor, Parameters, Rule, Documents | None], Any] = field(repr=False)
+
+    def rows(self, S: int, B: int = 1, dtype=torch.float32) -> Tensor:
+        generator = torch.Generator().manual_seed(S * 7 + B)
+        return torch.randn(S, B, self.layout.width, generator=generator).to(dtype)
+
+    def _rule(self, aligned: bool) -> Rule:
+        return AlignedRule(self.plain) if aligned else self.plain
+
+    def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
+        return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))
+
+    def trained(self, rows: Tensor, lengths=None, aligned=False) -> Tensor:
+        """What the training path gives for whole sequences."""
+        documents = None if lengths is None else documents_of(lengths)
+        return self.train(rows, self.draw(rows.dtype), self._rule(aligned), documents)
+
+
+def gdn_kind(sizes: HeadSizes) -> Kind:
+    def make(rows, parameters, rule):
+        return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm)
+
+    def train(rows, parameters, rule, documents):
         return gated_delta_mixer(
-            rows, **parameters, sizes=SIZES, rule=rule_for(rows.dtype), norm=norm,
-            documents=documents,
+            rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, documents=documents
+        )
+
+    draw = partial(_draw, sizes.layout, 2, sizes.value_dim, 1e-6)
+    return Kind("gdn", sizes.layout, PlainRule(), draw, make, train)
+
+
+def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int) -> Kind:
+    layout = Mamba2Dims(
+        hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
+        state_dim=state_dim, conv_kernel_dim=TAPS,
+    ).layout  # fmt: skip
+
+    def make(rows, parameters, rule):
+        return mamba2_rows(
+            rows, *parameters.own, layout, rule=rule, norm=parameters.norm, dt_limit=DT_LIMIT
+        )
+
+    def train(rows, parameters, rule, documents):
+        return mix(
+            rows, parameters.own, front=Mamba2Front(layout, DT_LIMIT), rule=rule,
+            norm=parameters.norm, norm_kernels=gate_then_norm(groups, False),
+            neighbours=Neighbours(documents),
         )  # fmt: skip
 
+    draw = partial(_draw, layout, 3, heads * head_dim, 1e-5)
+    return Kind("mamba2", layout, PlainSSD(), draw, make, train)
 
-def documents_of(lengths) -> Documents:
-    return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device("cpu"))
+
+GDN = gdn_kind(HeadSizes(2, 4, 8, 6))
+MAMBA2 = mamba2_kind(heads=4, groups=2, head_dim=6, state_dim=5)
+KINDS = (GDN, MAMBA2)
+
+
+def run_in_parts(mixer: RowMixer, rows: Tensor, parts, carry=None):
+    """Parts are prefilled; those of a negative number of tokens are decoded."""
+    mixed, start = [], 0
+    for part in parts:
+        piece = rows[start : start + abs(part)]
+        if part < 0:
+            if carry is None:
+                carry = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
+            out, after = decode(piece, mixer, carry)
+            carry = after[-1]
+        else:
+            out, carry = prefill(piece, mixer, carry)
+        mixed.append(out)
+        start += abs(part)
+    assert start == len(rows)
+    return torch.cat(mixed), carry

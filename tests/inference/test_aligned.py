@@ -3,33 +3,13 @@
 import pytest
 import torch
 
-from megatron_gdn.inference import decode, gdn_rows, prefill
-from megatron_gdn.ops.aligned import AlignedRule
-from megatron_gdn.ops.mixer import gated_delta_mixer
-from tests.inference.row_mixers import (
-    SIZES,
-    documents_of,
-    draw_rows,
-    make_parameters,
-    rule_for,
-    trained,
-)
+from megatron_gdn.inference import decode, prefill
+from tests.inference.row_mixers import KINDS, documents_of
 
 # No multiple of a vector's width, so that elementwise kernels have ends to treat otherwise.
-assert SIZES.width % 16 and SIZES.conv_width % 32 == 24
+assert all(kind.layout.width % 16 and kind.layout.conv_width % 32 for kind in KINDS)
 
-
-def aligned_mixer(dtype=torch.float32):
-    parameters, norm = make_parameters(dtype)
-    rows = draw_rows(1, 1, dtype)
-    return gdn_rows(rows, **parameters, sizes=SIZES, rule=AlignedRule(), norm=norm)
-
-
-def trained_aligned(rows, documents=None):
-    parameters, norm = make_parameters(rows.dtype)
-    return gated_delta_mixer(
-        rows, **parameters, sizes=SIZES, rule=AlignedRule(), norm=norm, documents=documents
-    )
+pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -38,9 +18,9 @@ def trained_aligned(rows, documents=None):
     [(150,), (1, 149), (63, 1, 86), (64, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)],
     ids=str,
 )
-def test_any_cut_has_the_bits_of_training(parts, dtype):
-    mixer, rows = aligned_mixer(dtype), draw_rows(150, 2, dtype)
-    whole = trained_aligned(rows)
+def test_any_cut_has_the_bits_of_training(kind, parts, dtype):
+    mixer, rows = kind.mixer(dtype, aligned=True), kind.rows(150, 2, dtype)
+    whole = kind.trained(rows, aligned=True)
     carry, at = mixer.shape.zeros(2, dtype, rows.device), 0
     for part in parts:
         piece = rows[at : at + abs(part)]
@@ -54,15 +34,16 @@ def test_any_cut_has_the_bits_of_training(parts, dtype):
     assert at == 150
 
 
-def test_neighbours_and_place_change_no_bit():
-    rows = draw_rows(150, 1)
-    whole = trained_aligned(rows)
+def test_neighbours_and_place_change_no_bit(kind):
+    rows = kind.rows(150, 1)
+    whole = kind.trained(rows, aligned=True)
     lengths = (5, 150, 0, 67)
-    packed = torch.cat([draw_rows(5), rows, draw_rows(67)])
-    documents = documents_of(lengths)
-    assert torch.equal(trained_aligned(packed, documents)[5:155], whole)
-    assert torch.equal(trained_aligned(torch.cat([draw_rows(150, 3), rows], 1))[:, 3:], whole)
-    mixer, carry = aligned_mixer(), None
+    packed = torch.cat([kind.rows(5), rows, kind.rows(67)])
+    assert torch.equal(kind.trained(packed, lengths, aligned=True)[5:155], whole)
+    assert torch.equal(
+        kind.trained(torch.cat([kind.rows(150, 3), rows], 1), aligned=True)[:, 3:], whole
+    )
+    mixer, carry = kind.mixer(aligned=True), None
     given = [0, 0, 0]
     for counts in ((70, 3, 0), (0, 60, 9), (80, 87, 1)):
         pieces = [rows[a : a + n] for a, n in zip(given, counts, strict=True)]
@@ -72,27 +53,25 @@ def test_neighbours_and_place_change_no_bit():
         given = [a + n for a, n in zip(given, counts, strict=True)]
 
 
-def test_it_computes_what_the_plain_mixer_computes_forward_and_backward():
-    rows = draw_rows(130, 2)
-    torch.testing.assert_close(trained_aligned(rows), trained(rows), rtol=1e-5, atol=1e-5)
+def test_it_computes_what_the_plain_mixer_computes_forward_and_backward(kind):
+    rows = kind.rows(130, 2)
+    torch.testing.assert_close(
+        kind.trained(rows, aligned=True), kind.trained(rows), rtol=1e-5, atol=1e-5
+    )
     gradients = []
-    for run in (trained_aligned, trained_with_gradient):
+    for aligned in (True, False):
         leaf = rows.clone().requires_grad_()
-        (run(leaf) * draw_rows(130, 2)[..., : SIZES.value_heads * SIZES.value_dim]).sum().backward()
+        mixed = kind.trained(leaf, aligned=aligned)
+        (mixed * kind.rows(130, 2)[..., : mixed.shape[-1]]).sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def trained_with_gradient(rows):
-    parameters, norm = make_parameters(rows.dtype)
-    return gated_delta_mixer(rows, **parameters, sizes=SIZES, rule=rule_for(rows.dtype), norm=norm)
-
-
-def test_a_sequence_that_goes_on_must_say_where_it_stands():
-    mixer = aligned_mixer()
+def test_a_sequence_that_goes_on_must_say_where_it_stands(kind):
+    mixer = kind.mixer(aligned=True)
     carry = mixer.shape.zeros(2, torch.float32, torch.device("cpu"))
     for stands in (None, [3]):
         with pytest.raises(ValueError, match="give stands="):
-            prefill(draw_rows(4, 2), mixer, carry, stands=stands)
+            prefill(kind.rows(4, 2), mixer, carry, stands=stands)
         with pytest.raises(ValueError, match="give stands="):
-            decode(draw_rows(4, 2), mixer, carry, stands=stands)
+            decode(kind.rows(4, 2), mixer, carry, stands=stands)

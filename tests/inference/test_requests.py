@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_gdn.inference import Carry, CarryShape, Request, RequestPool, decode, prefill
-from tests.inference.row_mixers import draw_rows, make_mixer
+from tests.inference.row_mixers import GDN
 
-MIXER = make_mixer()
+MIXER = GDN.mixer()
 LAYERS = {1: MIXER.shape, 4: CarryShape(6, 2, 3, 5, 7)}  # of two kinds
 
 
@@ -25,7 +25,7 @@ def other_carry(N: int, seed: int) -> Carry:
 
 def give(pool, requests, tokens: int, seed=0):
     """Prefill in layer 1, numbers in layer 4."""
-    rows = draw_rows(tokens, len(requests)) + seed
+    rows = GDN.rows(tokens, len(requests)) + seed
     _, carry = prefill(rows, MIXER, pool.read(1, requests))
     pool.write(1, requests, carry, [tokens] * len(requests))
     pool.write(4, requests, other_carry(len(requests), seed), [tokens] * len(requests))
@@ -85,7 +85,7 @@ def test_roll_back_to_any_accepted_token_is_exact_in_every_layer():
     requests = [pool.allocate() for _ in range(3)]
     give(pool, requests, 6)
     stood = [bits(pool, request) for request in requests]
-    tokens = draw_rows(4, 3)
+    tokens = GDN.rows(4, 3)
     _, after = decode(tokens, MIXER, pool.read(1, requests))
     others = [other_carry(3, seed) for seed in range(4)]
     pool.write(1, requests, after[-1], [4] * 3, after)

@@ -4,29 +4,19 @@ import pytest
 import torch
 
 from megatron_gdn.inference import choose, decode, prefill
-from tests.inference.row_mixers import documents_of, draw_rows, make_mixer, trained
+from tests.inference.row_mixers import KINDS, documents_of, run_in_parts
 
-# fp32 rounds each of some 200 dependent products once; the outputs are of the size of one.
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200)
 
+pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
-def run_in_parts(mixer, rows, parts, carry=None):
-    """Parts are prefilled; those of a negative number of tokens are decoded."""
-    mixed, start = [], 0
-    for part in parts:
-        piece = rows[start : start + abs(part)]
-        if part < 0:
-            if carry is None:
-                carry = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
-            out, after = decode(piece, mixer, carry)
-            carry = after[-1]
-        else:
-            out, carry = prefill(piece, mixer, carry)
-        mixed.append(out)
-        start += abs(part)
-    assert start == len(rows)
-    return torch.cat(mixed), carry
+
+def assert_close(found, expected, what=""):
+    """1e-5 of the largest: fp32 rounds each of some 200 dependent products once."""
+    bound = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=bound, msg=lambda message: f"{what}: {message}"
+    )
 
 
 def cuts(length: int):
@@ -42,33 +32,33 @@ def cuts(length: int):
         yield (1, 1, 1, 2, -1, length - 8, -1, -1)
 
 
-def hold_every_cut(length, some_cuts, B=2):
-    mixer, rows = make_mixer(), draw_rows(length, B)
-    whole = trained(rows)
+def hold_every_cut(kind, length, some_cuts, B=2):
+    mixer, rows = kind.mixer(), kind.rows(length, B)
+    whole = kind.trained(rows)
     _, end = prefill(rows, mixer)
     for parts in some_cuts:
         mixed, carry = run_in_parts(mixer, rows, parts)
-        torch.testing.assert_close(mixed, whole, **CLOSE, msg=lambda m, p=parts: f"{p}: {m}")
-        torch.testing.assert_close(carry.state, end.state, **CLOSE)
+        assert_close(mixed, whole, parts)
+        assert_close(carry.state, end.state, parts)
         assert torch.equal(carry.history, end.history), parts
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_any_cut_gives_what_the_whole_gives(length):
-    hold_every_cut(length, cuts(length))
+def test_any_cut_gives_what_the_whole_gives(kind, length):
+    hold_every_cut(kind, length, cuts(length))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("length", range(1, 201))
-def test_every_split_of_every_length(length):
+def test_every_split_of_every_length(kind, length):
     splits = [(n, length - n) for n in range(1, length)]
-    hold_every_cut(length, [*splits, *((a, -b) for a, b in splits[-8:])], B=1)
+    hold_every_cut(kind, length, [*splits, *((a, -b) for a, b in splits[-8:])], B=1)
 
 
-def test_packed_requests_of_unequal_length_go_on_from_their_own_carries():
-    mixer = make_mixer()
+def test_packed_requests_of_unequal_length_go_on_from_their_own_carries(kind):
+    mixer = kind.mixer()
     first, more = (3, 70, 1, 0, 64, 5), (130, 2, 0, 4, 1, 64)
-    sequences = [draw_rows(a + b, 1)[:, :] for a, b in zip(first, more, strict=True)]
+    sequences = [kind.rows(a + b, 1)[:, :] for a, b in zip(first, more, strict=True)]
     carry, mixed = None, [[] for _ in sequences]
     starts = [0] * len(sequences)
     for lengths in (first, more):
@@ -78,30 +68,30 @@ def test_packed_requests_of_unequal_length_go_on_from_their_own_carries():
             mixed[n].append(piece)
         starts = [a + n for a, n in zip(starts, lengths, strict=True)]
     for n, rows in enumerate(sequences):
-        torch.testing.assert_close(torch.cat(mixed[n]), trained(rows), **CLOSE)
+        assert_close(torch.cat(mixed[n]), kind.trained(rows))
         _, alone = prefill(rows, mixer)
         assert torch.equal(carry.history[n], alone.history[0])
-        torch.testing.assert_close(carry.state[n], alone.state[0], **CLOSE)
-    token = draw_rows(1, len(sequences))
+        assert_close(carry.state[n], alone.state[0])
+    token = kind.rows(1, len(sequences))
     out, _ = decode(token, mixer, carry)
     for n, rows in enumerate(sequences):
-        whole = trained(torch.cat([rows, token[:, n : n + 1]]))
-        torch.testing.assert_close(out[:, n : n + 1], whole[-1:], **CLOSE)
+        whole = kind.trained(torch.cat([rows, token[:, n : n + 1]]))
+        assert_close(out[:, n : n + 1], whole[-1:])
 
 
-def test_a_request_without_tokens_keeps_its_carry():
-    mixer = make_mixer()
-    _, carry = prefill(draw_rows(9, 2), mixer)
-    _, after = prefill(draw_rows(7), mixer, carry, documents_of((0, 7)))
+def test_a_request_without_tokens_keeps_its_carry(kind):
+    mixer = kind.mixer()
+    _, carry = prefill(kind.rows(9, 2), mixer)
+    _, after = prefill(kind.rows(7), mixer, carry, documents_of((0, 7)))
     assert torch.equal(after.state[0], carry.state[0])
     assert torch.equal(after.history[0], carry.history[0])
     assert not torch.equal(after.state[1], carry.state[1])
 
 
-def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactly():
-    mixer = make_mixer()
-    _, carry = prefill(draw_rows(21, 3), mixer)
-    tokens = draw_rows(5, 3)
+def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactly(kind):
+    mixer = kind.mixer()
+    _, carry = prefill(kind.rows(21, 3), mixer)
+    tokens = kind.rows(5, 3)
     mixed, after = decode(tokens, mixer, carry)
     at, alone = carry, []
     for n in range(5):
@@ -116,12 +106,12 @@ def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactl
         assert torch.equal(chosen.history[n], stands.history[n])
 
 
-def test_bf16_rows_carry_fp32_states():
-    mixer, rows = make_mixer(torch.bfloat16), draw_rows(70, 2, torch.bfloat16)
+def test_bf16_rows_carry_fp32_states(kind):
+    mixer, rows = kind.mixer(torch.bfloat16), kind.rows(70, 2, torch.bfloat16)
     mixed, carry = run_in_parts(mixer, rows, (33, 30, -7))
     assert carry.state.dtype == torch.float32 and carry.history.dtype == torch.bfloat16
     # Both round o once before the norm and once after it: two units of 2^-8 of the largest.
-    whole = trained(rows)
+    whole = kind.trained(rows)
     bound = 2 * 2**-8 * whole.abs().max().item()
     torch.testing.assert_close(mixed, whole, rtol=0, atol=bound)
 
@@ -135,19 +125,19 @@ def test_bf16_rows_carry_fp32_states():
         (lambda c: c._replace(history=c.history.double()), "torch.float64"),
     ],
 )
-def test_a_carry_that_does_not_fit_is_refused_in_words(change, words):
-    mixer = make_mixer()
+def test_a_carry_that_does_not_fit_is_refused_in_words(kind, change, words):
+    mixer = kind.mixer()
     carry = change(mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
     for call in (prefill, decode):
         with pytest.raises(ValueError, match=words):
-            call(draw_rows(3, 2), mixer, carry)
+            call(kind.rows(3, 2), mixer, carry)
 
 
-def test_rows_that_do_not_fit_are_refused_in_words():
-    mixer = make_mixer()
+def test_rows_that_do_not_fit_are_refused_in_words(kind):
+    mixer = kind.mixer()
     with pytest.raises(ValueError, match="batch of 1"):
-        prefill(draw_rows(4, 2), mixer, documents=documents_of((2, 2)))
+        prefill(kind.rows(4, 2), mixer, documents=documents_of((2, 2)))
     with pytest.raises(ValueError, match="ends at 3, which does not match the 4"):
-        prefill(draw_rows(4), mixer, documents=documents_of((2, 1)))
+        prefill(kind.rows(4), mixer, documents=documents_of((2, 1)))
     with pytest.raises(ValueError, match="no token"):
-        decode(draw_rows(0, 2), mixer, mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
+        decode(kind.rows(0, 2), mixer, mixer.shape.zeros(2, torch.float32, torch.device("cpu")))

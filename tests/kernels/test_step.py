@@ -7,12 +7,14 @@ but the result is fp32; where that lies between two numbers, the two may round i
 import pytest
 import torch
 
-from megatron_gdn.inference import Carry, decode, gdn_rows
+from megatron_gdn.inference import Carry, decode, gdn_rows, mamba2_rows
 from megatron_gdn.inference.slots import decode_slots
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.mixer import GatedNorm
+from megatron_gdn.ops.ssd.plain import PlainSSD
 from tests.kernels.conftest import INTERPRETED
+from tests.kernels.test_mamba2_kernels import layout_of
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -42,12 +44,17 @@ def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, normalise,
         )
         for kernels in ("torch", "triton")
     }  # fmt: skip
+    hold_a_step_in_slots(made, sizes.width, taps, device, dtype)
+
+
+def hold_a_step_in_slots(made, width, taps, device, dtype):
+    """``made`` are the same mixer over our kernels and in plain torch."""
     shape, slots = made["torch"].shape, torch.tensor([4, 0, 3], device=device)
     memory = Carry(*(torch.randn_like(x) for x in shape.zeros(6, dtype, device)))
     ours = Carry(*(x.clone() for x in memory))
     theirs = Carry(*(x.index_select(0, slots) for x in memory))
     for _ in range(taps + 1):  # until the whole history was written here
-        proj = torch.randn(1, 3, sizes.width).to(device, dtype)
+        proj = torch.randn(1, 3, width).to(device, dtype)
         found = decode_slots(proj, made["triton"], ours, slots)
         plain, (theirs,) = decode(proj, made["torch"], theirs)
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -60,3 +67,34 @@ def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, normalise,
     for slot in (1, 2, 5):
         assert torch.equal(ours.state[slot], memory.state[slot])
         assert torch.equal(ours.history[slot], memory.history[slot])
+
+
+MAMBA2_CASES = [  # heads, groups, head dim, state dim
+    ((4, 2, 6, 8), 4, True, "normed"),
+    ((3, 1, 40, 24), 2, False, "gate alone"),
+    ((2, 2, 16, 16), 5, True, "D of channels"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "taps", "bias", "what"), MAMBA2_CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mamba2s_step_in_slots_is_the_recurrence(device, sizes, taps, bias, what, dtype):
+    torch.manual_seed(1)
+    layout = layout_of(*sizes)
+    H, V, C = sizes[0], sizes[2], layout.conv_width
+    parameters = (
+        torch.randn(C, 1, taps).to(device, dtype) * 0.5,
+        torch.randn(C).to(device, dtype) if bias else None,
+        *(torch.randn(H).to(device) for _ in range(2)),
+        torch.randn(H * V if what == "D of channels" else H).to(device),
+    )
+    gamma = torch.randn(H * V).to(device, dtype)
+    made = {
+        kernels: mamba2_rows(
+            torch.zeros(1, 1, layout.width, dtype=dtype, device=device), *parameters, layout,
+            rule=PlainSSD(), norm=None if what == "gate alone" else GatedNorm(gamma, 1e-5),
+            dt_limit=(0.2, 1.0), kernels=kernels,
+        )
+        for kernels in ("torch", "triton")
+    }  # fmt: skip
+    hold_a_step_in_slots(made, layout.width, taps, device, dtype)

@@ -11,20 +11,31 @@ from megatron_gdn.inference import roll_back
 from megatron_gdn.inference.context import RequestsContext
 from megatron_gdn.inference.layer import pool_for
 from tests.layer.test_layer import build, thd
+from tests.mamba_mixers import mamba_config, whole_mixer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
 
 
-def make(rows=2, tokens=80, most=200):
+of_both = pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+
+
+def build_kind(kind):
     torch.manual_seed(3)
-    layer = build().eval()
-    return layer, torch.randn(tokens, rows, 24), StaticInferenceContext(rows, most)
+    if kind == "gdn":
+        return build().eval()
+    return whole_mixer(mamba_config(), layer_number=1).eval()
+
+
+def make(kind="gdn", rows=2, tokens=80, most=200):
+    layer = build_kind(kind)
+    x = torch.randn(tokens, rows, layer.config.hidden_size)
+    return layer, x, StaticInferenceContext(rows, most)
 
 
 def step(layer, x, context):
     with torch.inference_mode():
-        out, _ = layer(x, None, inference_context=context)
+        out, _ = layer(x, inference_context=context)
     context.increment_sequence_len_offset(len(x))
     return out
 
@@ -33,13 +44,14 @@ def run(layer, x, context, parts):
     return torch.cat([step(layer, piece, context) for piece in x.split(list(parts))])
 
 
+@of_both
 @pytest.mark.parametrize(
     "parts", [(80,), (1, 79), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)]
 )
-def test_prefill_chunks_and_steps_give_the_training_forward(parts):
-    layer, x, context = make()
+def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
+    layer, x, context = make(kind)
     with torch.no_grad():
-        whole, _ = layer(x, None)
+        whole, _ = layer(x)
     torch.testing.assert_close(run(layer, x, context, parts), whole, **CLOSE)
     context.reset()
     torch.testing.assert_close(run(layer, x.flip(1), context, parts), whole.flip(1), **CLOSE)
@@ -57,9 +69,10 @@ def test_a_causal_mask_passes_at_any_offset_and_another_is_refused():
             layer(x[:4], future[..., :4, :4], inference_context=context)
 
 
+@of_both
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4])
-def test_roll_back_in_a_static_context_is_exact(accepted):
-    layer, x, context = make(tokens=30)
+def test_roll_back_in_a_static_context_is_exact(kind, accepted):
+    layer, x, context = make(kind, tokens=30)
     other = StaticInferenceContext(2, 200)
     run(layer, x[:24], context, (20, 4))
     run(layer, x[: 20 + accepted], other, (20, *[1] * accepted))
@@ -73,53 +86,56 @@ def test_roll_back_in_a_static_context_is_exact(accepted):
         roll_back(context, 0)
 
 
-def test_megatrons_own_reordering_of_a_batch_reorders_the_states():
-    layer, x, context = make(tokens=20)
+@of_both
+def test_megatrons_own_reordering_of_a_batch_reorders_the_states(kind):
+    layer, x, context = make(kind, tokens=20)
     step(layer, x[:15], context)
     context.swap_key_value_dict([1, 0])
     swapped = torch.cat([x[:15], x[15:].flip(1)])
     with torch.no_grad():
-        whole, _ = layer(torch.cat([swapped[:15], swapped[15:].flip(1)]), None)
+        whole, _ = layer(torch.cat([swapped[:15], swapped[15:].flip(1)]))
     torch.testing.assert_close(step(layer, x[15:].flip(1), context), whole[15:].flip(1), **CLOSE)
 
 
-def test_micro_batches_of_a_context_keep_apart():
-    layer, x, _ = make(rows=4, tokens=12)
+@of_both
+def test_micro_batches_of_a_context_keep_apart(kind):
+    layer, x, _ = make(kind, rows=4, tokens=12)
     context = StaticInferenceContext(4, 20)
     with torch.no_grad():
-        whole, _ = layer(x, None)
+        whole, _ = layer(x)
     for start, end in ((0, 8), (8, 12)):
         for first in (0, 2):
             context.batch_size_offset = first
             with torch.inference_mode():
-                out, _ = layer(x[start:end, first : first + 2], None, inference_context=context)
+                out, _ = layer(x[start:end, first : first + 2], inference_context=context)
             torch.testing.assert_close(out, whole[start:end, first : first + 2], **CLOSE)
         context.batch_size_offset = 0
         context.increment_sequence_len_offset(end - start)
     assert context.sequence_len_offset == 12
 
 
-def test_requests_of_unequal_length_packed_and_in_rows():
-    layer, x, _ = make(rows=3, tokens=40)
+@of_both
+def test_requests_of_unequal_length_packed_and_in_rows(kind):
+    layer, x, _ = make(kind, rows=3, tokens=40)
     pool = pool_for(layer, slots=4)
     requests = [pool.allocate(tokens=40) for _ in range(3)]
     pool.free(pool.allocate())
     context = RequestsContext(pool, requests, keep_steps=True)
     with torch.no_grad():
-        whole, _ = layer(x, None)
+        whole, _ = layer(x)
     stands, lengths = [0, 0, 0], [(5, 17, 1), (0, 2, 30)]
     with torch.inference_mode():
         for counts in lengths:
             pieces = [x[a : a + n, i] for i, (a, n) in enumerate(zip(stands, counts, strict=True))]
             packed = torch.cat(pieces)[:, None]
-            out, _ = layer(packed, None, packed_seq_params=thd(counts), inference_context=context)
+            out, _ = layer(packed, packed_seq_params=thd(counts), inference_context=context)
             for i, piece in enumerate(out[:, 0].split(list(counts))):
                 expected = whole[stands[i] : stands[i] + counts[i], i]
                 torch.testing.assert_close(piece, expected, **CLOSE)
             stands = [a + n for a, n in zip(stands, counts, strict=True)]
         for accepted in ([1, 3, 2], [3, 0, 1]):  # three tokens at a time, in the second twice
             rows = torch.stack([x[a : a + 3, i] for i, a in enumerate(stands)], dim=1)
-            out, _ = layer(rows, None, inference_context=context)
+            out, _ = layer(rows, inference_context=context)
             for i, a in enumerate(stands):
                 torch.testing.assert_close(out[:, i], whole[a : a + 3, i], **CLOSE)
             pool.roll_back(requests, accepted)
@@ -139,7 +155,7 @@ def states_of(context):
         ({"max_sequence_length": 13}, None, "max_sequence_length=13"),
         ({"batch_size_offset": 1}, None, "made for max_batch_size=2"),
         ({}, lambda layer, x, c: step(layer.double(), x.double(), c), "torch.float64"),
-        ({}, lambda layer, x, c: layer(x, None, inference_context=c), "no backward"),
+        ({}, lambda layer, x, c: layer(x, inference_context=c), "no backward"),
     ],
 )
 def test_what_does_not_fit_a_context_is_refused_and_changes_nothing(change, call, words):
@@ -169,43 +185,48 @@ def test_requests_that_do_not_fit_are_refused():
         step(layer, x[:, :1], context)
     context.requests.append(pool.allocate())
     with torch.inference_mode(), pytest.raises(ValueError, match="3 packed sequences for 2"):
-        layer(x[:, :1], None, packed_seq_params=thd((1, 2, 3)), inference_context=context)
+        layer(x[:, :1], packed_seq_params=thd((1, 2, 3)), inference_context=context)
     padded = thd((2, 4), real_lengths=(1, 4))
     with torch.inference_mode(), pytest.raises(ValueError, match="without padding"):
-        layer(x[:, :1], None, packed_seq_params=padded, inference_context=context)
+        layer(x[:, :1], packed_seq_params=padded, inference_context=context)
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="RequestsContext"):
         layer(
-            x[:, :1], None, packed_seq_params=thd((2, 4)),
+            x[:, :1], packed_seq_params=thd((2, 4)),
             inference_context=StaticInferenceContext(1, 9),
         )  # fmt: skip
     assert not any(t.any() for carry in pool.layers.values() for t in carry)
 
 
-def test_slots_may_be_chosen_on_the_device():
-    layer, x, _ = make(rows=3, tokens=6)
+@of_both
+def test_slots_may_be_chosen_on_the_device(kind):
+    layer, x, _ = make(kind, rows=3, tokens=6)
     pool = pool_for(layer, slots=5)
     requests = [pool.allocate() for _ in range(3)]
     with torch.no_grad():
-        whole, _ = layer(x, None)
-        layer(x[:5], None, inference_context=RequestsContext(pool, requests))
+        whole, _ = layer(x)
+        layer(x[:5], inference_context=RequestsContext(pool, requests))
         others = [[t[3:].clone() for t in carry] for carry in pool.layers.values()]
         context = RequestsContext(pool, slots=torch.tensor([2, 0, 1]))
-        out, _ = layer(x[5:, [2, 0, 1]], None, inference_context=context)
+        out, _ = layer(x[5:, [2, 0, 1]], inference_context=context)
         torch.testing.assert_close(out, whole[5:, [2, 0, 1]], **CLOSE)
         for carry, before in zip(pool.layers.values(), others, strict=True):
             assert all(torch.equal(t[3:], b) for t, b in zip(carry, before, strict=True))
         with pytest.raises(ValueError, match="one token each"):
-            layer(x[:2], None, inference_context=context)
+            layer(x[:2], inference_context=context)
 
 
-def test_the_benchmark_of_decode_steps_runs():
+@pytest.mark.parametrize(
+    ("kind", "heads", "channels"), [("gdn", 8 * 8 * 12, 160), ("mamba2", 8 * 5 * 3, 44)]
+)
+def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
     path = Path(__file__).parents[2] / "benchmarks" / "bench_decode.py"
     spec = importlib.util.spec_from_file_location("bench_decode", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    line = benchmark.measure(build().eval(), batch=2, context=5, chunk=3, repeats=1, rate=1e6)
-    heads, channels = 8 * 8 * 12 * 4, 160 * 3 * 4  # bytes of one sequence
-    assert line["floor_ms"] == pytest.approx(2 * 2 * (heads + channels) / 1e6)
+    layer = build_kind(kind)
+    line = benchmark.measure(layer, batch=2, context=5, chunk=3, repeats=1, rate=1e6)
+    of_sequence = (heads + channels * 3) * 4  # bytes
+    assert line["floor_ms"] == pytest.approx(2 * 2 * of_sequence / 1e6)
     assert line["layer_eager_ms"] > 0 and line["mixer_over_floor"] > 1
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...ops import Documents
 from ...ops.host_tables import cached_by_stream, to_device
-from ...ops.rule import Rule, RuleBackward, RuleForward
+from ...ops.rule import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
 from .map_exchange import Nodes, pack
@@ -193,7 +193,7 @@ class StatesOfPieces:
             maps, last = forward.state_map(), table.last
         else:
             tokens, pieces = table.leavers
-            theirs = type(inputs)(*(x.index_select(1, tokens) for x in inputs))
+            theirs = on_tokens(inputs, lambda x: x.index_select(1, tokens))
             maps, last = rule.begin(theirs, pieces).state_map(), None
         local, through = maps
         return StateMap(_take(local, last, table.leaves), _take(through, last, table.passes))

@@ -100,6 +100,17 @@ def why_not_fla(
 
 
 @cache
+def _needs_tilelang(major: int) -> bool:
+    triton = installed_version("triton")
+    return major == 9 and triton is not None and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
+
+
+def fla_needs_tilelang(device: torch.device) -> bool:
+    """Whether fla's backward of the gates runs in TileLang here, since Triton miscompiles it."""
+    return device.type == "cuda" and _needs_tilelang(torch.cuda.get_device_capability(device)[0])
+
+
+@cache
 def _fla_package(major: int) -> Obstacle | None:
     if find_spec("fla") is None:
         why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
@@ -118,11 +129,7 @@ def _fla_package(major: int) -> Obstacle | None:
     if triton is None:
         why = "flash-linear-attention needs triton, which is not installed"
         return Obstacle(why, ImportError)
-    if (
-        major == 9
-        and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
-        and find_spec("tilelang") is None
-    ):
+    if _needs_tilelang(major) and find_spec("tilelang") is None:
         # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
         why = (
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "

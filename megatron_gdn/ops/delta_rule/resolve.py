@@ -159,6 +159,20 @@ def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadS
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")
 
 
+IN_STEPS = "batch_invariant_mode; in steps of 64 tokens, slower"
+
+
+def why_not_aligned(backend: str) -> str | None:
+    """Why a backend cannot give a token the same bits however it comes; None if it can."""
+    if backend in ("auto", "reference"):
+        return None
+    return (
+        f"backend={backend!r} and config.batch_invariant_mode: which tokens come in one "
+        f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch in "
+        f"steps of 64 tokens, slower), or leave the mode off."
+    )
+
+
 def choose_rule(
     backend: str,
     sizes: HeadSizes,
@@ -179,15 +193,12 @@ def choose_rule(
         ValueError: a kernel is asked for by name and ``aligned`` too; and as `resolve_rule`.
     """
     if aligned:
-        if backend not in ("auto", "reference"):
-            raise ValueError(
-                f"backend={backend!r} and config.batch_invariant_mode: which tokens come in one "
-                f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch in "
-                f"steps of 64 tokens, slower), or leave the mode off."
-            )
+        why = why_not_aligned(backend)
+        if why is not None:
+            raise ValueError(why)
         from ..aligned import AlignedRule
 
-        return Choice(AlignedRule(), "batch_invariant_mode; in steps of 64 tokens, slower")
+        return Choice(AlignedRule(), IN_STEPS)
     return resolve_rule(
         backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
         operands=operands, normalise_qk=normalise_qk,

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
@@ -90,9 +91,15 @@ class GDNFront:
 
 
 def why_not_triton(proj: Tensor, taps: int) -> str | None:
-    if not proj.is_cuda:
-        return f"the Triton kernels run on a GPU, not on {proj.device.type}"
-    if proj.dtype == torch.float64:
+    """Why our Triton kernels cannot run on rows like these; None if they can."""
+    return _why_not_triton(proj.device.type, proj.dtype, taps)
+
+
+@cache
+def _why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
+    if device != "cuda":
+        return f"the Triton kernels run on a GPU, not on {device}"
+    if dtype == torch.float64:
         return "the Triton kernels compute in fp32, not in fp64"
     if not 2 <= taps <= 8:
         return f"the Triton kernels take 2 to 8 conv taps, not {taps}"

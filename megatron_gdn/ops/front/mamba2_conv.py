@@ -24,7 +24,7 @@ from ..layout import Layout
 from .mamba2_conv_kernels import conv_backward_kernel, conv_forward_kernel
 
 
-def _sizes(layout: Layout) -> tuple[int, int, int, int]:
+def sizes_of(layout: Layout) -> tuple[int, int, int, int]:
     """H, G, V and K."""
     of = {section.name: section.width for section in layout.sections}
     return layout.heads("head"), layout.heads("group"), of["x"], of["B"]
@@ -51,7 +51,7 @@ def conv_forward(
         x ``[B, S, H, V]``, B and C ``[B, S, G, K]``, in ``proj``'s dtype.
     """
     S, B, _ = proj.shape
-    H, G, V, K = _sizes(layout)
+    H, G, V, K = sizes_of(layout)
     x = proj.new_empty(B, S, H, V)
     made = x, proj.new_empty(B, S, G, K), proj.new_empty(B, S, G, K)
     tile = within_grid(prepare_forward_tile(S * B, max(K, V)), S, B)
@@ -89,7 +89,7 @@ def conv_backward(
         The gradients of weight and bias.
     """
     S, B, _ = proj.shape
-    H, G, V, K = _sizes(layout)
+    H, G, V, K = sizes_of(layout)
     W, channels = weight.shape[-1], layout.conv_width
     strides = (proj.stride(0), d_proj.stride(0), G * K, H * V)
     tile = within_grid(prepare_backward_tile(S * B, max(K, V)), S, B)

@@ -16,7 +16,7 @@ from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
 
 
 @triton.jit
-def _conv_head(
+def conv_head(
     proj_ptr, weight_ptr, bias_ptr, history_ptr, out_ptr, column, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -58,18 +58,18 @@ def prepare_step_kernel(
     proj_ptr += n * stride_n
     history_ptr += tl.load(slot_ptr + n).to(tl.int64) * ((2 * G * K + H * V) * (W - 1))
     if head < G:
-        _conv_head(
+        conv_head(
             proj_ptr, weight_ptr, bias_ptr, history_ptr, q_ptr + (n * G + head) * K, head * K, eps,
             K, BLOCK_K, W, HAS_BIAS, NORMALISE,
         )  # fmt: skip
     elif head < 2 * G:
-        _conv_head(
+        conv_head(
             proj_ptr, weight_ptr, bias_ptr, history_ptr, k_ptr + (n * G + head - G) * K, head * K,
             eps, K, BLOCK_K, W, HAS_BIAS, NORMALISE,
         )  # fmt: skip
     elif head < 2 * G + H:
         h = head - 2 * G
-        _conv_head(
+        conv_head(
             proj_ptr, weight_ptr, bias_ptr, history_ptr, v_ptr + (n * H + h) * V,
             2 * G * K + h * V, eps, V, BLOCK_V, W, HAS_BIAS, False,
         )  # fmt: skip

@@ -15,6 +15,7 @@ Legend: S seq, B batch, P projection width, H heads, V head dim, C = H V channel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -142,3 +143,14 @@ class GateOnly(GateThenNorm):
     def _of(self, o: Tensor, z_rows: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         assert gamma is None
         return gated(o, z_rows)
+
+
+def gate_then_norm(groups: int | None, triton: bool) -> Any:
+    """The functions over ``groups`` groups, plain or in Triton; None: the gate alone."""
+    if groups is None:
+        return GateOnly()
+    if triton:
+        from .grouped_triton import TritonGateThenNorm
+
+        return TritonGateThenNorm(groups)
+    return GateThenNorm(groups)

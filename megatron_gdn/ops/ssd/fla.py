@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..delta_rule.base import in_one_row, in_rows
 from ..delta_rule.fla_functions import checked_module, why_not_called_so
+from ..delta_rule.obstacles import fla_needs_tilelang
 from ..documents import Documents
 from ..rule import RuleOutput, Saved
 from ..state_maps.state_map import StateMap
@@ -32,12 +33,18 @@ _CALLED = {
         "q", "k", "v", "g", "scale", "initial_state", "output_final_state", "chunk_indices",
         *_SEQUENCES,
     },
-    (_MODULE, "chunk_simple_gla_bwd"): {
-        "q", "k", "v", "g", "g_gamma", "initial_state", "do", "dht", "scale", "chunk_indices",
-        *_SEQUENCES,
+    (_MODULE, "chunk_fwd_h"): {
+        "k", "v", "g", "h0", "output_final_state", "states_in_fp32", *_SEQUENCES,
     },
-    (_MODULE, "chunk_fwd_h"): {"k", "v", "g", "h0", "output_final_state", *_SEQUENCES},
-    (_MODULE, "chunk_bwd_dh"): {"q", "k", "v", "g", "do", "h0", "dht", "scale", *_SEQUENCES},
+    (_MODULE, "chunk_bwd_dh"): {
+        "q", "k", "v", "g", "do", "h0", "dht", "scale", "states_in_fp32", *_SEQUENCES,
+    },
+    (_MODULE, "chunk_bwd_dqkwg"): {
+        "q", "k", "v", "g", "h", "do", "dh", "scale", "chunk_indices", *_SEQUENCES,
+    },
+    (_MODULE, "chunk_bwd_dv"): {
+        "q", "k", "g", "do", "dh", "scale", "chunk_indices", *_SEQUENCES,
+    },
     ("fla.ops.utils.index", "prepare_chunk_indices"): {"cu_seqlens_cpu"},
 }  # fmt: skip
 
@@ -171,10 +178,18 @@ class FlaBackward:
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
         of, inputs, d_o, fla = self._operands, self._inputs, self._d_o, stages()
-        d_q, d_k, d_v, d_g, _ = fla.chunk_simple_gla_bwd(
-            q=of.q, k=of.k, v=of.v, g=self._g_sum, g_gamma=None, initial_state=initial, do=d_o,
-            dht=d_final, scale=1.0, chunk_size=CHUNK, **self._boundaries,
-        )  # fmt: skip
+        # Where the gates' gradient runs in TileLang, that reads states in the operands' dtype, as
+        # fla's forward writes them. chunk_simple_gla_bwd keeps them in fp32 and raises there.
+        sequences = {"cu_seqlens": self._boundaries["cu_seqlens"], "chunk_size": CHUNK}
+        states = {"states_in_fp32": not fla_needs_tilelang(of.q.device), **sequences}
+        h, _ = fla.chunk_fwd_h(
+            k=of.k, v=of.v, g=self._g_sum, h0=initial, output_final_state=False, **states
+        )
+        both = {"q": of.q, "k": of.k, "do": d_o, "g": self._g_sum, "scale": 1.0}
+        d_h, _ = fla.chunk_bwd_dh(v=of.v, h0=initial, dht=d_final, **both, **states)
+        indices = {"chunk_indices": self._boundaries["chunk_indices"], **sequences}
+        d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=of.v, h=h, dh=d_h, **both, **indices)
+        d_v = fla.chunk_bwd_dv(dh=d_h, **both, **indices)
         d_g = fla.chunk_local_cumsum(d_g, chunk_size=CHUNK, reverse=True, **self._boundaries)
         groups = inputs.B.shape[2]
         d_C, d_B = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..aligned import AlignedRule
 from ..delta_rule.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
-from ..delta_rule.resolve import Choice
+from ..delta_rule.resolve import IN_STEPS, Choice, why_not_aligned
 from ..once import say_once
 from .plain import PlainSSD
 
@@ -31,6 +32,7 @@ def resolve_ssd(
     dtype: torch.dtype,
     state_dim: int,
     deterministic: bool = False,
+    aligned: bool = False,
 ) -> Choice:
     """Choose the rule of a Mamba2 mixer, from dtype, device and installed packages alone.
 
@@ -39,15 +41,22 @@ def resolve_ssd(
             ``"auto"``, the first of these that fits. A name is never replaced by another.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: the reference. fla is refused, since it picks its kernels by timing.
+        aligned: training and generation give a token the same bits, see :mod:`..aligned`: the
+            reference in steps.
 
     Raises:
-        ValueError: an unknown name, or one that the dtype, the device or ``deterministic`` rule
-            out.
+        ValueError: an unknown name, or one that the dtype, the device, ``deterministic`` or
+            ``aligned`` rule out.
         ImportError: fla is missing, too old, or known to compute wrong results here.
     """
     if backend not in ("auto", *RULES):
         legal = ", ".join(repr(name) for name in RULES)
         raise ValueError(f"unknown backend {backend!r} of Mamba2; use 'auto' or one of {legal}.")
+    if aligned:
+        why = why_not_aligned(backend)
+        if why is not None:
+            raise ValueError(why)
+        return Choice(AlignedRule(PlainSSD()), IN_STEPS)
     if backend == "reference":
         return Choice(PlainSSD(), "requested")
     if deterministic:

@@ -24,6 +24,7 @@ class StandIn:
     """fla's functions by the plain rule; the summed g is one too large, to see it passed on."""
 
     RCP_LN2 = real.RCP_LN2
+    _narrow = False  # whether the backward wants its states in the operands' dtype
 
     def __getattribute__(self, name):
         found = object.__getattribute__(self, name)
@@ -57,25 +58,41 @@ class StandIn:
         o, last, _ = begun.run(initial_state, final=output_final_state)
         return o, last
 
-    def chunk_fwd_h(self, k, v, g, h0, output_final_state, cu_seqlens=None, **_):
-        assert h0 is None and output_final_state
+    def chunk_fwd_h(self, k, v, g, h0, output_final_state, states_in_fp32=None,
+                    cu_seqlens=None, **_):  # fmt: skip
+        """In place of the states inside, the one before them."""
+        if not output_final_state:
+            assert states_in_fp32 is not self._narrow
+            return h0, None
+        assert h0 is None
         begun = PlainSSD().begin(self._inputs(k, k, v, g), self._documents(cu_seqlens))
         return None, begun.state_map().local
 
-    def chunk_bwd_dh(self, q, k, v, do, h0, dht, scale, g, cu_seqlens=None, **_):
-        assert scale == 1.0 and dht is None
+    def chunk_bwd_dh(self, q, k, v, do, h0, dht, scale, g, states_in_fp32=None, cu_seqlens=None,
+                     **_):  # fmt: skip
+        """In place of the gradients of the states inside, the one after them."""
+        assert scale == 1.0
+        if states_in_fp32 is not None:
+            assert states_in_fp32 is not self._narrow
+            return dht, None
+        assert dht is None
         inputs, documents = self._inputs(q, k, v, g), self._documents(cu_seqlens)
         d_local = PlainSSD().begin_backward(do, inputs, Saved(), documents).d_initial()
         assert d_local.shape == h0.shape
         return None, d_local
 
-    def chunk_simple_gla_bwd(self, q, k, v, g, g_gamma, initial_state, do, dht, scale,
-                             cu_seqlens=None, **_):  # fmt: skip
-        assert scale == 1.0 and g_gamma is None
+    def _backward(self, q, k, v, g, do, h, dh, scale, cu_seqlens):
+        assert scale == 1.0
         inputs, documents = self._inputs(q, k, v, g), self._documents(cu_seqlens)
-        begun = PlainSSD().begin_backward(do, inputs, Saved(), documents)
-        d = begun.run(initial_state, dht)
-        return d.C, d.B, d.x, d.g, None
+        return PlainSSD().begin_backward(do, inputs, Saved(), documents).run(h, dh)
+
+    def chunk_bwd_dqkwg(self, q, k, v, do, h, dh, g, scale, cu_seqlens=None, **_):
+        d = self._backward(q, k, v, g, do, h, dh, scale, cu_seqlens)
+        return d.C, d.B, None, d.g
+
+    def chunk_bwd_dv(self, q, k, do, dh, g, scale, cu_seqlens=None, **_):
+        # Neither v nor the state before has a part in it.
+        return self._backward(q, k, do, g, do, None, dh, scale, cu_seqlens).x
 
 
 @pytest.fixture
@@ -86,7 +103,10 @@ def rule(monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("per_channel_D", [False, True], ids=["D of heads", "D of channels"])
-def test_dt_skip_groups_and_states_go_where_they_belong(rule, packed, per_channel_D):
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "states in bf16"])
+def test_dt_skip_groups_and_states_go_where_they_belong(
+    rule, packed, per_channel_D, narrow, monkeypatch
+):
     lengths = UNEQUAL if packed else (70, 70)
     inputs, d_o = random_inputs(
         sum(lengths) if packed else 70, 1 if packed else 2, torch.float32, per_channel_D
@@ -94,6 +114,8 @@ def test_dt_skip_groups_and_states_go_where_they_belong(rule, packed, per_channe
     documents = documents_of(lengths) if packed else None
     count = len([n for n in lengths if n])
     initial, d_final = torch.randn(2, count, H, K, V, dtype=torch.float64)
+    monkeypatch.setattr(fla_rule, "fla_needs_tilelang", lambda device: narrow)
+    monkeypatch.setattr(StandIn, "_narrow", narrow)
     for first, last in ((None, None), (initial, d_final)):
         o, final, expected, d_initial = oracle(inputs, lengths, d_o, first, last)
         begun = rule.begin(inputs, documents)

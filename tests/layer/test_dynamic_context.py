@@ -1,0 +1,246 @@
+"""Our mixers in Megatron's own DynamicInferenceContext: requests come, decode, leave, return.
+
+The context runs as it is: its slots, buffers, padding and metadata. Only attention's kernels, which
+no CPU has, are not called: the tests feed one recurrent layer.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch import (
+    mamba_state_selective_copy,
+)
+
+from tests.distributed.layer_laws import thd
+from tests.layer.test_layer import build as build_gdn
+from tests.mamba_mixers import mamba_config, whole_mixer
+from tests.parallel import make_config
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+VOCAB = 50
+KINDS = ["gdn", "mamba2"]
+
+
+def make_layer(kind):
+    torch.manual_seed(3)
+    if kind == "gdn":
+        return build_gdn().eval()
+    return whole_mixer(mamba_config(), layer_number=1).eval()
+
+
+def make_context(layer, *, shapes=None, dtype=torch.float32, speculative=0, **more):
+    """For a model of this layer and one of attention, as Megatron's engine makes it."""
+    conv, states = shapes or layer.mamba_state_shapes_per_request()
+    of_states = MambaInferenceStateConfig(
+        layer_type_list=["M", "*"],
+        conv_states_shape=conv,
+        ssm_states_shape=states,
+        conv_states_dtype=torch.float32,
+        ssm_states_dtype=dtype,
+        mamba_chunk_size=layer.chunk_size,
+    )
+    config = InferenceConfig(
+        max_sequence_length=256,
+        buffer_size_gb=0.01,
+        paused_buffer_size_gb=0.001,
+        block_size_tokens=16,
+        max_requests=4,
+        max_tokens=128,
+        unified_memory_level=0,
+        num_speculative_tokens=speculative,
+        mamba_inference_state_config=of_states,
+        **more,
+    )
+    return DynamicInferenceContext(make_config(num_layers=2), config)
+
+
+class Served:
+    """A layer that is fed through a context, and what came out for every token of every request."""
+
+    def __init__(self, layer, context) -> None:
+        self.layer, self.context = layer, context
+        self.embedding = torch.randn(VOCAB, layer.config.hidden_size)
+        self.fed: dict[int, list[int]] = {}
+        self.found: dict[int, list[torch.Tensor]] = {}
+        self._random = torch.Generator().manual_seed(1)
+
+    def tokens(self, *shape):
+        return torch.randint(VOCAB, shape, generator=self._random)
+
+    def request(self, number: int, length: int) -> DynamicInferenceRequest:
+        self.fed[number], self.found[number] = [], []
+        return DynamicInferenceRequest(
+            request_id=number,
+            prompt_tokens=self.tokens(length),
+            sampling_params=SamplingParams(num_tokens_to_generate=40, termination_id=-1),
+        )
+
+    def step(self) -> list[int]:
+        """One forward; the ids of its requests, in their order."""
+        context = self.context
+        context.initialize_attention_state()
+        context.transfer_bookkeeping_to_gpu()
+        ids = context.current_input_and_position_ids()[0][0].long()
+        with torch.inference_mode():
+            out, _ = self.layer(self.embedding[ids][:, None], inference_context=context)
+        assert len(out) == len(ids)
+        requests = context.request_ids[: context.total_request_count].tolist()
+        lengths = context.request_query_lengths[: context.total_request_count].tolist()
+        start = 0
+        for number, length in zip(requests, lengths, strict=True):
+            self.fed[number] += ids[start : start + length].tolist()
+            self.found[number] += out[start : start + length, 0]
+            start += length
+        assert not out[start:].any(), "padding"
+        return requests
+
+    def go_on(self, requests, *, without=()) -> None:
+        """Every request gets a token of ours, or leaves."""
+        stay = torch.tensor([int(number not in without) for number in requests])
+        tokens = self.tokens(len(requests))
+        more = ()
+        if self.context.num_speculative_tokens:
+            more = (self.tokens(self.context.num_speculative_tokens, len(requests)),)
+        self.context.update_requests(stay, tokens, *more)
+
+    def hold(self, *numbers) -> None:
+        """What came out is what the layer gives for the whole sequences."""
+        for number in numbers:
+            with torch.no_grad():
+                whole, _ = self.layer(self.embedding[torch.tensor(self.fed[number])][:, None])
+            found = torch.stack(self.found[number])
+            bound = 1e-5 * whole.abs().max().item()
+            torch.testing.assert_close(found, whole[:, 0], rtol=1e-5, atol=bound)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_all_lengths_come_decode_and_leave(kind):
+    layer = make_layer(kind)
+    served = Served(layer, make_context(layer))
+    context = served.context
+    assert context.mamba_conv_states.shape[2:] == layer.mamba_state_shapes_per_request()[0]
+    context.mamba_conv_states.fill_(7.0)  # what a slot held before is of no meaning
+    context.mamba_ssm_states.fill_(7.0)
+    for number, length in enumerate((5, 71, 1)):
+        context.add_request(served.request(number, length))
+    served.go_on(served.step())
+    served.go_on(served.step())
+    served.go_on(served.step(), without=[1])
+    assert context.is_decode_only()
+    context.add_request(served.request(3, 9))  # beside two that decode, in a slot that was used
+    context.add_request(served.request(4, 2))
+    requests = served.step()
+    assert sorted(requests) == [0, 2, 3, 4]
+    assert context.batch_dimensions.decode_req_count == context.batch_dimensions.prefill_req_count
+    served.go_on(requests)
+    served.step()
+    assert len(served.fed[0]) == 9 and len(served.fed[3]) == 10
+    served.hold(0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_may_come_in_chunks(kind):
+    layer = make_layer(kind)
+    served = Served(layer, make_context(layer, enable_chunked_prefill=True))
+    context = served.context
+    context.add_request(served.request(0, 4))
+    served.go_on(served.step())
+    request = served.request(1, 50)
+    for length in (20, 3, 27):
+        last = length == request.remaining_prompt_length
+        context.chunked_prefill_request_id = -1 if last else request.request_id
+        context.add_request(request, prefill_chunk_length=length)
+        request.remaining_prompt_tokens = request.remaining_prompt_tokens[length:]
+        request.finished_chunk_token_count += length
+        served.go_on(served.step())
+    served.step()
+    assert len(served.fed[1]) == 51 and len(served.fed[0]) == 4 + 4
+    served.hold(0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_speculated_tokens_can_be_taken_back(kind):
+    """Megatron's own function takes the states back to the accepted tokens."""
+    layer = make_layer(kind)
+    served = Served(layer, make_context(layer, speculative=2))
+    context = served.context
+    context.add_request(served.request(0, 6))
+    context.add_request(served.request(1, 11))
+    served.go_on(served.step())
+    served.step()
+    assert [len(fed) for fed in served.fed.values()] == [9, 14]
+    served.hold(0, 1)
+    accepted = torch.tensor([0, 2])  # beside the first, which is never taken back
+    slots = context.mamba_metadata.request_to_mamba_state_idx[:2]
+    for name in ("conv", "ssm"):
+        mamba_state_selective_copy(
+            getattr(context, f"mamba_intermediate_{name}_states"),
+            getattr(context, f"mamba_{name}_states"),
+            torch.zeros(2), slots, accepted, context.num_mamba_layers,
+        )  # fmt: skip
+    conv, states = context.mamba_states_cache(1)
+    token, n = served.tokens(2), len(accepted)
+    with torch.inference_mode():
+        rows, _ = layer.in_proj(served.embedding[token][:, None])
+        mixed = layer.ssm_decode(rows, conv, states, slots)
+        out = layer.out_proj(mixed.transpose(0, 1))[0]
+    for number in range(n):
+        fed = served.fed[number]
+        kept = fed[: len(fed) - 2 + accepted[number]]
+        assert len(kept) == (7, 14)[number]
+        served.fed[number] = [*kept, int(token[number])]
+        served.found[number] = [*served.found[number][: len(kept)], out[0, number]]
+    served.hold(0, 1)
+
+
+def test_windows_hold_the_last_inputs_of_the_convolution():
+    """All W of them, as Megatron's kernels keep them."""
+    layer = make_layer("mamba2")
+    served = Served(layer, make_context(layer))
+    served.context.add_request(served.request(0, 2))
+    served.go_on(served.step())
+    served.step()
+    conv, _ = served.context.mamba_states_cache(1)
+    slot = int(served.context.mamba_metadata.request_to_mamba_state_idx[0])
+    rows, _ = layer.in_proj(served.embedding[torch.tensor(served.fed[0])])
+    expected = torch.zeros_like(conv[slot])
+    expected[:, 1:] = rows[:, layer.layout.conv_columns].T
+    torch.testing.assert_close(conv[slot], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shapes": ((8, 4), (2, 3, 5))}, "holds conv of .* one kind and size"),
+        ({"dtype": torch.bfloat16}, "ssm_states_dtype=torch.float32"),
+        ({"enable_prefix_caching": True, "prefix_caching_mamba_gb": 0.01}, "cached prefixes"),
+    ],
+    ids=["another layer", "narrow states", "prefix caching"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_context_cannot_hold_is_refused_in_words(kind, change, words):
+    layer = make_layer(kind)
+    served = Served(layer, make_context(layer, **change))
+    served.context.add_request(served.request(0, 3))
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        served.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_packing_and_the_aligned_mode_are_refused(kind):
+    layer = make_layer(kind)
+    context = make_context(layer)
+    call = partial(layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context)
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="says itself"):
+        call(packed_seq_params=thd((4,)))
+    layer.aligned = True
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="batch_invariant_mode"):
+        call()
