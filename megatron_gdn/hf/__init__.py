@@ -24,6 +24,7 @@ from .view import SourceRecord, state_dict_to_hf
 
 if TYPE_CHECKING:
     from .drop_in import (
+        ContextParallelTrainerMixin,
         CPAwareGatedDeltaNet,
         PackingCollator,
         PackingLeak,
@@ -48,6 +49,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "CPAwareGatedDeltaNet",
     "CheckpointWeights",
+    "ContextParallelTrainerMixin",
     "Difference",
     "HFModelConfig",
     "PackingCollator",

@@ -6,7 +6,7 @@ V mixed width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,10 @@ class _Runner:
     expected: SimpleNamespace
     stored: dict[str, torch.dtype]
     made: dict[SequenceLayout, MicroBatches] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> _Runner:
+        """For a copy of the model: of the same ranks, whose groups cannot be copied."""
+        return replace(self, stored=dict(self.stored), made={})
 
     def micro_batches(self, layout: SequenceLayout) -> MicroBatches:
         if layout not in self.made:
