@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         context_parallel_share,
         gates_in_fp32,
         packing_leaks,
+        packing_reach,
         patch,
         shard_gates,
     )
@@ -70,6 +71,7 @@ __all__ = [
     "megatron_flags",
     "megatron_state",
     "packing_leaks",
+    "packing_reach",
     "parse_hf_config",
     "patch",
     "read_hf_config",

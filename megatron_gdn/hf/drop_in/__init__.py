@@ -21,7 +21,7 @@ from .batch import ModelBatch
 from .collator import PackingCollator, context_parallel_share
 from .fully_sharded import shard_gates
 from .layer import CPAwareGatedDeltaNet
-from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks
+from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks, packing_reach
 from .loading import gates_in_fp32
 from .patching import Patch, patch
 from .sources import is_indexed_packed_mask
@@ -40,6 +40,7 @@ __all__ = [
     "gates_in_fp32",
     "is_indexed_packed_mask",
     "packing_leaks",
+    "packing_reach",
     "patch",
     "shard_gates",
 ]

@@ -57,7 +57,7 @@ def texts() -> list[dict[str, list[int]]]:
 def summed_loss(model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     labels = batch["shift_labels"]
     told = {k: v for k, v in batch.items() if k not in ("labels", "shift_labels")}
-    logits = model(**told, use_cache=False).logits
+    logits = model(**told, use_cache=False).logits.float()  # as transformers' own loss
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.ge(
         0
     ).sum()
