@@ -38,6 +38,43 @@ def test_a_document_among_others_is_the_document_alone(layer, lengths):
         assert torch.equal(layer(others, cu_seqlens=offsets)[:, start:end], y[:, start:end])
 
 
+class RowByRow(torch.nn.Linear):
+    """A linear whose rows do not meet in one product, whose order of sums the library picks."""
+
+    def forward(self, x):
+        return (x[..., None, :] * self.weight).sum(-1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", [DENSE, NEXT])
+def test_a_packed_document_has_the_bits_of_the_document_alone(fresh, family, recompute):
+    """Output and input gradient, conv, gates, rule and norm: only the linears pick by shape."""
+    model = fresh(family)
+    patch(model, unpacked="fused", recompute_qkv=recompute)
+    layer = model.model.layers[0].linear_attn
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = RowByRow
+    torch.manual_seed(6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for lengths in ((1, 64, 1, 67), (64, 128, 70, 13), (3, 129, 31, 2)):
+            x = torch.randn(1, sum(lengths), 24, requires_grad=True)
+            weight = torch.randn(1, sum(lengths), 24)
+            offsets = torch.tensor((0, *lengths)).cumsum(0)
+            y = layer(x, cu_seqlens=offsets)
+            y.backward(weight)
+            for start, end in zip(offsets, offsets[1:], strict=False):
+                alone = x.detach()[:, start:end].requires_grad_()
+                out = layer(alone)
+                out.backward(weight[:, start:end])
+                assert torch.equal(y[:, start:end], out), (lengths, start)
+                assert torch.equal(x.grad[:, start:end], alone.grad), (lengths, start)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
     torch.manual_seed(7)
     mask = torch.tensor(MASK)

@@ -113,7 +113,11 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
         (lambda: train(**smooth), ValueError, "compute_loss_func with context parallelism"),
         (lambda: train(**unshifted), ValueError, "no shift_labels"),
         (lambda: again(model=copy.deepcopy(MODEL)).train(), ValueError, "hf.patch"),
-        (lambda: again(loss_only=False).predict(documents), NotImplementedError, "its share of the tokens"),
+        (
+            lambda: again(loss_only=False).predict(documents),
+            NotImplementedError,
+            "its share of the tokens",
+        ),
     ):
         try:
             call()
