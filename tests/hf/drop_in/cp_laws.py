@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
+from tests.hf.drop_in.conftest import in_float64
 from tests.hf.tiny_models import build
 from tests.parallel import assert_close
 
@@ -94,9 +95,7 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
 
 def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
     """A model with attention; ``cases`` are (order, mode, lengths or None, source)."""
-    model = build(family).double()
-    if family != "Qwen3_5ForCausalLM":
-        model.set_experts_implementation("eager")  # its fused experts have no float64
+    model = in_float64(build(family))
     for order, mode, lengths, source in cases:
         what = f"{family} {order} {mode} {lengths} {source}"
         known = order in ("zigzag", "zigzag_buffer", "contiguous")
@@ -172,9 +171,9 @@ def padded_rows_and_padding_in_a_row() -> None:
         assert not local[mask[:, mine] == 0].any()
 
 
-def fully_sharded_equals_one_rank() -> None:
+def fully_sharded_equals_one_rank(family: str) -> None:
     """FSDP2 over the context-parallel ranks, the fp32 gates in groups of their own."""
-    model = build("Qwen3_5ForCausalLM")
+    model = build(family)
     one, many = copy.deepcopy(model), copy.deepcopy(model)
     patch(one, unpacked="fused")
     patch(many, mesh(), attention="gathered")

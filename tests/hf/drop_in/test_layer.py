@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import CPAwareGatedDeltaNet, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
 from tests.hf.float64_layer import float64_layer
 from tests.parallel import assert_close
 
@@ -21,7 +21,7 @@ def gradients(module) -> dict[str, torch.Tensor]:
     return {bare(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
 def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
     theirs, ours = fresh(family), fresh(family)
     patch(ours)
@@ -65,9 +65,10 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
         assert_close(name, our_gradients[name], their_gradients[name], 1e-5 + noise)
 
 
-def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh):
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
+def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
     """A model in float64 through the same mixer is the truth: fp32 may err as transformers does."""
-    theirs, ours, truth = fresh(DENSE), fresh(DENSE), fresh(DENSE).double()
+    theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
     for model in (ours, truth):
         patch(model, unpacked="fused")
     tokens = torch.randint(67, (2, 11))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
 from tests.hf.drop_in.test_sources import block_mask
 from tests.parallel import assert_close
 
@@ -106,12 +106,10 @@ def test_a_row_of_nothing_but_padding_is_zero(layer):
 
 
 @pytest.mark.parametrize("source", ["indexed_mask", "packed_seq_ids", "position_ids", "4-D"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
 def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, source):
     """float64, but for transformers' norms and rotations."""
-    model = fresh(family).double()
-    if family != DENSE:
-        model.set_experts_implementation("eager")  # its fused experts have no float64
+    model = in_float64(fresh(family))
     patch(model, unpacked="fused")
     torch.manual_seed(8)
     ids = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 3]])
@@ -127,6 +125,28 @@ def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, sou
     for start, end in ((0, 5), (5, 7), (7, 9)):
         alone = model(tokens[:, start:end], use_cache=False).logits
         assert_close("alone", logits[:, start:end], alone, 1e-5)
+
+
+@pytest.mark.parametrize("family", [VISION, VISION_MOE])
+def test_an_image_goes_through_a_patched_model_alone_and_packed(fresh, family):
+    """fp32; the image is four tokens of the first document."""
+    theirs, ours = fresh(family), fresh(family)
+    patch(ours, unpacked="fused")
+    tokens = torch.randint(50, (1, 11), generator=torch.Generator().manual_seed(1))
+    tokens[:, 2:6] = 60
+    seen = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    for model in (theirs, ours):
+        model.config.image_token_id = 60
+
+    def logits(model, end=11, **told):
+        kinds = (tokens[:, :end] == 60).int()
+        more = {"mm_token_type_ids": kinds, "use_cache": False, **seen, **told}
+        return model(tokens[:, :end], **more).logits
+
+    assert_close("unpacked", logits(ours), logits(theirs), 1e-5)
+    packed = logits(ours, _packed_seq_ids=torch.tensor([[1] * 7 + [2] * 4]))
+    assert_close("first", packed[:, :7], logits(ours, 7), 1e-5)
+    assert_close("second", packed[:, 7:], ours(tokens[:, 7:], use_cache=False).logits, 1e-5)
 
 
 def test_padded_rows_of_documents_go_through_a_model(fresh):
