@@ -5,7 +5,8 @@
 
 One layer, forward and backward over 8192 tokens: as 8 packed documents, and as one sequence.
 transformers takes fla and causal-conv1d where they import; packed, it is given the offsets, and
-without those kernels it refuses them, which is said. The errors are those of the output, the input
+without those kernels it refuses them, which is said. fla is kept from calling FlashQLA, which it
+does where that is installed (FLA_FLASH_QLA=1 lets it). The errors are those of the output, the input
 gradient and the worst parameter gradient against the plain rule in fp32 (float64 on the CPU), as
 root mean squares over that of the truth: both layers are right in the run that times them.
 """
@@ -15,15 +16,18 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import time
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from measure import environment, memory_mib, time_ms, write_lines
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
+os.environ.setdefault("FLA_FLASH_QLA", "0")
+from transformers import Qwen3_5TextConfig  # noqa: E402  which imports fla
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet  # noqa: E402
+
+from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -34,6 +38,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument(
         "--backend", nargs="+", default=["auto"], help="rules of the patched layer, one after one"
+    )
+    parser.add_argument(
+        "--layers", nargs="+", default=["transformers", "patched"], help="of these, which"
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="sizes for a smoke check")
@@ -137,8 +144,8 @@ def main() -> None:
     config, setting = config_of(args), setting_of(device)
     torch.manual_seed(0)
     theirs = Qwen3_5GatedDeltaNet(config, 0).to(device, dtype)
-    layers = {"transformers": (theirs, None)}
-    for backend in args.backend:
+    layers = {"transformers": (theirs, None)} if "transformers" in args.layers else {}
+    for backend in args.backend if "patched" in args.layers else ():
         layers[f"patched, {backend}"] = patched(theirs, config, backend=backend), backend
         recomputing = patched(theirs, config, backend=backend, recompute_qkv=True)
         layers[f"patched, {backend}, recomputing"] = recomputing, backend
