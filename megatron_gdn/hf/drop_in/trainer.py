@@ -132,6 +132,12 @@ class ContextParallelTrainerMixin:
                     f"{name} with context parallelism: it would shift labels inside this rank's "
                     f"share of the sequence. Leave it out; the model's own loss takes shift_labels."
                 )
+        if not self.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"{type(self.model).__name__} tells Trainer that its loss is a mean of what it "
+                f"sees (accepts_loss_kwargs=False), so ranks with different numbers of labels "
+                f"would not add up. Set model.accepts_loss_kwargs = True before the trainer is made."
+            )
         if "shift_labels" not in inputs:
             raise ValueError(
                 f"the batch has {', '.join(inputs)} and no shift_labels; labels cannot be shifted "

@@ -198,3 +198,46 @@ def fully_sharded_equals_one_rank(family: str) -> None:
         assert gradient.dtype == torch.float32
         # A random model magnifies roundings in fp32; the same law in float64 is above.
         assert_close(name, gradient, truth[name], 1e-3)
+
+
+def different_batches_are_refused() -> None:
+    """What a data loader does that deals batches to context-parallel ranks, as Trainer's does."""
+    model = build("Qwen3_5ForCausalLM")
+    patch(model, mesh(), attention="gathered")
+    rank = dist.get_rank()
+    ids = torch.ones(1, 8, dtype=torch.long)
+    for tokens, told, message in (
+        (8, {"cu_seq_lens_q": offsets_of((5 + rank, 11 - rank))}, "cu_seq_lens_q that differ"),
+        (8, {"cu_seq_lens_q": offsets_of((5, 11)[rank:]) if rank else offsets_of((5, 11))},
+         "cu_seq_lens_q that differ"),
+        (8, {"_packed_seq_ids": ids} if rank else {"attention_mask": ids}, "kinds of sources"),
+        (8, {"seq_index": torch.arange(8)} if rank else {}, "kinds of sources"),
+        (8 + 4 * rank, {}, "1 rows of 8, 1 rows of 12 tokens"),
+    ):  # fmt: skip
+        try:
+            model(torch.zeros(1, tokens, dtype=torch.long), **told)
+        except ValueError as error:
+            assert re.search(message, str(error)), error
+        else:
+            raise AssertionError(f"nobody refused: {message}")
+
+
+def padding_beside_offsets() -> None:
+    """A 0/1 mask with offsets: what it leaves out is neither read by conv and rule nor a key."""
+    model = build("Qwen3_5ForCausalLM").double()
+    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    patch(one, unpacked="fused")
+    patch(many, mesh(), attention="gathered")
+    tokens = torch.randint(67, (1, 16), generator=torch.Generator().manual_seed(4))
+    offsets = offsets_of((7, 9))
+    mask = torch.ones(1, 16, dtype=torch.long)
+    mask[0, 7:9] = 0  # before the second document's tokens
+    mask[0, 14:] = 0
+    mine = own_positions("zigzag_buffer", 16)
+    logits = one(tokens, attention_mask=mask, cu_seq_lens_q=offsets).logits
+    told = {"attention_mask": mask[:, mine], "cu_seq_lens_q": offsets}
+    local = many(tokens[:, mine], **told).logits
+    keep = mask[0, mine] > 0
+    assert_close("logits", local[:, keep], logits[:, mine][:, keep], 1e-5)
+    alone = one(tokens[:, 9:14], use_cache=False).logits
+    assert_close("alone", logits[:, 9:14], alone, 1e-5)

@@ -88,10 +88,21 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
         ("zigzag_buffer", {}, {"position_ids": torch.arange(8)[None]}, "neither go on nor start"),
         ("zigzag_buffer", {}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "nothing about the tok"),
         ("zigzag_buffer", {}, {"attention_mask": two_rows}, "packed documents in one row only", 2),
+        ("zigzag_buffer", {}, {"position_ids": torch.zeros(3, 1, 8)}, r"\[4, 1, 8\], text posit"),
+        ("contiguous", {}, {"_packed_seq_ids": torch.tensor([[2, 2, 2, 2, 1, 1, 1, 1]])},
+         "document 1 after document 2"),
         ("contiguous", {"linear_cp_mode": "headwise"}, {"cu_seqlens": torch.tensor([0, 9])},
          "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
+
+
+def test_ranks_that_are_given_different_things_are_told(pools):
+    pools(2).run(laws.different_batches_are_refused)
+
+
+def test_padding_beside_offsets_is_no_key_and_no_state(pools):
+    pools(2).run(laws.padding_beside_offsets)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,17 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
         late.evaluate()
         late.train()
 
+    def a_mean_of_what_it_sees() -> None:
+        late = again()
+        late.model_accepts_loss_kwargs = False
+        late.train()
+
+    def without_the_mixin() -> None:
+        Trainer(
+            copy.deepcopy(trainer.model), copy.copy(trainer.args), train_dataset=documents,
+            data_collator=trainer.data_collator,
+        ).train()  # fmt: skip
+
     class Streamed(IterableDataset):
         def __iter__(self):
             return iter(documents)
@@ -108,6 +119,8 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
         k: v for k, v in trainer.data_collator(rows).items() if k != "shift_labels"
     }}  # fmt: skip
     for call, error, message in (
+        (without_the_mixin, ValueError, "must have shares of one batch"),
+        (a_mean_of_what_it_sees, ValueError, "accepts_loss_kwargs = True"),
         (evaluate_first, RuntimeError, "evaluate.. before train"),
         (lambda: train(dataset=Streamed()), ValueError, "__len__ and __getitem__"),
         (lambda: train(**smooth), ValueError, "compute_loss_func with context parallelism"),
