@@ -24,6 +24,7 @@ from .view import SourceRecord, state_dict_to_hf
 
 if TYPE_CHECKING:
     from .drop_in import (
+        ContextParallelTrainerMixin,
         CPAwareGatedDeltaNet,
         PackingCollator,
         PackingLeak,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         context_parallel_share,
         gates_in_fp32,
         packing_leaks,
+        packing_reach,
         patch,
         shard_gates,
     )
@@ -48,6 +50,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "CPAwareGatedDeltaNet",
     "CheckpointWeights",
+    "ContextParallelTrainerMixin",
     "Difference",
     "HFModelConfig",
     "PackingCollator",
@@ -68,6 +71,7 @@ __all__ = [
     "megatron_flags",
     "megatron_state",
     "packing_leaks",
+    "packing_reach",
     "parse_hf_config",
     "patch",
     "read_hf_config",

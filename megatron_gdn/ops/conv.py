@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .documents import Documents, require_one_row
+from .elementwise import sigmoid, silu
 
 
 def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:
@@ -55,7 +56,7 @@ class _CausalConv(torch.autograd.Function):
         ctx.save_for_backward(x_BTC, weight_CW, bias_C, position_T)
         ctx.activation = activation
         pre_BTC = _CausalConv._pre_activation(x_BTC, weight_CW, bias_C, position_T)
-        return (F.silu(pre_BTC) if activation else pre_BTC).to(x_BTC.dtype)
+        return (silu(pre_BTC) if activation else pre_BTC).to(x_BTC.dtype)
 
     @staticmethod
     @once_differentiable
@@ -65,7 +66,7 @@ class _CausalConv(torch.autograd.Function):
         dpre_BTC = dy_BTC.to(wide)
         if ctx.activation:
             pre_BTC = _CausalConv._pre_activation(x_BTC, weight_CW, bias_C, position_T)
-            sigmoid_BTC = pre_BTC.sigmoid()
+            sigmoid_BTC = sigmoid(pre_BTC)
             dpre_BTC = dpre_BTC * sigmoid_BTC * (1 + pre_BTC * (1 - sigmoid_BTC))
 
         taps = weight_CW.shape[1]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .elementwise import sigmoid, softplus
 
 
 def least_log_decay(dtype: torch.dtype) -> float:
@@ -57,5 +58,5 @@ def decay_and_write_gates(
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
     rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()
-    g_H = -rate_H * F.softplus(alpha_H.to(wide) + dt_bias_H.to(wide))
-    return g_H.clamp(min=least_log_decay(wide)), beta_H.to(wide).sigmoid()
+    g_H = -rate_H * softplus(alpha_H.to(wide) + dt_bias_H.to(wide))
+    return g_H.clamp(min=least_log_decay(wide)), sigmoid(beta_H.to(wide))

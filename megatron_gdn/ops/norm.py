@@ -6,8 +6,9 @@ Legend: ``x_D`` stands for ``[..., D]``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .elementwise import silu
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -61,4 +62,4 @@ def rms_norm_gated(
         ``[..., V]`` in ``x.dtype``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (rms_norm(x.to(wide), weight, eps, zero_centered) * F.silu(z.to(wide))).to(x.dtype)
+    return (rms_norm(x.to(wide), weight, eps, zero_centered) * silu(z.to(wide))).to(x.dtype)

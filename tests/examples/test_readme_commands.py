@@ -26,6 +26,7 @@ INSTALLED = (
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
 FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
+TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
@@ -64,7 +65,13 @@ RUN_BY = {
     ),
     FINETUNE: DROP_IN + "over_two_ranks",
     FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
-    "python3 benchmarks/bench_hf_dropin.py --out results.jsonl": GPU,
+    TRAINER: "tests/hf/drop_in/test_trainer.py"
+    "::test_the_example_trains_and_saves_what_transformers_loads",
+    ".venv/bin/python examples/show_leaks.py docs/leaks.png": (
+        "tests/hf/drop_in/test_leak_picture.py"
+        "::test_the_picture_shows_the_leak_and_that_a_patched_model_has_none"
+    ),
+    "python3 benchmarks/bench_hf_dropin.py --backend fla --out results.jsonl": GPU,
     ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
         "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),

@@ -11,6 +11,7 @@
 | ``attention.py``          | softmax attention over context-parallel ranks                     |
 | ``gates.py``, ``loading`` | ``A_log`` and ``dt_bias`` in fp32, in memory and from files       |
 | ``collator.py``           | packed batches, and a rank's share of one                         |
+| ``trainer.py``            | transformers' ``Trainer`` over context-parallel ranks             |
 | ``leaks.py``              | does a document reach another?                                    |
 
 transformers is imported where a function needs it, and not before.
@@ -20,13 +21,15 @@ from .batch import ModelBatch
 from .collator import PackingCollator, context_parallel_share
 from .fully_sharded import shard_gates
 from .layer import CPAwareGatedDeltaNet
-from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks
+from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks, packing_reach
 from .loading import gates_in_fp32
 from .patching import Patch, patch
 from .sources import is_indexed_packed_mask
+from .trainer import ContextParallelTrainerMixin
 
 __all__ = [
     "CPAwareGatedDeltaNet",
+    "ContextParallelTrainerMixin",
     "Leak",
     "ModelBatch",
     "PackingCollator",
@@ -37,6 +40,7 @@ __all__ = [
     "gates_in_fp32",
     "is_indexed_packed_mask",
     "packing_leaks",
+    "packing_reach",
     "patch",
     "shard_gates",
 ]

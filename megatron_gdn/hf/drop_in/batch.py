@@ -148,6 +148,7 @@ def _resolve_shared(
         ids = (padded != 0).long()
     if ids is None:
         return ModelBatch(place=place.of_documents((tokens * place.size,)))
+    read_mask(ids)  # refuses what one rank would
     local = place.local(ids, everywhere.cu_seqlens)
     keep = None if bool((ids > 0).all()) else to_device(local > 0, device)
     one_each = bool((ids.amax(-1) <= 1).all())
@@ -162,7 +163,8 @@ def _resolve_shared(
     # A stretch of padding is a document of its own: nothing follows from it.
     changes = (ids[0].diff() != 0).nonzero().flatten() + 1
     ends = [0, *changes.tolist(), ids.shape[1]]
-    if everywhere.cu_seqlens is not None:
-        ends = everywhere.cu_seqlens.tolist()
+    if everywhere.cu_seqlens is not None:  # empty documents count for a layout by documents
+        offsets = everywhere.cu_seqlens.tolist()
+        ends = sorted([*offsets, *set(ends).difference(offsets)])
     lengths = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
     return ModelBatch(packed_of(lengths), ids, keep, place=place.of_documents(lengths))

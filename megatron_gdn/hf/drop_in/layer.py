@@ -6,7 +6,7 @@ V mixed width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from ..fp32_contract import HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
 from .families import class_for_config, is_plain_gated_norm, transformers_class
 from .gates import HeldParameter, hold_gates, release_gates, route_to_holder
-from .place import group_of, place_of
+from .place import group_of, place_of, require_agreement
 from .projections import project
 from .sources import Sources
 
@@ -67,6 +67,10 @@ class _Runner:
     expected: SimpleNamespace
     stored: dict[str, torch.dtype]
     made: dict[SequenceLayout, MicroBatches] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> _Runner:
+        """For a copy of the model: of the same ranks, whose groups cannot be copied."""
+        return replace(self, stored=dict(self.stored), made={})
 
     def micro_batches(self, layout: SequenceLayout) -> MicroBatches:
         if layout not in self.made:
@@ -230,12 +234,31 @@ def resolve_call(
     rows, tokens = x_BSH.shape[:2]
     group = group_of(options.cp_mesh)
     if group is None:
+        if seq_index is not None and not torch.equal(
+            _flat(seq_index, tokens), torch.arange(tokens)
+        ):
+            raise ValueError(
+                f"seq_index of shape {tuple(seq_index.shape)} without context-parallel ranks: one "
+                f"rank holds the whole sequence, whose {tokens} tokens must stand in their order."
+            )
         return resolve_batch(sources, rows, tokens, x_BSH.device)
+    if sources.cu_seqlens is not None:
+        offsets = torch.as_tensor(sources.cu_seqlens).detach().to("cpu", torch.int64)
+        sources = sources._replace(cu_seqlens=offsets)
+    require_agreement(sources, x_BSH.shape, seq_index, group, x_BSH.device)
     place = place_of(
         group, SequenceLayout.parse(options.cp_layout), tokens, x_BSH.device, seq_index,
         by_document=sources.cu_seqlens is not None,
     )  # fmt: skip
     return resolve_batch(sources, rows, tokens, x_BSH.device, place)
+
+
+def _flat(seq_index: Tensor, tokens: int) -> Tensor:
+    """int64 on the host, of one row if all are equal."""
+    index = seq_index.detach().to("cpu", torch.int64)
+    if index.dim() == 2 and not bool((index != index[:1]).any()):
+        index = index[0]
+    return index
 
 
 @lru_cache

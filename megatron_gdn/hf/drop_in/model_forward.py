@@ -32,6 +32,14 @@ def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, An
     kwargs.pop("gdn_batch", None)
     cache = kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0 and group_of(options.cp_mesh) is None:
+        told = {"_packed_seq_ids": packed_seq_ids, "seq_index": seq_index,
+                "cu_seq_lens_q": kwargs.get("cu_seq_lens_q")}  # fmt: skip
+        given = [name for name, x in told.items() if x is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
+                f"per row, in order. Leave it out, or pass no past_key_values."
+            )
         return kwargs  # the sequences go on: transformers' own forward
     x = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     if x is None:

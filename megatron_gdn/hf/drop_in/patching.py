@@ -38,12 +38,23 @@ class Patch:
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._hooks: list[Any] = []
         self._attention: list[tuple[Any, str]] = []
-        for text in text_models(model):
-            self._replace(text, options)
-            self._hook(text, options)
-            if attention is not None and options.cp_mesh is not None:
-                self._attention.append((text.config, text.config._attn_implementation))
-                text.config._attn_implementation = attention
+        texts = list(text_models(model))
+        for text in texts:
+            for name, layer in text.named_modules():
+                if isinstance(layer, CPAwareGatedDeltaNet):
+                    raise ValueError(
+                        f"{name} is replaced already; undo the first patch before another one."
+                    )
+        try:
+            for text in texts:
+                self._replace(text, options)
+                self._hook(text, options)
+                if attention is not None and options.cp_mesh is not None:
+                    self._attention.append((text.config, text.config._attn_implementation))
+                    text.config._attn_implementation = attention
+        except Exception:
+            self.undo()
+            raise
 
     def undo(self) -> None:
         """Put transformers' own classes back; parameters stay the same objects.
@@ -78,10 +89,6 @@ class Patch:
         prefix = next(name for name, module in self.model.named_modules() if module is text)
         rounded = []
         for name, module in text.named_modules(prefix=prefix):
-            if isinstance(module, CPAwareGatedDeltaNet):
-                raise ValueError(
-                    f"{name} is replaced already; undo the first patch before another one."
-                )
             if transformers_class(module) is None:
                 continue
             if module.A_log.dtype in (torch.bfloat16, torch.float16):

@@ -9,6 +9,7 @@ Legend: S tokens of the whole sequence, s this rank's share, B batch, H hidden s
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,13 @@ class Place:
     ) -> Sources:
         """The sources of all ranks, on the host; offsets are of all ranks already."""
         mask, ids, offsets, positions = sources
+        if positions is not None and text_positions(positions) is None:
+            raise ValueError(
+                f"position_ids of shape {tuple(positions.shape)} with context parallelism: a "
+                f"vision-language model computes such positions from the tokens that it sees, "
+                f"which are a share. Compute them from the whole sequence and give this rank's "
+                f"columns as [4, {rows}, {tokens}], text positions first."
+            )
         positions = text_positions(positions)
         if offsets is not None:
             positions = None
@@ -158,6 +166,39 @@ def place_of(
             return Place(group, native, positions)
     exchange = RowExchange.of(positions, group, device)
     return Place(group, SequenceLayout.CONTIGUOUS, positions, exchange)
+
+
+def require_agreement(
+    sources: Sources, shape: torch.Size, seq_index: Tensor | None, group: ProcessGroup, device
+) -> None:
+    """Refuse on every rank what differs between ranks: ``shape``, kinds of sources, offsets.
+
+    A data loader that deals batches to all processes gives ranks that share a sequence pieces of
+    different ones. One collective of six numbers.
+
+    Raises:
+        ValueError: on every rank, if anything differs.
+    """
+    kinds = [0 if x is None else x.dim() for x in (*sources, seq_index)]
+    kinds[2] = int(sources.cu_seqlens is not None)  # any shape is told of by its own check
+    offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
+    kind = sum(min(count, 7) << (3 * number) for number, count in enumerate(kinds))
+    own = torch.tensor([shape[0], shape[1], kind, len(offsets), zlib.crc32(offsets)])
+    all_c5 = gather_on_host(own.to(device), group)
+    if bool((all_c5 == all_c5[0]).all()):
+        return
+    sizes = ", ".join(f"{rows} rows of {tokens}" for rows, tokens in all_c5[:, :2].tolist())
+    if bool((all_c5[:, :2] != all_c5[0, :2]).any()):
+        what = f"have {sizes} tokens"
+    elif bool((all_c5[:, 2] != all_c5[0, 2]).any()):
+        what = "were given different kinds of sources (masks, ids, offsets, positions, seq_index)"
+    else:
+        what = "were given cu_seq_lens_q that differ"
+    raise ValueError(
+        f"the {group.size()} context-parallel ranks {what}: they must have shares of one batch. "
+        f"Give all of them the same batches (megatron_gdn.hf.ContextParallelTrainerMixin does in "
+        f"transformers' Trainer) and cut each by context_parallel_share."
+    )
 
 
 def group_of(mesh: object) -> ProcessGroup | None:

@@ -50,11 +50,12 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
 
     Without documents in the other sources, ``position_ids`` are read: a token whose position does
     not follow that of the token before starts a document (the rule by which transformers masks
-    attention). Tokens that a 0/1 ``attention_mask`` leaves out are padding then.
+    attention). Tokens that a 0/1 ``attention_mask`` leaves out are padding, whatever names the
+    documents.
 
     Raises:
         ValueError: a source of the wrong shape; a 4-D mask that is not block-causal; offsets that
-            do not fit the tokens; sources that disagree.
+            do not fit the tokens; sources that disagree; padding inside a document.
     """
     mask = sources.attention_mask
     found: dict[str, Tensor] = {}
@@ -81,6 +82,9 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 f"{first} and {name} put the boundaries of documents in different places: "
                 f"{_short(ids)} and {_short(theirs)}. Give one of them, or make them agree."
             )
+    if mask is not None and mask.dim() == 2 and "attention_mask" not in found:
+        _require_shape("attention_mask", mask, rows, tokens)
+        ids = _without_padding(ids, mask.detach().cpu() == 0)
     if "attention_mask" in found or bool((ids == 0).any()):
         return ids  # what stands at padding, or a mask of other numbers than 0 and 1, matters
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
@@ -96,6 +100,21 @@ def _numbered(ids_BS: Tensor) -> Tensor:
     starts = torch.ones_like(ids_BS, dtype=torch.bool)
     starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     return (starts & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
+
+
+def _without_padding(ids_BS: Tensor, padding_BS: Tensor) -> Tensor:
+    """Ids with 0 at padding, which may stand before and after the tokens of a document."""
+    kept = ids_BS.masked_fill(padding_BS, 0)
+    runs, documents = _numbered(kept), _numbered(ids_BS).masked_fill(kept == 0, 0)
+    for row in range(len(kept)):
+        found = documents[row].unique()
+        if runs[row].max() > len(found[found > 0]):
+            raise ValueError(
+                f"the attention_mask has padding inside a document of row {row}: "
+                f"{_short(ids_BS[row : row + 1])} without it. Padding may stand before, between "
+                f"and after documents."
+            )
+    return kept
 
 
 def _short(ids_BS: Tensor) -> str:

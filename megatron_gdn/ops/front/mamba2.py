@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..documents import Documents
+from ..elementwise import softplus
 from ..gates import largest_A_log, least_log_decay
 from ..layout import Layout
 from ..ssd.base import SSDInputs
@@ -46,7 +46,7 @@ def time_steps(
         dt and g, both ``[..., H]`` in fp32 (fp64 for fp64).
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
-    dt_H = F.softplus(dt_H.to(wide) + dt_bias_H.to(wide))
+    dt_H = softplus(dt_H.to(wide) + dt_bias_H.to(wide))
     if tuple(limit) != UNLIMITED:
         dt_H = dt_H.clamp(*limit)
     rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from ..elementwise import silu
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -81,7 +82,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
 def gated(o: Tensor, z_rows: Tensor) -> Tensor:
     """``o * silu(z)`` as ``[S, B, C]`` in fp32, from ``[B, S, H, V]`` and ``[S, B, C]``."""
     wide = _wide(z_rows)
-    return o.to(wide).flatten(2).transpose(0, 1) * F.silu(z_rows.to(wide))
+    return o.to(wide).flatten(2).transpose(0, 1) * silu(z_rows.to(wide))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,14 @@ from tests.hf.tiny_models import build
 
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 FAMILIES = [NEXT, DENSE, MOE]
+VISION, VISION_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+
+
+def in_float64(model):
+    """The same model in float64, for which fused experts have no code."""
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        model.set_experts_implementation("eager")
+    return model.double()
 
 
 @pytest.fixture(scope="package")

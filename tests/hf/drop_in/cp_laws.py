@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
+from tests.hf.drop_in.conftest import in_float64
 from tests.hf.tiny_models import build
 from tests.parallel import assert_close
 
@@ -94,9 +95,7 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
 
 def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
     """A model with attention; ``cases`` are (order, mode, lengths or None, source)."""
-    model = build(family).double()
-    if family != "Qwen3_5ForCausalLM":
-        model.set_experts_implementation("eager")  # its fused experts have no float64
+    model = in_float64(build(family))
     for order, mode, lengths, source in cases:
         what = f"{family} {order} {mode} {lengths} {source}"
         known = order in ("zigzag", "zigzag_buffer", "contiguous")
@@ -172,9 +171,9 @@ def padded_rows_and_padding_in_a_row() -> None:
         assert not local[mask[:, mine] == 0].any()
 
 
-def fully_sharded_equals_one_rank() -> None:
+def fully_sharded_equals_one_rank(family: str) -> None:
     """FSDP2 over the context-parallel ranks, the fp32 gates in groups of their own."""
-    model = build("Qwen3_5ForCausalLM")
+    model = build(family)
     one, many = copy.deepcopy(model), copy.deepcopy(model)
     patch(one, unpacked="fused")
     patch(many, mesh(), attention="gathered")
@@ -199,3 +198,46 @@ def fully_sharded_equals_one_rank() -> None:
         assert gradient.dtype == torch.float32
         # A random model magnifies roundings in fp32; the same law in float64 is above.
         assert_close(name, gradient, truth[name], 1e-3)
+
+
+def different_batches_are_refused() -> None:
+    """What a data loader does that deals batches to context-parallel ranks, as Trainer's does."""
+    model = build("Qwen3_5ForCausalLM")
+    patch(model, mesh(), attention="gathered")
+    rank = dist.get_rank()
+    ids = torch.ones(1, 8, dtype=torch.long)
+    for tokens, told, message in (
+        (8, {"cu_seq_lens_q": offsets_of((5 + rank, 11 - rank))}, "cu_seq_lens_q that differ"),
+        (8, {"cu_seq_lens_q": offsets_of((5, 11)[rank:]) if rank else offsets_of((5, 11))},
+         "cu_seq_lens_q that differ"),
+        (8, {"_packed_seq_ids": ids} if rank else {"attention_mask": ids}, "kinds of sources"),
+        (8, {"seq_index": torch.arange(8)} if rank else {}, "kinds of sources"),
+        (8 + 4 * rank, {}, "1 rows of 8, 1 rows of 12 tokens"),
+    ):  # fmt: skip
+        try:
+            model(torch.zeros(1, tokens, dtype=torch.long), **told)
+        except ValueError as error:
+            assert re.search(message, str(error)), error
+        else:
+            raise AssertionError(f"nobody refused: {message}")
+
+
+def padding_beside_offsets() -> None:
+    """A 0/1 mask with offsets: what it leaves out is neither read by conv and rule nor a key."""
+    model = build("Qwen3_5ForCausalLM").double()
+    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    patch(one, unpacked="fused")
+    patch(many, mesh(), attention="gathered")
+    tokens = torch.randint(67, (1, 16), generator=torch.Generator().manual_seed(4))
+    offsets = offsets_of((7, 9))
+    mask = torch.ones(1, 16, dtype=torch.long)
+    mask[0, 7:9] = 0  # before the second document's tokens
+    mask[0, 14:] = 0
+    mine = own_positions("zigzag_buffer", 16)
+    logits = one(tokens, attention_mask=mask, cu_seq_lens_q=offsets).logits
+    told = {"attention_mask": mask[:, mine], "cu_seq_lens_q": offsets}
+    local = many(tokens[:, mine], **told).logits
+    keep = mask[0, mine] > 0
+    assert_close("logits", local[:, keep], logits[:, mine][:, keep], 1e-5)
+    alone = one(tokens[:, 9:14], use_cache=False).logits
+    assert_close("alone", logits[:, 9:14], alone, 1e-5)

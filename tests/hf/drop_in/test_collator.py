@@ -25,7 +25,7 @@ def test_documents_are_laid_end_to_end_and_predict_nothing_across():
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
     assert batch["shift_labels"].tolist() == [[6, 7, -100, -100, 10, -100, -100, -100]]
-    assert batch["labels"].tolist() == [[5, 6, 7, 8, 9, 10, -100, -100]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 10, -100, -100]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 8]
     assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == 3
     same = {"cu_seqlens": batch["cu_seq_lens_q"], "position_ids": batch["position_ids"]}

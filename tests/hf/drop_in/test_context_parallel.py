@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.hf.drop_in import cp_laws as laws
+from tests.hf.drop_in.conftest import DENSE, MOE, NEXT, VISION, VISION_MOE
 
 # Documents that no share of 2 or 4 ranks ends with, one of a token, and for cuts by document
 # multiples of 8.
@@ -41,13 +42,27 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
     pools(ranks).run(laws.models_equal_one_rank, "Qwen3_5ForCausalLM", cases)
 
 
-@pytest.mark.parametrize("family", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
-def test_mixture_models_equal_one_rank(pools, family):
+@pytest.mark.parametrize("family", [NEXT, MOE, VISION])
+def test_other_models_equal_one_rank(pools, family):
     cases = [
         ("zigzag_buffer", "auto", None, None),
         ("contiguous", "auto", ANY, "offsets"),
     ]
     pools(2).run(laws.models_equal_one_rank, family, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", [NEXT, DENSE, MOE, VISION, VISION_MOE])
+def test_every_model_in_every_order_equals_one_rank(pools, family, ranks):
+    cases = [
+        (order, mode, lengths, None if lengths is None else "offsets")
+        for order in ("zigzag_buffer", "contiguous", "interleaved")
+        for mode in ("headwise", "chunkwise")
+        for lengths in (None, ANY)
+    ]
+    cases += [("zigzag", mode, CUT, "offsets") for mode in ("headwise", "chunkwise")]
+    pools(ranks).run(laws.models_equal_one_rank, family, cases)
 
 
 def test_padding_is_zero_on_every_rank(pools):
@@ -73,11 +88,27 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
         ("zigzag_buffer", {}, {"position_ids": torch.arange(8)[None]}, "neither go on nor start"),
         ("zigzag_buffer", {}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "nothing about the tok"),
         ("zigzag_buffer", {}, {"attention_mask": two_rows}, "packed documents in one row only", 2),
+        ("zigzag_buffer", {}, {"position_ids": torch.zeros(3, 1, 8)}, r"\[4, 1, 8\], text posit"),
+        ("contiguous", {}, {"_packed_seq_ids": torch.tensor([[2, 2, 2, 2, 1, 1, 1, 1]])},
+         "document 1 after document 2"),
         ("contiguous", {"linear_cp_mode": "headwise"}, {"cu_seqlens": torch.tensor([0, 9])},
          "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
 
 
-def test_a_fully_sharded_model_equals_one_rank(pools):
-    pools(2).run(laws.fully_sharded_equals_one_rank)
+def test_ranks_that_are_given_different_things_are_told(pools):
+    pools(2).run(laws.different_batches_are_refused)
+
+
+def test_padding_beside_offsets_is_no_key_and_no_state(pools):
+    pools(2).run(laws.padding_beside_offsets)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [(DENSE, 2), pytest.param(NEXT, 2, marks=pytest.mark.slow),
+     pytest.param(MOE, 2, marks=pytest.mark.slow), pytest.param(DENSE, 4, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_fully_sharded_model_equals_one_rank(pools, family, ranks):
+    pools(ranks).run(laws.fully_sharded_equals_one_rank, family)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
 from tests.hf.drop_in.test_sources import block_mask
 from tests.parallel import assert_close
 
@@ -36,6 +36,43 @@ def test_a_document_among_others_is_the_document_alone(layer, lengths):
         others = torch.randn_like(x)
         others[:, start:end] = x[:, start:end]
         assert torch.equal(layer(others, cu_seqlens=offsets)[:, start:end], y[:, start:end])
+
+
+class RowByRow(torch.nn.Linear):
+    """A linear whose rows do not meet in one product, whose order of sums the library picks."""
+
+    def forward(self, x):
+        return (x[..., None, :] * self.weight).sum(-1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", [DENSE, NEXT])
+def test_a_packed_document_has_the_bits_of_the_document_alone(fresh, family, recompute):
+    """Output and input gradient, conv, gates, rule and norm: only the linears pick by shape."""
+    model = fresh(family)
+    patch(model, unpacked="fused", recompute_qkv=recompute)
+    layer = model.model.layers[0].linear_attn
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = RowByRow
+    torch.manual_seed(6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for lengths in ((1, 64, 1, 67), (64, 128, 70, 13), (3, 129, 31, 2)):
+            x = torch.randn(1, sum(lengths), 24, requires_grad=True)
+            weight = torch.randn(1, sum(lengths), 24)
+            offsets = torch.tensor((0, *lengths)).cumsum(0)
+            y = layer(x, cu_seqlens=offsets)
+            y.backward(weight)
+            for start, end in zip(offsets, offsets[1:], strict=False):
+                alone = x.detach()[:, start:end].requires_grad_()
+                out = layer(alone)
+                out.backward(weight[:, start:end])
+                assert torch.equal(y[:, start:end], out), (lengths, start)
+                assert torch.equal(x.grad[:, start:end], alone.grad), (lengths, start)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
@@ -69,12 +106,10 @@ def test_a_row_of_nothing_but_padding_is_zero(layer):
 
 
 @pytest.mark.parametrize("source", ["indexed_mask", "packed_seq_ids", "position_ids", "4-D"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
 def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, source):
     """float64, but for transformers' norms and rotations."""
-    model = fresh(family).double()
-    if family != DENSE:
-        model.set_experts_implementation("eager")  # its fused experts have no float64
+    model = in_float64(fresh(family))
     patch(model, unpacked="fused")
     torch.manual_seed(8)
     ids = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 3]])
@@ -90,6 +125,28 @@ def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, sou
     for start, end in ((0, 5), (5, 7), (7, 9)):
         alone = model(tokens[:, start:end], use_cache=False).logits
         assert_close("alone", logits[:, start:end], alone, 1e-5)
+
+
+@pytest.mark.parametrize("family", [VISION, VISION_MOE])
+def test_an_image_goes_through_a_patched_model_alone_and_packed(fresh, family):
+    """fp32; the image is four tokens of the first document."""
+    theirs, ours = fresh(family), fresh(family)
+    patch(ours, unpacked="fused")
+    tokens = torch.randint(50, (1, 11), generator=torch.Generator().manual_seed(1))
+    tokens[:, 2:6] = 60
+    seen = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    for model in (theirs, ours):
+        model.config.image_token_id = 60
+
+    def logits(model, end=11, **told):
+        kinds = (tokens[:, :end] == 60).int()
+        more = {"mm_token_type_ids": kinds, "use_cache": False, **seen, **told}
+        return model(tokens[:, :end], **more).logits
+
+    assert_close("unpacked", logits(ours), logits(theirs), 1e-5)
+    packed = logits(ours, _packed_seq_ids=torch.tensor([[1] * 7 + [2] * 4]))
+    assert_close("first", packed[:, :7], logits(ours, 7), 1e-5)
+    assert_close("second", packed[:, 7:], ours(tokens[:, 7:], use_cache=False).logits, 1e-5)
 
 
 def test_padded_rows_of_documents_go_through_a_model(fresh):

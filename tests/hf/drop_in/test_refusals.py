@@ -1,0 +1,99 @@
+"""What would be lost, ignored or cut wrongly without a word is refused, or kept."""
+
+import pytest
+import torch
+
+from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
+from tests.hf.drop_in.conftest import DENSE
+from tests.hf.drop_in.test_collator import Mesh
+from tests.hf.drop_in.test_sources import read
+
+LENGTHS = torch.tensor([0, 3, 8])
+
+
+def test_a_mask_of_ones_and_zeros_counts_beside_offsets_and_ids():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    ids = torch.tensor([[4, 4, 4, 5, 5, 5, 5, 5]])
+    expected = [[1, 1, 1, 2, 2, 2, 0, 0]]
+    assert read(attention_mask=mask, cu_seqlens=LENGTHS) == expected
+    assert read(attention_mask=mask.bool(), packed_seq_ids=ids) == [[4, 4, 4, 5, 5, 5, 0, 0]]
+    one = read(attention_mask=mask, cu_seqlens=torch.tensor([0, 8]))
+    assert one == [[1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+def test_padding_inside_a_document_is_refused(fresh):
+    model = fresh(DENSE)
+    patch(model)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="padding"):
+        model(torch.randint(67, (1, 8)), attention_mask=mask, cu_seq_lens_q=LENGTHS)
+
+
+def test_seq_index_on_one_rank_is_read(fresh):
+    model = fresh(DENSE)
+    patch(model)
+    tokens = torch.randint(67, (1, 4))
+    straight = model(tokens, seq_index=torch.arange(4)).logits
+    assert torch.equal(straight, model(tokens).logits)
+    with pytest.raises(ValueError, match="one rank holds the whole sequence"):
+        model(tokens, seq_index=torch.tensor([0, 2, 1, 3]))
+
+
+def test_documents_cannot_follow_what_a_cache_holds(fresh):
+    model = fresh(DENSE)
+    patch(model)
+    tokens = torch.randint(67, (1, 4))
+    cache = model(tokens, use_cache=True).past_key_values
+    for more in (
+        {"_packed_seq_ids": torch.tensor([[1, 1, 2, 2]])},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 4])},
+        {"seq_index": torch.arange(4)},
+    ):
+        with pytest.raises(ValueError, match="goes on from a cache"):
+            model(tokens, past_key_values=cache, **more)
+
+
+def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
+    model, before = fresh(DENSE), fresh(DENSE)
+    model.model.layers[2].linear_attn.activation = "gelu"
+    with pytest.raises(ValueError, match="gelu"):
+        patch(model)
+    for ours, theirs in zip(model.modules(), before.modules(), strict=True):
+        assert type(ours) is type(theirs)
+        assert len(ours._forward_pre_hooks) == len(theirs._forward_pre_hooks)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"attention_mask": [1, 1, 0]}, "document 1 has padding"),
+        ({"attention_mask": [1, 1]}, "3 input_ids and 2 attention_mask"),
+        ({"loss_mask": [1, 1, 0]}, "document 1 has 'loss_mask'"),
+    ],
+)
+def test_columns_that_would_be_lost_are_refused(document, message):
+    rows = [{"input_ids": [1]}, {"input_ids": [5, 6, 7], **document}]
+    with pytest.raises(ValueError, match=message):
+        PackingCollator()(rows)
+    PackingCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}])
+
+
+def test_documents_without_a_token_are_refused():
+    with pytest.raises(ValueError, match="no tokens"):
+        PackingCollator()([{"input_ids": []}, {"input_ids": []}])
+
+
+def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
+    batch = PackingCollator(pad_to_multiple_of=4)([{"input_ids": [5, 6, 7, 8, 9]}])
+    more = {
+        "position_ids": torch.arange(8).expand(4, 1, 8),
+        "inputs_embeds": torch.arange(8.0)[None, :, None].expand(1, 8, 3),
+    }
+    share = context_parallel_share(batch | more, Mesh(2, 1), "contiguous")
+    assert share["position_ids"].tolist() == [[[4, 5, 6, 7]]] * 4
+    assert share["inputs_embeds"][0, :, 0].tolist() == [4, 5, 6, 7]
+    for name, x in (("weights", torch.ones(8)), ("attention_mask", torch.ones(1, 1, 8, 8))):
+        with pytest.raises(ValueError, match=f"{name} of shape"):
+            context_parallel_share(batch | {name: x}, Mesh(2, 1), "contiguous")
+    with pytest.raises(ValueError, match="no input_ids"):
+        context_parallel_share({"labels": batch["labels"]}, Mesh(2, 1))
