@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         l2norm,
         torch_chunk_gated_delta_rule,
     )
+    from .packing import set_documents, static_packed_seq_params
     from .padding import pack_rows, seqlens_of_mask, unpack_rows, unpad_data
 
 _HOME = {
@@ -43,6 +44,8 @@ _HOME = {
     "l2norm": "ops",
     "pack_rows": "padding",
     "seqlens_of_mask": "padding",
+    "set_documents": "packing",
+    "static_packed_seq_params": "packing",
     "tensor_a2a_cp2hp": "context_parallel",
     "tensor_a2a_hp2cp": "context_parallel",
     "torch_chunk_gated_delta_rule": "ops",
@@ -66,6 +69,8 @@ __all__ = [
     "l2norm",
     "pack_rows",
     "seqlens_of_mask",
+    "set_documents",
+    "static_packed_seq_params",
     "tensor_a2a_cp2hp",
     "tensor_a2a_hp2cp",
     "torch_chunk_gated_delta_rule",
