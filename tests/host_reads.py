@@ -9,13 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READS = {
-    getattr(torch.Tensor, name)
-    for name in (
-        "tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
-        "nonzero", "is_nonzero", "unique", "unique_consecutive",
-    )
-} | {torch.equal, torch.nonzero, torch.unique, torch.unique_consecutive, torch.allclose}  # fmt: skip
+_METHODS = (
+    "tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
+    "nonzero", "is_nonzero", "unique", "unique_consecutive", "equal", "allclose",
+)  # fmt: skip
+_READS = {getattr(torch.Tensor, name) for name in _METHODS}
+_READS |= {torch.equal, torch.nonzero, torch.unique, torch.unique_consecutive, torch.allclose}
 
 
 class HostRead(AssertionError):

@@ -1,0 +1,148 @@
+"""A layer captured in a CUDA graph, forward and backward, against the same calls without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
+from megatron_gdn.context_parallel import local_indices
+from tests.distributed.layer_laws import build_layer, randomise_, thd
+from tests.parallel import group_of_one, make_config, parallel
+
+# One head configuration, which FlashQLA has compiled for other tests too.
+SIZES = {
+    "hidden_size": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "use_cpu_initialization": False,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+}
+TOKENS, MOST = 4096, 12
+# Of multiples of 16 tokens, so that four ranks can share them in zigzag. A document of 2112 tokens
+# and more is cut into parts.
+SETS = (
+    (4096,),
+    (2048, 2048),
+    (16, 4080),
+    (0, 3000 // 16 * 16, 0, 4096 - 3000 // 16 * 16),
+    (1024,) * 4,
+    (16, 32, 48, 64, 80, 3856),
+    (1280, 0, 0, 0, 0, 1280, 0, 1536),
+    (512,) * 8,
+    (336,) * 11 + (400,),
+    (4080, 16),
+)
+
+
+def offsets_of(lengths: Sequence[int], device="cuda") -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def captured(run: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
+    """``run`` as a CUDA graph; a call replays it and returns copies of what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = run()
+
+    def replay() -> dict[str, torch.Tensor]:
+        graph.replay()
+        return {name: value.clone() for name, value in made.items()}
+
+    return replay
+
+
+class Step:
+    """Forward and backward of one layer on a fixed input."""
+
+    def __init__(self, tokens: int, rows: int, cp: int, group, **changes) -> None:
+        torch.manual_seed(7)
+        options = changes.pop("options", {})
+        config = make_config(context_parallel_size=cp, **{**SIZES, **changes})
+        groups = ProcessGroupCollection(tp=group_of_one(), cp=group)
+        self.layer = build_layer(config, groups, options).cuda()
+        randomise_(self.layer)
+        shape = (2, tokens, rows, config.hidden_size)
+        self.x, self.weight = torch.randn(shape, device="cuda").bfloat16().unbind()
+        self.take(torch.arange(tokens // cp))
+
+    def take(self, mine: torch.Tensor) -> None:
+        """Let the rank hold these tokens, in the buffers that a graph reads."""
+        if not hasattr(self, "leaf"):
+            self.leaf = self.x[mine].clone().requires_grad_()
+            self.d_out = self.weight[mine].clone()
+        with torch.no_grad():
+            self.leaf.copy_(self.x[mine])
+            self.d_out.copy_(self.weight[mine])
+
+    def run(self, packed=None) -> dict[str, torch.Tensor]:
+        out, _ = self.layer(self.leaf, None, packed_seq_params=packed)
+        named = {"dx": self.leaf, **dict(self.layer.named_parameters())}
+        grads = torch.autograd.grad(out, list(named.values()), self.d_out)
+        return {"output": out.detach(), **dict(zip(named, grads, strict=True))}
+
+
+def assert_same(found: dict, expected: dict, what: object) -> None:
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different, f"{what}: other bits in {', '.join(different)}"
+
+
+@contextmanager
+def over_ranks(cp: int):
+    with parallel(cp=cp):
+        yield group_of_one() if cp == 1 else parallel_state.get_context_parallel_group()
+
+
+def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> None:
+    with over_ranks(cp) as group:
+        step = Step(2048, rows, cp, group, **changes)
+        eager = {name: value.clone() for name, value in step.run().items()}
+        replay = captured(step.run)
+        for _ in range(3):
+            assert_same(replay(), eager, "dense")
+        with torch.no_grad():
+            step.leaf.mul_(0.5)  # replays read their inputs anew
+        again = replay()
+        assert_same(again, step.run(), "dense, other input")
+        assert not torch.equal(again["output"], eager["output"])
+
+
+def a_packed_graph_replays_eager_bits(
+    cp: int = 1, layout: str = "zigzag", *, as_ordinary: bool, sets=SETS, **changes
+) -> None:
+    """One graph, ten sets of documents; ``as_ordinary``: with the bits of ordinary documents."""
+    options = {"cp_layout": layout, **changes.pop("options", {})}
+    with over_ranks(cp) as group:
+        step = Step(TOKENS, 1, cp, group, options=options, **changes)
+        packed = static_packed_seq_params(TOKENS, MOST)
+        replay = captured(lambda: step.run(packed))
+        for lengths in sets:
+            mine = local_indices(lengths, cp, group.rank(), SequenceLayout(layout))
+            step.take(mine.cuda())
+            set_documents(packed, offsets_of(lengths))
+            replayed = replay()
+            assert_same(step.run(packed), replayed, f"{lengths} eager and replayed")
+            ordinary = step.run(thd(lengths, "cuda"))
+            if as_ordinary:
+                assert_same(replayed, ordinary, f"{lengths} in buffers and as they come")
+            for name, value in ordinary.items():
+                error = (replayed[name].double() - value.double()).square().mean().sqrt()
+                scale = value.double().square().mean().sqrt()
+                # Two cuts of a sequence are two draws of bf16's errors.
+                assert error <= 2**-6 * scale, (lengths, name, float(error / scale))
+        dist.barrier()
