@@ -28,6 +28,7 @@ from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
+from .graphs import in_layer_graph, refuse_packed
 from .inference.carry import CarryShape
 from .inference.layer import mix_inference
 from .init import device_for, init_projections_, init_shares_of
@@ -110,7 +111,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout or mode, a bad ``A_init_range``.
+            layout or mode, a bad ``A_init_range``; Megatron's CUDA graphs of layers beside hybrid
+            context parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -120,6 +122,7 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
     out_proj: Any
     norm_out_checkpoint: RefilledOutput | None
 
+    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
@@ -153,6 +156,7 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
             )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.in_layer_graph = in_layer_graph(config)
         self.config, self.layer_number = config, layer_number
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
@@ -334,7 +338,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
 
         Raises:
             ValueError: lengths, boundaries or head counts that do not fit.
-            NotImplementedError: a mask that is not causal, a context of another kind.
+            NotImplementedError: a mask that is not causal, a context of another kind, packed
+                documents inside Megatron's CUDA graph of the layer.
             TypeError: a keyword this layer does not know.
         """
         refuse_unsupported(sequence_len_offset, kwargs)
@@ -344,6 +349,8 @@ class GatedDeltaNet(UpstreamNames, MarkedParameters, Fp32Parameters, MegatronMod
         if context is not None:
             mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
             return self.out_proj(mixed_sBV)
+        if packed_seq_params is not None and self.in_layer_graph:
+            refuse_packed(self.config)
         batch = self.micro_batches.of(packed_seq_params, proj_sBP)
         require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
         with span("to_heads"):

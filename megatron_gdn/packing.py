@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,7 +68,8 @@ def resolve_packed_seq_params(
             elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
             document longer than its padded slot.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
-            every micro-batch. Those of :func:`static_packed_seq_params` can be captured.
+            every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
+            be captured.
     """
     if params is None or not _is_packed(params):
         return None
@@ -104,73 +104,13 @@ def resolve_packed_seq_params(
     return documents
 
 
-def static_packed_seq_params(
-    total_tokens: int,
-    max_documents: int,
-    *,
-    max_seqlen: int | None = None,
-    device: torch.device | str = "cuda",
-) -> PackedSeqParams:
-    """Boundaries of packed documents in fixed buffers, which a CUDA graph can be captured with.
-
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
-    there is one document.
-
-    Args:
-        total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
-            micro-batch (make padding at the end a document of its own).
-        max_documents: the most documents of a micro-batch. Kernels run for all of them, and skip
-            the empty ones: a few microseconds per hundred.
-        max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
-            embeddings read on the host; no document may be longer. None is ``total_tokens``.
-        device: where the layers run.
-
-    Returns:
-        ``PackedSeqParams``: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor
-        ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
-
-    Raises:
-        ValueError: no token or no document.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    documents = StaticDocuments(total_tokens, max_documents, device)
-    longest = total_tokens if max_seqlen is None else max_seqlen
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=documents.boundaries, cu_seqlens_kv=documents.boundaries,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
+def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:
+    """Let layers take these documents for those of ``params``."""
     params.__dict__[_STATIC] = documents
-    return params
-
-
-def set_documents(params: PackedSeqParams, cu_seqlens: torch.Tensor | Sequence[int]) -> None:
-    """Give the buffers of :func:`static_packed_seq_params` other boundaries.
-
-    The host waits for nothing if ``cu_seqlens`` is on the GPU or is no tensor. One set of buffers
-    serves one micro-batch in flight: its backward reads them too.
-
-    Args:
-        cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
-            ``total_tokens``, padded ones where documents stand in padded slots.
-
-    Raises:
-        TypeError: ``params`` of another kind.
-        ValueError: too many documents, or offsets that do not fit. Offsets on the GPU are checked
-            there, by an assertion.
-    """
-    documents = static_documents_of(params)
-    if documents is None:
-        raise TypeError(
-            "these packed_seq_params have no fixed buffers; make them with "
-            "megatron_gdn.static_packed_seq_params(total_tokens, max_documents)."
-        )
-    documents.fill(cu_seqlens)
 
 
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
-    """The fixed buffers of these parameters; None if they have none."""
+    """The documents in fixed buffers that ``params`` was given; None if it was given none."""
     return params.__dict__.get(_STATIC)
 
 

@@ -1,16 +1,28 @@
 """Run on every rank: documents in fixed buffers against the same documents as they come."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
+import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.agreement import SWITCH
+from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.packing import static_documents_of
+from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.host_reads import no_host_reads
 from tests.parallel import group_of_one, make_config, parallel
@@ -73,3 +85,41 @@ def buffers_equal_ordinary_documents(cp: int = 1, layout: str = "zigzag", **chan
             assert addresses(documents) == first
             for name, value in expected.items():
                 assert torch.equal(found[name], value), (lengths, name)
+
+
+@contextmanager
+def capturing_by_megatron() -> Iterator[None]:
+    """As in its ``create_cudagraphs``, around warm-up and capture."""
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def static_mask_is_accepted(cp: int) -> None:
+    """The mask that a transformer layer hands to a capture: the same on every rank."""
+    with parallel(cp=cp):
+        config = make_config(
+            context_parallel_size=cp, cuda_graph_impl="transformer_engine", cuda_graph_modules=[]
+        )
+        spec = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=TorchRMSNorm,
+                self_attention=gated_delta_net_spec("local"),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        )
+        whole = build_module(spec, config, layer_number=1)
+        static = whole.get_layer_static_inputs(16, 2)["attention_mask"]
+        assert static.shape == (2, 1, 16 // cp, 16)
+        x, layer = torch.randn(16 // cp, 2, config.hidden_size), whole.self_attention
+        expected = layer(x, None)[0]
+        with capturing_by_megatron():
+            assert torch.equal(layer(x, static)[0], expected)
+        if cp == 1:  # an ordinary causal mask
+            assert torch.equal(layer(x, static)[0], expected)
+        else:  # the zigzag positions of no rank
+            with pytest.raises(NotImplementedError, match="is not a causal mask"):
+                layer(x, static)
