@@ -146,3 +146,62 @@ def a_packed_graph_replays_eager_bits(
                 # Two cuts of a sequence are two draws of bf16's errors.
                 assert error <= 2**-6 * scale, (lengths, name, float(error / scale))
         dist.barrier()
+
+
+def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) -> None:
+    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    from megatron_gdn.local_norm import TorchRMSNorm
+    from megatron_gdn.specs import gated_delta_net_spec
+
+    def build(**changes):
+        config = make_config(context_parallel_size=cp, **SIZES, **changes)
+        spec = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=TorchRMSNorm,
+                self_attention=gated_delta_net_spec("local"),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        )
+        layer = build_module(spec, config, layer_number=1).cuda()
+        fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return DistributedDataParallel(config, fp32, layer)
+
+    def step(model, x, d_out) -> dict[str, torch.Tensor]:
+        model.zero_grad_buffer()
+        leaf = x.clone().requires_grad_()
+        out = model(hidden_states=leaf, attention_mask=None)[0]
+        out.backward(d_out)
+        grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+        return {"output": out.detach().clone(), "dx": leaf.grad, **grads}
+
+    stream = torch.cuda.current_stream()
+    with parallel(cp=cp):
+        model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+        try:
+            eager = build()
+            graphed = build(cuda_graph_impl="local", cuda_graph_modules=list(modules))
+            randomise_(eager)
+            with torch.no_grad():
+                for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
+                    to.copy_(value)
+            for number in range(4):
+                x, d_out = torch.randn(2, 1024 // cp, 2, 256, device="cuda").bfloat16().unbind()
+                expected = step(eager, x, d_out)
+                assert_same(step(graphed, x, d_out), expected, f"{modules}, step {number}")
+                cuda_graphs.create_cudagraphs()
+            assert cuda_graphs._CudagraphGlobalRecord.cudagraph_created
+        finally:
+            cuda_graphs.delete_cuda_graphs()
+            torch.cuda.set_stream(stream)
+            model_parallel_cuda_manual_seed(1, force_reset_rng=True)

@@ -84,3 +84,8 @@ def test_a_first_run_inside_a_capture_says_so():
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             step.run(packed)
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
+def test_megatrons_local_graphs(modules):
+    laws.megatrons_local_graphs_give_eager_bits(modules)
