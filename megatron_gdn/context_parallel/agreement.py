@@ -136,8 +136,9 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
         f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_words(what)}"
         for what, who in ranks.items()
     )
-    on_host = documents is not None and not isinstance(documents, StaticDocuments)
-    own = "" if not on_host else f" This rank was given cu_seqlens={_short(documents)}."
+    own = ""
+    if documents is not None and not isinstance(documents, StaticDocuments):
+        own = f" This rank was given cu_seqlens={_short(documents)}."
     return (
         f"the ranks of a context-parallel group disagree about the micro-batch. {said}.{own} Every "
         f"rank must hold the same number of tokens of the same rows, and be given the same global "

@@ -141,6 +141,7 @@ class AlignedForward(PlainForward):
         # `_inputs` are the rows of the batch, or all documents in one row.
         inputs, rule = self._inputs, self._aligned
         lengths, row = self._rule.lengths, 0
+        assert isinstance(lengths, tuple)  # the front has refused documents in fixed buffers
         by_row = self._documents is None
         output = torch.empty_like(inputs.v)
         states: list[Tensor | None] = [None] * len(lengths)

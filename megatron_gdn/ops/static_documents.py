@@ -94,17 +94,17 @@ class StaticDocuments(Documents):
             ValueError: more than N documents; offsets on the host that do not fit.
             TypeError: as :meth:`Documents.from_cu_seqlens`.
         """
-        on_host = not (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda)
-        if on_host:
-            documents = Documents.from_cu_seqlens(cu_seqlens, self.total_tokens, device="cpu")
-            offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
-        else:
-            offsets = cu_seqlens
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
+            offsets, on_host = cu_seqlens, False
             if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) < 2:
                 raise ValueError(
                     f"cu_seqlens must be a 1-D integer tensor of at least 2 cumulative lengths, "
                     f"got shape {tuple(offsets.shape)} and dtype {offsets.dtype}."
                 )
+        else:
+            documents = Documents.from_cu_seqlens(cu_seqlens, self.total_tokens, device="cpu")
+            offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
+            on_host = True
         given = len(offsets) - 1
         if given > self.max_documents:
             raise ValueError(
@@ -136,7 +136,7 @@ class StaticDocuments(Documents):
 
     def require(self, holds: Tensor, otherwise: str) -> None:
         """Fail with a message if a bool on the device is false; the host waits for nothing."""
-        torch._assert_async(holds, otherwise)
+        torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
     def table[Made: tuple[Tensor, ...]](
         self, key: Any, make: Callable[[StaticDocuments], Made]
@@ -163,8 +163,8 @@ class StaticDocuments(Documents):
             "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known on the "
             "device alone, and the host needs them here. Use backend='auto', 'flash_qla', 'fla' or "
             "'reference' of GatedDeltaNet, on one context-parallel rank or with "
-            "linear_cp_mode='headwise'; or pass ordinary packed_seq_params and leave this layer "
-            "out of the graph."
+            "linear_cp_mode='headwise', and without batch_invariant_mode; or pass ordinary "
+            "packed_seq_params and leave this layer out of the graph."
         )
 
     @property

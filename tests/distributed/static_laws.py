@@ -87,6 +87,21 @@ def buffers_equal_ordinary_documents(cp: int = 1, layout: str = "zigzag", **chan
                 assert torch.equal(found[name], value), (lengths, name)
 
 
+def chunkwise_refuses_buffers() -> None:
+    """Which pieces of documents lie where is planned on the host."""
+    with parallel(cp=2):
+        groups = ProcessGroupCollection(
+            tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
+        )
+        config = make_config(context_parallel_size=2)
+        layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise"})
+        packed = static_packed_seq_params(32, 2, device="cpu")
+        with pytest.raises(NotImplementedError, match="linear_cp_mode='headwise'"):
+            layer(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=packed)
+        auto = build_layer(config, groups, {})
+        auto(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=packed)
+
+
 @contextmanager
 def capturing_by_megatron() -> Iterator[None]:
     """As in its ``create_cudagraphs``, around warm-up and capture."""

@@ -37,3 +37,7 @@ def test_ten_sets_of_documents_in_one_set_of_buffers(pools, changes):
 def test_ten_sets_of_documents_with_their_heads_on_two_ranks(pools, layout):
     options = {"linear_cp_mode": "headwise"}
     pools(2).run(laws.buffers_equal_ordinary_documents, 2, layout, options=options)
+
+
+def test_chunkwise_refuses_buffers_and_auto_takes_headwise(pools):
+    pools(2).run(laws.chunkwise_refuses_buffers)

@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_gdn import GatedDeltaNet, set_documents, static_packed_seq_params
 from megatron_gdn.packing import static_documents_of
 from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.generation_laws import EXACT
 from tests.distributed.layer_laws import thd
 from tests.distributed.static_laws import capturing_by_megatron, static_mask_is_accepted
 from tests.parallel import make_config
@@ -102,10 +103,15 @@ def test_buffers_that_do_not_fit_are_refused():
         static_packed_seq_params(12, 0, device="cpu")
 
 
+@one_rank
 def test_what_the_host_has_to_know_is_refused():
-    documents = static_documents_of(static_packed_seq_params(12, 3, device="cpu"))
+    packed = static_packed_seq_params(12, 3, device="cpu")
     with pytest.raises(NotImplementedError, match="known on the device alone"):
-        _ = documents.lengths
+        _ = static_documents_of(packed).lengths
+    config = make_config(**EXACT)
+    layer = build_module(gated_delta_net_spec("local"), config, layer_number=1)
+    with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
+        layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
 
 
 def test_offsets_on_the_device_are_checked_there():
