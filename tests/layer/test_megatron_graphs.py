@@ -108,7 +108,7 @@ def test_what_the_host_has_to_know_is_refused():
     packed = static_packed_seq_params(12, 3, device="cpu")
     with pytest.raises(NotImplementedError, match="known on the device alone"):
         _ = static_documents_of(packed).lengths
-    config = make_config(**EXACT)
+    config = make_config(**EXACT, attention_dropout=0.0)
     layer = build_module(gated_delta_net_spec("local"), config, layer_number=1)
     with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
         layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
