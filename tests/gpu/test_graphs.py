@@ -39,6 +39,10 @@ def test_ten_sets_of_documents_in_one_graph(name):
     laws.a_packed_graph_replays_eager_bits(as_ordinary=name == "deterministic", **OPTIONS[name])
 
 
+def test_boundaries_filled_inside_the_graph():
+    laws.boundaries_can_be_filled_in_the_graph()
+
+
 @pytest.mark.parametrize("backend", ["fla", "reference"])
 def test_other_backends(backend):
     sets = laws.SETS[::3]
