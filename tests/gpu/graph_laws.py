@@ -169,12 +169,9 @@ def a_packed_graph_replays_eager_bits(
         dist.barrier()
 
 
-def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) -> None:
-    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+def transformer_layer(cp: int = 1, **changes) -> torch.nn.Module:
+    """With our mixer and nothing else in it."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_layer import (
         TransformerLayer,
@@ -184,19 +181,28 @@ def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) 
     from megatron_gdn.local_norm import TorchRMSNorm
     from megatron_gdn.specs import gated_delta_net_spec
 
+    config = make_config(context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes)
+    spec = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchRMSNorm,
+            self_attention=gated_delta_net_spec("local"),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+    return build_module(spec, config, layer_number=1).cuda()
+
+
+def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) -> None:
+    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import cuda_graphs
+
     def build(**changes):
-        config = make_config(context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes)
-        spec = ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=TorchRMSNorm,
-                self_attention=gated_delta_net_spec("local"),
-                self_attn_bda=get_bias_dropout_add,
-            ),
-        )
-        layer = build_module(spec, config, layer_number=1).cuda()
+        layer = transformer_layer(cp, **changes)
         fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return DistributedDataParallel(config, fp32, layer)
+        return DistributedDataParallel(layer.config, fp32, layer)
 
     def step(model, x, d_out) -> dict[str, torch.Tensor]:
         model.zero_grad_buffer()
@@ -226,3 +232,40 @@ def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) 
             cuda_graphs.delete_cuda_graphs()
             torch.cuda.set_stream(stream)
             model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
+    """``cuda_graph_impl="transformer_engine"``: captured as Megatron does it, with its masks."""
+    import transformer_engine.pytorch as te
+    from megatron.core.transformer import cuda_graphs
+
+    with parallel():
+        eager = transformer_layer()
+        graphed = transformer_layer(
+            cuda_graph_impl="transformer_engine", cuda_graph_modules=list(modules)
+        )
+        randomise_(eager)
+        with torch.no_grad():
+            for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
+                to.copy_(value)
+        static = graphed.get_layer_static_inputs(1024, 2)
+        hidden = static.pop("hidden_states")
+        cuda_graphs._set_capture_start()
+        try:
+            made = te.make_graphed_callables(
+                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True
+            )
+        finally:
+            cuda_graphs._set_capture_end()
+        graphed.cuda_graphs = [made[0]]
+
+        def step(layer, x, d_out) -> dict[str, torch.Tensor]:
+            leaf = x.clone().requires_grad_()
+            out = layer(hidden_states=leaf, attention_mask=None)[0]
+            named = {"dx": leaf, **dict(layer.named_parameters())}
+            grads = torch.autograd.grad(out, list(named.values()), d_out)
+            return {"output": out.detach().clone(), **dict(zip(named, grads, strict=True))}
+
+        for number in range(3):
+            x, d_out = torch.randn(2, 1024, 2, 256, device="cuda").bfloat16().unbind()
+            assert_same(step(graphed, x, d_out), step(eager, x, d_out), f"{modules}, {number}")

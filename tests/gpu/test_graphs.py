@@ -93,3 +93,9 @@ def test_a_first_run_inside_a_capture_says_so():
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
 def test_megatrons_local_graphs(modules):
     laws.megatrons_local_graphs_give_eager_bits(modules)
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
+def test_transformer_engines_graphs(modules):
+    pytest.importorskip("transformer_engine")
+    laws.transformer_engines_graph_gives_eager_bits(modules)
