@@ -23,7 +23,8 @@ def static_packed_seq_params(
     """Boundaries of packed documents in fixed buffers, which a CUDA graph can be captured with.
 
     Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
-    there is one document. ``docs/cuda_graphs.md`` has an example.
+    there is one document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an
+    example.
 
     Args:
         total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
@@ -39,9 +40,9 @@ def static_packed_seq_params(
         ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
 
     Raises:
-        ValueError: no token or no document.
+        ValueError: no token, no document, or documents that are too few and short for the tokens.
     """
-    documents = StaticDocuments(total_tokens, max_documents, device)
+    documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
     params = PackedSeqParams(
         qkv_format="thd",
@@ -65,8 +66,8 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
     Raises:
         TypeError: ``params`` of another kind.
-        ValueError: too many documents, or offsets that do not fit. Offsets on the GPU are checked
-            there, by an assertion.
+        ValueError: too many or too long documents, or offsets that do not fit. Offsets on the GPU
+            are checked there, by an assertion.
     """
     documents = static_documents_of(params)
     if documents is None:

@@ -46,36 +46,49 @@ class StaticDocuments(Documents):
         total_tokens: T; the documents of every micro-batch fill the buffer.
         max_documents: N.
         device: where the buffers lie.
+        longest: the most tokens of a document; None is T.
 
     Attributes:
         boundaries: int32 ``[N + 1]``, as :meth:`fill` got them; unused entries are T.
         cu_seqlens: int32 ``[M + 1]``: the boundaries without empty documents, then T.
         plans: what rules and schemes make of the buffers once, by a key of their own.
 
-    Before the first :meth:`fill` there is one document of T tokens.
+    Before the first :meth:`fill` there are as few documents as can be: one of T tokens by default.
     """
 
     boundaries: Tensor
     plans: dict[Any, Any]
 
     def __init__(
-        self, total_tokens: int, max_documents: int, device: torch.device | str = "cpu"
+        self,
+        total_tokens: int,
+        max_documents: int,
+        device: torch.device | str = "cpu",
+        longest: int | None = None,
     ) -> None:
-        if total_tokens < 1 or max_documents < 1:
+        longest = total_tokens if longest is None else longest
+        if min(total_tokens, max_documents, longest) < 1:
             raise ValueError(
-                f"total_tokens={total_tokens} and max_documents={max_documents} must be at least 1."
+                f"total_tokens={total_tokens}, max_documents={max_documents} and the longest "
+                f"document's {longest} tokens must be at least 1."
+            )
+        if max_documents * longest < total_tokens:
+            raise ValueError(
+                f"{max_documents} documents of at most {longest} tokens cannot fill a buffer of "
+                f"{total_tokens}."
             )
         with torch.inference_mode(False):
-            boundaries = torch.full((max_documents + 1,), total_tokens, dtype=torch.int32)
-            boundaries[0] = 0
+            boundaries = torch.arange(max_documents + 1, device="cpu") * longest
+            boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
             boundaries = to_device(boundaries, device)
         # Frozen like its base: it is a key of caches, by identity.
         vars(self).update(
             device=boundaries.device, max_documents=max_documents, boundaries=boundaries, plans={},
-            _tokens=total_tokens, _tables={},
+            longest=longest, _tokens=total_tokens, _tables={},
         )  # fmt: skip
 
     max_documents: int
+    longest: int
     _tokens: int
     _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
 
@@ -103,6 +116,11 @@ class StaticDocuments(Documents):
                 )
         else:
             documents = Documents.from_cu_seqlens(cu_seqlens, self.total_tokens, device="cpu")
+            if max(documents.lengths) > self.longest:
+                raise ValueError(
+                    f"cu_seqlens has a document of {max(documents.lengths)} tokens, and these "
+                    f"buffers were made for {self.longest} at most (max_seqlen)."
+                )
             offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
             on_host = True
         given = len(offsets) - 1
@@ -125,10 +143,12 @@ class StaticDocuments(Documents):
         """
         with torch.inference_mode(False), torch.no_grad():
             if check:
-                rising = (self.boundaries.diff() >= 0).all()
+                length = self.boundaries.diff()
+                fits = ((length >= 0) & (length <= self.longest)).all()
                 self.require(
-                    rising & (self.boundaries[0] == 0) & (self.boundaries[-1] == self.total_tokens),
-                    "cu_seqlens must start at 0, never decrease, and end at the buffer's tokens",
+                    fits & (self.boundaries[0] == 0) & (self.boundaries[-1] == self.total_tokens),
+                    "cu_seqlens must start at 0, never decrease, end at the buffer's tokens, and "
+                    "have no document longer than max_seqlen",
                 )
             for make, tables in self._tables.values():
                 for table, now in zip(tables, make(self), strict=True):

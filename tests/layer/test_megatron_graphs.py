@@ -94,6 +94,11 @@ def test_buffers_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=said):
             set_documents(packed, offsets)
     assert packed.cu_seqlens_q.tolist() == [0, 12, 12, 12]
+    short = static_packed_seq_params(12, 3, max_seqlen=8, device="cpu")
+    assert short.cu_seqlens_q.tolist() == [0, 8, 12, 12] and short.max_seqlen_q == 8
+    set_documents(short, [0, 4, 12])
+    with pytest.raises(ValueError, match="a document of 9 tokens.*for 8 at most"):
+        set_documents(short, [0, 3, 12])
     with pytest.raises(TypeError, match="static_packed_seq_params"):
         set_documents(thd((4, 8)), [0, 12])
     layer = build_module(gated_delta_net_spec("local"), make_config(), layer_number=1)
@@ -101,6 +106,8 @@ def test_buffers_that_do_not_fit_are_refused():
         layer(torch.randn(16, 1, 24), None, packed_seq_params=packed)
     with pytest.raises(ValueError, match="must be at least 1"):
         static_packed_seq_params(12, 0, device="cpu")
+    with pytest.raises(ValueError, match="3 documents of at most 3 tokens cannot fill"):
+        static_packed_seq_params(12, 3, max_seqlen=3, device="cpu")
 
 
 @one_rank
