@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         tensor_a2a_hp2cp,
     )
     from .dims import GDNDims
+    from .graphs import set_documents, static_packed_seq_params
     from .layer import GatedDeltaNet, GatedDeltaNetSubmodules
     from .mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
     from .ops import (
@@ -43,6 +44,8 @@ _HOME = {
     "l2norm": "ops",
     "pack_rows": "padding",
     "seqlens_of_mask": "padding",
+    "set_documents": "graphs",
+    "static_packed_seq_params": "graphs",
     "tensor_a2a_cp2hp": "context_parallel",
     "tensor_a2a_hp2cp": "context_parallel",
     "torch_chunk_gated_delta_rule": "ops",
@@ -66,6 +69,8 @@ __all__ = [
     "l2norm",
     "pack_rows",
     "seqlens_of_mask",
+    "set_documents",
+    "static_packed_seq_params",
     "tensor_a2a_cp2hp",
     "tensor_a2a_hp2cp",
     "torch_chunk_gated_delta_rule",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
 _ATTENTION_ONLY = frozenset(
@@ -44,6 +45,11 @@ def require_causal(
     layers of the micro-batch see a mark on the tensor. A mask made in inference mode is looked at
     by every layer: torch does not say whether it was written to since.
 
+    While Megatron captures its CUDA graphs of layers (``config.cuda_graph_impl``), nothing is
+    looked at: it passes a buffer of zeros, or the first s rows of a causal mask whatever positions
+    this rank holds. The eager steps before have looked at the real masks; those of later replays
+    reach no layer.
+
     Args:
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
             or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token.
@@ -55,7 +61,7 @@ def require_causal(
         TypeError: the mask is not a tensor.
         NotImplementedError: the mask is not causal, or of another shape.
     """
-    if mask is None:
+    if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is a {type(mask).__name__}, not a tensor. {_HELP}")

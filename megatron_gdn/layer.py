@@ -28,6 +28,7 @@ from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
+from .graphs import in_layer_graph, refuse_packed
 from .inference.generating import GeneratingMixer
 from .inference.layer import mix_inference
 from .inference.mixers import rows_of_gdn
@@ -116,7 +117,8 @@ class GatedDeltaNet(
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout or mode, a bad ``A_init_range``.
+            layout or mode, a bad ``A_init_range``; Megatron's CUDA graphs of layers beside hybrid
+            context parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -126,6 +128,7 @@ class GatedDeltaNet(
     out_proj: Any
     norm_out_checkpoint: RefilledOutput | None
 
+    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
@@ -159,6 +162,7 @@ class GatedDeltaNet(
             )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.in_layer_graph = in_layer_graph(config)
         self.config, self.layer_number = config, layer_number
         self.pp_layer_offset = pp_layer_offset or 0
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
@@ -346,7 +350,8 @@ class GatedDeltaNet(
 
         Raises:
             ValueError: lengths, boundaries or head counts that do not fit.
-            NotImplementedError: a mask that is not causal, a context of another kind.
+            NotImplementedError: a mask that is not causal, a context of another kind, packed
+                documents inside Megatron's CUDA graph of the layer.
             TypeError: a keyword this layer does not know.
         """
         refuse_unsupported(sequence_len_offset, kwargs)
@@ -356,6 +361,8 @@ class GatedDeltaNet(
         if context is not None:
             mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
             return self.out_proj(mixed_sBV)
+        if packed_seq_params is not None and self.in_layer_graph:
+            refuse_packed(self.config)
         batch = self.micro_batches.of(packed_seq_params, proj_sBP)
         require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
         with span("to_heads"):

@@ -26,7 +26,7 @@ from .context_parallel.agreement import number_of_new_layer, require_agreement
 from .context_parallel.price import price
 from .context_parallel.scheme import Passage
 from .observe import log_once
-from .ops import Documents
+from .ops import Documents, StaticDocuments
 from .ops.documents import require_one_row
 from .ops.host_tables import keep_if_captured, stream_of_tables
 from .ops.layout import Layout
@@ -230,8 +230,11 @@ class MicroBatches:
         if only is not None:
             self._announce(only, "the only one that these heads and this backend leave")
             return only
-        lengths = None if documents is None else documents.lengths
         assert schemes.headwise is not None and group is not None
+        if isinstance(documents, StaticDocuments):
+            self._announce(schemes.headwise, "the one that runs documents in fixed buffers")
+            return schemes.headwise
+        lengths = None if documents is None else documents.lengths
         cost = price(
             self._state, schemes.headwise.layout, group.size(), self._sequence_layout,
             tokens, rows, lengths, element_size,

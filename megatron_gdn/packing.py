@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .ops import Documents
+from .ops import Documents, StaticDocuments
 from .ops.host_tables import stream_of_tables
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
+_STATIC = "_megatron_gdn_static_documents"
 _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
 _UNPACKED = ("sbhd", "bshd")
 
@@ -67,15 +68,20 @@ def resolve_packed_seq_params(
             elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
             document longer than its padded slot.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
-            every micro-batch.
+            every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
+            be captured.
     """
     if params is None or not _is_packed(params):
         return None
+    static = static_documents_of(params)
+    if static is not None:
+        return _fitting(static, total_tokens, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
-            "host, and a replay would use those of the captured micro-batch. Leave this layer out "
-            "of the graphs, or train on unpacked sequences."
+            "host, and a replay would use those of the captured micro-batch. Pass "
+            "megatron_gdn.static_packed_seq_params(...), whose boundaries lie in fixed buffers; or "
+            "leave this layer out of the graphs, or train on unpacked sequences."
         )
     sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
     if any(source is not None and source.is_inference() for source in sources):
@@ -95,6 +101,29 @@ def resolve_packed_seq_params(
     documents = _resolve(*sources, total_tokens, device)
     looks = tuple(_Look.at(source) for source in sources)
     params.__dict__[_RESOLVED] = (looks, {stream: documents})
+    return documents
+
+
+def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:
+    """Let layers take these documents for those of ``params``."""
+    params.__dict__[_STATIC] = documents
+
+
+def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
+    """The documents in fixed buffers that ``params`` was given; None if it was given none."""
+    return params.__dict__.get(_STATIC)
+
+
+def _fitting(
+    documents: StaticDocuments, total_tokens: int, device: torch.device
+) -> StaticDocuments:
+    if documents.total_tokens != total_tokens or documents.device != device:
+        raise ValueError(
+            f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
+            f"{documents.device}, and the layer has {total_tokens} tokens (over all "
+            f"context-parallel ranks) on {device}; make them for these with "
+            f"megatron_gdn.static_packed_seq_params."
+        )
     return documents
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import Documents
+from ..ops import Documents, StaticDocuments
 from ..ops.host_tables import to_device
 from ..ops.uncompiled import uncompiled
 
@@ -91,7 +91,8 @@ def require_agreement(
         group: the context-parallel group, None for one rank.
         tokens: of the sequence or packed buffer, over all ranks, as this rank computes them.
         rows: of the batch.
-        documents: the packed documents; None when not packed.
+        documents: the packed documents; None when not packed. Of ``StaticDocuments`` only how many
+            they hold at most is compared: the host does not know the boundaries.
         device: where the group's backend communicates.
 
     Raises:
@@ -107,7 +108,7 @@ def require_agreement(
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    packed = (-1, 0) if documents is None else (len(documents.lengths), documents.fingerprint)
+    packed = (-1, 0) if documents is None else documents.contents
     mine = (tokens, rows, *packed)
     gathered = _gather(mine, group, device)
     if not known.is_new(mine) and device.type == "cuda":
@@ -135,7 +136,9 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
         f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_words(what)}"
         for what, who in ranks.items()
     )
-    own = "" if documents is None else f" This rank was given cu_seqlens={_short(documents)}."
+    own = ""
+    if documents is not None and not isinstance(documents, StaticDocuments):
+        own = f" This rank was given cu_seqlens={_short(documents)}."
     return (
         f"the ranks of a context-parallel group disagree about the micro-batch. {said}.{own} Every "
         f"rank must hold the same number of tokens of the same rows, and be given the same global "
@@ -147,6 +150,8 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
 def _words(what: tuple[int, ...]) -> str:
     tokens, rows, count, fingerprint = what
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
+    if count == -2:
+        packed = f"fixed buffers for up to {fingerprint} documents"
     return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}"
 
 

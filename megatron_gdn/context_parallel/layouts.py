@@ -105,10 +105,20 @@ def rank_order_of_sequence(
 
     length_N = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     start_N = length_N.cumsum(0) - length_N
-    length_T = length_N.repeat_interleave(length_N)
-    start_T = start_N.repeat_interleave(length_N)
+    return zigzag_places(
+        start_N.repeat_interleave(length_N), length_N.repeat_interleave(length_N), cp_size
+    )
 
-    offset_T = torch.arange(total, device="cpu") - start_T
+
+def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
+    """The place in rank order of every sequence position, in zigzag.
+
+    Args:
+        start_T, length_T: int64 ``[T]``, of the document of every token; lengths are multiples of
+            ``2 * cp_size``.
+    """
+    total = len(start_T)
+    offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
     fragment_T = offset_T // fragment_tokens_T
     second_T = fragment_T >= cp_size

@@ -9,10 +9,12 @@ from .documents import Documents
 from .gates import decay_and_write_gates
 from .layout import Layout
 from .norm import l2norm, rms_norm, rms_norm_gated
+from .static_documents import StaticDocuments
 
 __all__ = [
     "Documents",
     "Layout",
+    "StaticDocuments",
     "causal_conv1d",
     "decay_and_write_gates",
     "gated_delta_rule",

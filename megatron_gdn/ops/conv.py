@@ -165,12 +165,13 @@ def causal_conv1d(
         require_one_row(x.shape[0], f"x of shape {tuple(x.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, x.shape[1], device=x.device)
     channels, taps = weight.shape
-    sequences = x.shape[0] if documents is None else len(documents.lengths)
-    if initial_state is not None and tuple(initial_state.shape) != (sequences, channels, taps):
-        raise ValueError(
-            f"initial_state must be [N, C, W] = {(sequences, channels, taps)}, got "
-            f"{tuple(initial_state.shape)}."
-        )
+    if initial_state is not None:
+        sequences = x.shape[0] if documents is None else len(documents.lengths)
+        if tuple(initial_state.shape) != (sequences, channels, taps):
+            raise ValueError(
+                f"initial_state must be [N, C, W] = {(sequences, channels, taps)}, got "
+                f"{tuple(initial_state.shape)}."
+            )
 
     source, boundaries, tokens = x, documents, None
     if initial_state is not None:

@@ -78,9 +78,9 @@ class Documents:
             if device is None:
                 device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
             documents = cls(_offsets_of(source), torch.device(device))
-        if documents.offsets[-1] != total_tokens:
+        if documents.total_tokens != total_tokens:
             raise ValueError(
-                f"cu_seqlens ends at {documents.offsets[-1]}, which does not match the "
+                f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
                 f"{total_tokens} tokens of the buffer. Offsets must cover all of it: make padding "
                 f"at its end a document of its own, or add it to the last one."
             )
@@ -91,6 +91,11 @@ class Documents:
         """56 bits of a hash of the offsets, the same in every process."""
         digest = blake2b(array("q", self.offsets).tobytes(), digest_size=7).digest()
         return int.from_bytes(digest, "little")
+
+    @property
+    def contents(self) -> tuple[int, int]:
+        """Two integers that ranks compare: how many documents, and their :attr:`fingerprint`."""
+        return len(self.lengths), self.fingerprint
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -24,12 +24,34 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
     A copy from ordinary memory waits; a copy from pinned memory is queued in the stream. Tables
     outlive the call that made them. So they are ordinary tensors even if that call was under
     ``torch.inference_mode``, whose tensors autograd refuses.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, see :func:`require_no_capture`.
     """
     with torch.inference_mode(False):
         table = table.clone() if table.is_inference() else table
         if torch.device(device).type != "cuda":
             return table.to(device)
+        require_no_capture("a table made on the host")
         return table.pin_memory().to(device, non_blocking=True)
+
+
+def require_no_capture(made: str) -> None:
+    """Refuse to make a table while a CUDA graph is captured.
+
+    The graph would copy it from host memory that is free by the time of a replay, or keep it in
+    memory that only its own replays write.
+
+    Raises:
+        RuntimeError: says what would have been made, and what to run before.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{made} is needed for the first time while a CUDA graph is being captured. Run the "
+            f"forward and the backward once before, eagerly, with the same shapes, dtypes and "
+            f"packed_seq_params (torch.cuda.make_graphed_callables and Megatron do: "
+            f"num_warmup_iters and cuda_graph_warmup_steps must be at least 1)."
+        )
 
 
 def stream_of_tables() -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.gpu import graph_laws
 from tests.gpu import parallel_laws as laws
 
 pytestmark = pytest.mark.gpu
@@ -67,3 +68,28 @@ def test_chunkwise_repeats_bitwise_in_deterministic_mode(gpus, ranks, lengths):
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
 def test_chunkwise_waits_for_nothing(gpus, lengths, layout):
     gpus(2).run(laws.chunkwise_waits_for_nothing, lengths, layout)
+
+
+FEW_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}  # as the laws above have
+modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+deterministic = pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+
+
+@modes
+@deterministic
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_graph_over_all_ranks_replays_eager_bits(gpus, ranks, mode, deterministic):
+    changes = {**FEW_HEADS, "deterministic_mode": deterministic}
+    options = {"linear_cp_mode": mode}
+    gpus(ranks).run(graph_laws.a_dense_graph_replays_eager_bits, ranks, options=options, **changes)
+
+
+@deterministic
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_sets_of_documents_in_one_graph_over_all_ranks(gpus, ranks, layout, deterministic):
+    changes = {**FEW_HEADS, "deterministic_mode": deterministic}
+    gpus(ranks).run(
+        graph_laws.a_packed_graph_replays_eager_bits, ranks, layout,
+        as_ordinary=deterministic, options={"linear_cp_mode": "headwise"}, **changes,
+    )  # fmt: skip

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops import StaticDocuments
 from ..layouts import SequenceLayout
 from .route import Wave, route
 from .shares import HeadShares
+from .static_route import static_route
 
 # Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
 # travels. For fewer bytes a second round of messages costs more than it hides. On 4 H200, two waves
@@ -65,17 +67,25 @@ class Exchange:
         cls,
         group: dist.ProcessGroup,
         shares: HeadShares,
-        lengths: tuple[int, ...],
+        lengths: tuple[int, ...] | StaticDocuments,
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of documents of ``lengths``."""
+        """The exchange of ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of documents of ``lengths``.
+
+        ``StaticDocuments`` in place of lengths: in zigzag.
+        """
+        static = isinstance(lengths, StaticDocuments)
+        tokens = lengths.total_tokens if static else sum(lengths)
         row_bytes = max(1, rows.shape[1] * shares.own_width * rows.element_size())
-        sent_bytes = sum(lengths) // shares.ranks * (shares.ranks - 1) * row_bytes
+        sent_bytes = tokens // shares.ranks * (shares.ranks - 1) * row_bytes
         waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
-        place = (lengths, shares.ranks, group.rank(), layout, rows.device)
-        at_once = waves == 1 and sum(lengths) // shares.ranks * row_bytes <= OWN_BYTES
-        return cls(group, shares, route(*place, waves), MESSAGE_BYTES / row_bytes, at_once)
+        if static:
+            made = static_route(lengths, shares.ranks, group.rank(), waves)
+        else:
+            made = route(lengths, shares.ranks, group.rank(), layout, rows.device, waves)
+        at_once = waves == 1 and tokens // shares.ranks * row_bytes <= OWN_BYTES
+        return cls(group, shares, made, MESSAGE_BYTES / row_bytes, at_once)
 
     def sends_fragments(self, wave: Wave) -> bool:
         return wave.mean_fragment >= self.direct_fragment

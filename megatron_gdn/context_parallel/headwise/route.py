@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -45,13 +46,14 @@ class Wave:
         tokens: which of a rank's tokens, ``size`` of them.
         own_place: int32 ``[size]``, sequence positions of this rank's tokens.
         peer_place: int32 ``[(R - 1) * size]``, those of all peers' tokens, end to end.
-        positions: int64 ``[R, size]`` on the CPU, those of every rank's tokens.
+        positions: int64 ``[R, size]`` on the CPU, those of every rank's tokens; None if they are
+            known on the device alone. Such a wave travels as one message per peer.
     """
 
     tokens: slice
     own_place: Tensor
     peer_place: Tensor
-    positions: Tensor
+    positions: Tensor | None
 
     @property
     def size(self) -> int:
@@ -60,12 +62,15 @@ class Wave:
     @cached_property
     def mean_fragment(self) -> float:
         """Tokens per fragment, on the rank with the most of them: the same on every rank."""
+        if self.positions is None:
+            return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
         return self.size / (1 + int(breaks.max()))
 
     @cached_property
     def fragments(self) -> tuple[tuple[Fragment, ...], ...]:
         """Every rank's fragments; ``local`` counts from the start of the wave."""
+        assert self.positions is not None
         return tuple(_fragments(positions_s) for positions_s in self.positions)
 
 
@@ -105,17 +110,22 @@ def route(
             :func:`~megatron_gdn.context_parallel.layouts.check_lengths`.
     """
     table_Rs = positions(lengths, cp_size, layout)
-    tokens = table_Rs.shape[1]
-    bounds = [tokens * wave // waves for wave in range(waves + 1)]
-    peers = [rank for rank in range(cp_size) if rank != cp_rank]
     made = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        if start == stop:
-            continue
-        part_Rs = table_Rs[:, start:stop]
-        place_Rs = part_Rs.to(torch.int32)
-        own, others = place_Rs[cp_rank].contiguous(), place_Rs[peers].flatten()
-        made.append(
-            Wave(slice(start, stop), to_device(own, device), to_device(others, device), part_Rs)
-        )
+    for tokens in wave_tokens(table_Rs.shape[1], waves):
+        own, others = places_of(table_Rs, cp_rank, tokens)
+        part_Rs = table_Rs[:, tokens]
+        made.append(Wave(tokens, to_device(own, device), to_device(others, device), part_Rs))
     return tuple(made)
+
+
+def wave_tokens(tokens: int, waves: int) -> list[slice]:
+    """Which of a rank's tokens travel in each wave; no wave is empty."""
+    bounds = [tokens * wave // waves for wave in range(waves + 1)]
+    return [slice(a, b) for a, b in pairwise(bounds) if a < b]
+
+
+def places_of(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
+    """``own_place`` and ``peer_place`` of a wave."""
+    place_Rs = positions_Rs[:, tokens].to(torch.int32)
+    others = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
+    return place_Rs[cp_rank].contiguous(), others.flatten()

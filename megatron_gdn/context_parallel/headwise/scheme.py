@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents
+from ...ops import Documents, StaticDocuments
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
@@ -26,6 +26,7 @@ from ..scheme import Passage
 from .exchange import Exchange, to_heads, to_sequence
 from .route import positions
 from .shares import HeadShares
+from .static_route import zigzag_positions
 
 
 class Headwise:
@@ -72,7 +73,7 @@ class Headwise:
             rows: of the batch.
             like: dtype and device.
         """
-        lengths = Documents.lengths_of(documents, tokens)
+        lengths = self._lengths(documents, tokens)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (lengths, self._sequence_layout, local)
         return Passage(
@@ -103,9 +104,19 @@ class Headwise:
             return share_of_parameter(param, 0, shares, rank)
         return _OwnRows.apply(param, _own_rows(shares, rank, param.device))
 
+    def _lengths(
+        self, documents: Documents | None, tokens: int
+    ) -> tuple[int, ...] | StaticDocuments:
+        """What the exchange depends on: the documents, or the buffer alone if that is cut."""
+        if not isinstance(documents, StaticDocuments):
+            return Documents.lengths_of(documents, tokens)
+        return documents if self._sequence_layout is SequenceLayout.ZIGZAG else (tokens,)
+
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         """The sequence positions that this rank holds, of ``tokens``, in its order."""
-        lengths = Documents.lengths_of(documents, tokens)
+        lengths = self._lengths(documents, tokens)
+        if isinstance(lengths, StaticDocuments):
+            return zigzag_positions(lengths, self.size)[self._group.rank()]
         return positions(lengths, self.size, self._sequence_layout)[self._group.rank()]
 
 

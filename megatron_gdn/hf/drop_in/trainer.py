@@ -136,7 +136,8 @@ class ContextParallelTrainerMixin:
             raise ValueError(
                 f"{type(self.model).__name__} tells Trainer that its loss is a mean of what it "
                 f"sees (accepts_loss_kwargs=False), so ranks with different numbers of labels "
-                f"would not add up. Set model.accepts_loss_kwargs = True before the trainer is made."
+                f"would not add up. Set model.accepts_loss_kwargs = True before the trainer is "
+                f"made."
             )
         if "shift_labels" not in inputs:
             raise ValueError(

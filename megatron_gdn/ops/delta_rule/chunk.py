@@ -23,9 +23,11 @@ from torch.autograd.function import once_differentiable
 from ..documents import Documents
 from ..fp32_matmul import full_fp32_matmul
 from ..norm import l2norm
+from ..static_documents import StaticDocuments
 from .checks import check_rule_inputs
-from .chunk_math import ChunkGrads, Chunks
+from .chunk_math import ChunkGrads
 from .chunk_table import ChunkTable
+from .static_chunks import chunks_of, static_chunk_table
 
 
 class ChunkedRule(NamedTuple):
@@ -37,24 +39,31 @@ class ChunkedRule(NamedTuple):
     gradients of the sequence.
 
     Attributes:
-        lengths: tokens of every sequence, as they follow each other.
+        lengths: tokens of every sequence, as they follow each other; or documents in fixed buffers,
+            whose empty sequences keep their states.
         chunk_size: tokens per chunk.
         scale: factor on the output.
     """
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | StaticDocuments
     chunk_size: int
     scale: float
+
+    @property
+    def sequences(self) -> int:
+        if isinstance(self.lengths, StaticDocuments):
+            return self.lengths.sequences
+        return len(self.lengths)
 
     def zero_state(self, k: Tensor, v: Tensor) -> Tensor:
         """``[N, G, R, K, V]`` in the dtype that the rule computes in."""
         groups, K = k.shape[2:]
         wide = torch.promote_types(v.dtype, torch.float32)
-        return v.new_zeros(
-            len(self.lengths), groups, v.shape[2] // groups, K, v.shape[3], dtype=wide
-        )
+        return v.new_zeros(self.sequences, groups, v.shape[2] // groups, K, v.shape[3], dtype=wide)
 
     def _table(self, v: Tensor) -> ChunkTable:
+        if isinstance(self.lengths, StaticDocuments):
+            return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
         return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device)
 
     def forward(self, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +73,7 @@ class ChunkedRule(NamedTuple):
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = Chunks(table, group, q, k, v, g, beta, self.scale, set_aside=True)
+                x = chunks_of(table, group, q, k, v, g, beta, self.scale, set_aside=True)
                 S, carried = x.walk(carried, *ends)
                 table.put(rows, group, x.output(S))
         return table.to_tokens(rows, v), final
@@ -76,7 +85,7 @@ class ChunkedRule(NamedTuple):
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = Chunks(table, group, q, k, v, g, beta, self.scale)
+                x = chunks_of(table, group, q, k, v, g, beta, self.scale)
                 _, carried = x.walk(carried, *ends)
         return final
 
@@ -87,7 +96,7 @@ class ChunkedRule(NamedTuple):
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in reversed(table.groups):
-                x = Chunks(table, group, q, k, v, g, beta, self.scale)
+                x = chunks_of(table, group, q, k, v, g, beta, self.scale)
                 *_, d_carried = x.walk_back(x.output_gradient(do)[:, 0], d_carried, *d_ends)
         return d_initial
 
@@ -107,7 +116,7 @@ class ChunkedRule(NamedTuple):
         kept, carried, d_carried = [], None, None
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = Chunks(table, group, *inputs, self.scale)
+                x = chunks_of(table, group, *inputs, self.scale)
                 S, carried = x.walk(carried, *ends)
                 kept.append((x, S))
             while kept:

@@ -20,6 +20,10 @@ from ..host_tables import cached_by_stream, to_device
 _AT_ONCE = 1536
 
 
+def chunks_at_once(heads: int) -> int:
+    return max(1, _AT_ONCE // heads)
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
     """Some consecutive chunks.
@@ -66,8 +70,9 @@ class ChunkTable:
     def build(
         lengths: tuple[int, ...], chunk_size: int, heads: int, device: torch.device
     ) -> ChunkTable:
-        at_once = max(1, _AT_ONCE // heads)
-        return _build(tuple(lengths), chunk_size, at_once, device, device.type == "cuda")
+        return _build(
+            tuple(lengths), chunk_size, chunks_at_once(heads), device, device.type == "cuda"
+        )
 
     def to_chunks(
         self,

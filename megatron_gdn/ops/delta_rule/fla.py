@@ -18,6 +18,7 @@ from ..rule import RuleOutput, Saved
 from ..state_maps.fold import compose
 from ..state_maps.parts import CHUNK, Parts, parts_by_length
 from ..state_maps.state_map import StateMap
+from ..static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
 from .fla_functions import stages
 
@@ -25,6 +26,13 @@ from .fla_functions import stages
 def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
+    if isinstance(documents, StaticDocuments):
+        # fla keeps tables by the identity of the offsets, and these change in place. An alias that
+        # lives as long as one forward and backward has no older tables.
+        return {
+            "cu_seqlens": documents.cu_seqlens.view(-1),
+            "chunk_indices": documents.chunks(CHUNK).indices,
+        }
     from fla.ops.utils.index import prepare_chunk_indices
 
     # fla caches by tensor identity; Documents keeps both tensors, so all layers hit.

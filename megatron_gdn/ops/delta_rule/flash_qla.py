@@ -15,9 +15,11 @@ from ..documents import Documents
 from ..rule import RuleOutput, Saved
 from ..state_maps.fold import compose, initial_gradients, leaving_gradients
 from ..state_maps.state_map import StateMap
+from ..static_documents import StaticDocuments
 from . import flash_qla_states
 from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
 from .flash_qla_plan import Plan, plan_of, stages
+from .flash_qla_static import static_plan_of
 from .obstacles import why_not_heads
 
 
@@ -45,6 +47,8 @@ class FlashQlaRule:
 
     def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         rows, tokens = inputs.k.shape[:2]
+        if isinstance(documents, StaticDocuments):
+            return static_plan_of(documents, inputs.v.shape[2], self.batch_invariant)
         if documents is not None:
             offsets = documents.filled_offsets
         elif rows == 1 or states or self.batch_invariant:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..host_tables import cached_by_stream
 from ..state_maps.parts import Parts, parts_by_length
+from ..state_maps.static_parts import StaticParts
 from .flash_qla_fences import fence_bulk_stores
 
 _STAGES = (
@@ -62,12 +63,12 @@ class Plan:
     """
 
     context: Any
-    parts: Parts | None
+    parts: Parts | StaticParts | None
 
     @property
     def cut(self) -> Parts:
         """:attr:`parts` of a plan for states, which always has them."""
-        assert self.parts is not None
+        assert isinstance(self.parts, Parts), "states do not enter documents in fixed buffers"
         return self.parts
 
     @property

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..rule import RuleOutput, Saved
 from ..state_maps.state_map import StateMap
+from ..static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
 from .chunk import ChunkedRule
 
@@ -40,7 +41,10 @@ def _chunked(inputs: RuleInputs, documents: Documents | None) -> tuple[RuleInput
         lengths = (tokens,) * rows
     else:
         inputs = inputs_in_one_row(inputs)
-        lengths = tuple(n for n in documents.lengths if n) or (0,)
+        if isinstance(documents, StaticDocuments):
+            lengths = documents
+        else:
+            lengths = tuple(n for n in documents.lengths if n) or (0,)
     return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5)
 
 

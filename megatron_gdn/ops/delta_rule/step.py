@@ -17,4 +17,5 @@ class RecurrentRule(TokenRule):
     def tokens(
         self, inputs: Any, documents: Documents | None, initial: Tensor | None
     ) -> tuple[Tensor, Any]:
-        return recurrent_gated_delta_rule(*inputs, initial, True, cu_seqlens=documents)
+        q, k, v, g, beta = inputs
+        return recurrent_gated_delta_rule(q, k, v, g, beta, initial, True, cu_seqlens=documents)

@@ -109,6 +109,11 @@ def _each_of(chains: Sequence[range], device: torch.device) -> Steps:
     )
 
 
+def most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
+    """How many parts a sequence has at most, and how many chunks a part has at least."""
+    return max(1, FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
+
+
 def parts_by_length(
     sequences: Sequence[int], value_heads: int, longest: int | None = None
 ) -> list[int]:
@@ -118,8 +123,7 @@ def parts_by_length(
     shorter than 32 chunks, since other sequences fill the GPU too, or than ``value_heads`` chunks
     (at least 8) if these are fewer. No part has more than ``longest`` tokens (a multiple of 64).
     """
-    most = max(1, FULL_GPU // value_heads)
-    fewest = max(8, min(_FEWEST_CHUNKS, value_heads))
+    most, fewest = most_parts_and_fewest_chunks(value_heads)
     offsets: list[int] = []
     for start, end in pairwise(sequences):
         chunks = -(-(end - start) // CHUNK)

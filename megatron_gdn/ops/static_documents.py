@@ -1,0 +1,250 @@
+"""Boundaries of packed documents in fixed device buffers, for CUDA graphs.
+
+A graph replays launches with the grids, shapes and addresses that they were captured with. So here
+a buffer of T tokens has room for N documents, every table that is derived from the boundaries has
+the size that the worst case needs, and new boundaries are written over the old ones. What is left
+over are empty documents and empty chunks at the end of a table, which kernels skip.
+
+Everything is computed on the device by operations of fixed shapes. The host reads nothing.
+
+Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty),
+n chunks at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .documents import Documents
+from .host_tables import require_no_capture, to_device
+
+
+class ChunkPlaces(NamedTuple):
+    """The chunks of all sequences, one sequence after the other, then chunks without tokens.
+
+    Attributes:
+        offsets: int32 ``[M + 1]``, the first chunk of every sequence, and their number.
+        indices: int32 ``[n, 2]``, the sequence of every chunk, and the chunk's number in it. A
+            chunk without tokens is chunk 0 of the last sequence.
+    """
+
+    offsets: Tensor
+    indices: Tensor
+
+
+class StaticDocuments(Documents):
+    """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
+
+    Takes the place of :class:`Documents` wherever these are read on the device. What reads them on
+    the host (``offsets``, ``lengths``) is refused.
+
+    Args:
+        total_tokens: T; the documents of every micro-batch fill the buffer.
+        max_documents: N.
+        device: where the buffers lie.
+        longest: the most tokens of a document; None is T.
+
+    Attributes:
+        boundaries: int32 ``[N + 1]``, as :meth:`fill` got them; unused entries are T.
+        cu_seqlens: int32 ``[M + 1]``: the boundaries without empty documents, then T.
+        plans: what rules and schemes make of the buffers once, by a key of their own.
+
+    Before the first :meth:`fill` there are as few documents as can be: one of T tokens by default.
+    """
+
+    boundaries: Tensor
+    plans: dict[Any, Any]
+
+    def __init__(
+        self,
+        total_tokens: int,
+        max_documents: int,
+        device: torch.device | str = "cpu",
+        longest: int | None = None,
+    ) -> None:
+        longest = total_tokens if longest is None else longest
+        if min(total_tokens, max_documents, longest) < 1:
+            raise ValueError(
+                f"total_tokens={total_tokens}, max_documents={max_documents} and the longest "
+                f"document's {longest} tokens must be at least 1."
+            )
+        if max_documents * longest < total_tokens:
+            raise ValueError(
+                f"{max_documents} documents of at most {longest} tokens cannot fill a buffer of "
+                f"{total_tokens}."
+            )
+        with torch.inference_mode(False):
+            boundaries = torch.arange(max_documents + 1, device="cpu") * longest
+            boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
+            boundaries = to_device(boundaries, device)
+        # Frozen like its base: it is a key of caches, by identity.
+        vars(self).update(
+            device=boundaries.device, max_documents=max_documents, boundaries=boundaries, plans={},
+            longest=longest, _tokens=total_tokens, _tables={},
+        )  # fmt: skip
+
+    max_documents: int
+    longest: int
+    _tokens: int
+    _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
+
+    def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
+        """Write other boundaries, and everything that was derived from them, over the old ones.
+
+        A graph that was captured with these documents reads the new boundaries at its next replay.
+        Call it on the stream of the replay, or let that stream wait. A backward reads them too: one
+        ``StaticDocuments`` serves one micro-batch in flight.
+
+        Args:
+            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. On the GPU
+                they are checked there (a device-side assertion), and the host waits for nothing.
+
+        Raises:
+            ValueError: more than N documents; offsets on the host that do not fit.
+            TypeError: as :meth:`Documents.from_cu_seqlens`.
+        """
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
+            offsets, on_host = cu_seqlens, False
+            if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) < 2:
+                raise ValueError(
+                    f"cu_seqlens must be a 1-D integer tensor of at least 2 cumulative lengths, "
+                    f"got shape {tuple(offsets.shape)} and dtype {offsets.dtype}."
+                )
+        else:
+            documents = Documents.from_cu_seqlens(cu_seqlens, self.total_tokens, device="cpu")
+            if max(documents.lengths) > self.longest:
+                raise ValueError(
+                    f"cu_seqlens has a document of {max(documents.lengths)} tokens, and these "
+                    f"buffers were made for {self.longest} at most (max_seqlen)."
+                )
+            offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
+            on_host = True
+        given = len(offsets) - 1
+        if given > self.max_documents:
+            raise ValueError(
+                f"cu_seqlens has {given} documents, and these buffers hold up to "
+                f"max_documents={self.max_documents}. Make larger buffers and capture again, or "
+                f"pack fewer documents."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            offsets = to_device(offsets, self.device) if on_host else offsets
+            self.boundaries[: given + 1].copy_(offsets)
+            self.boundaries[given + 1 :].fill_(self.total_tokens)
+        self.refresh(check=not on_host)
+
+    def refresh(self, check: bool = True) -> None:
+        """Derive everything from :attr:`boundaries` again, after they were written to.
+
+        The host reads nothing, so this can stand at the start of a captured region.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if check:
+                length = self.boundaries.diff()
+                fits = ((length >= 0) & (length <= self.longest)).all()
+                self.require(
+                    fits & (self.boundaries[0] == 0) & (self.boundaries[-1] == self.total_tokens),
+                    "cu_seqlens must start at 0, never decrease, end at the buffer's tokens, and "
+                    "have no document longer than max_seqlen",
+                )
+            for make, tables in self._tables.values():
+                for table, now in zip(tables, make(self), strict=True):
+                    table.copy_(now)
+
+    def require(self, holds: Tensor, otherwise: str) -> None:
+        """Fail with a message if a bool on the device is false; the host waits for nothing."""
+        torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
+
+    def table[Made: tuple[Tensor, ...]](
+        self, key: Any, make: Callable[[StaticDocuments], Made]
+    ) -> Made:
+        """The tensors ``make(self)``, which every :meth:`fill` overwrites.
+
+        Args:
+            key: of the table; its shapes must not depend on the boundaries.
+            make: from the buffers on the device; reads nothing on the host.
+
+        Raises:
+            RuntimeError: the table is new while a CUDA graph is captured.
+        """
+        found = self._tables.get(key)
+        if found is None:
+            require_no_capture("a table of packed documents")
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._tables[key] = (make, make(self))
+        return found[1]  # pyright: ignore[reportReturnType]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise NotImplementedError(
+            "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known on the "
+            "device alone, and the host needs them here. Use backend='auto', 'flash_qla', 'fla' or "
+            "'reference' of GatedDeltaNet, on one context-parallel rank or with "
+            "linear_cp_mode='headwise', and without batch_invariant_mode; or pass ordinary "
+            "packed_seq_params and leave this layer out of the graph."
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def sequences(self) -> int:
+        """M."""
+        return self.max_documents + 1
+
+    @property
+    def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.table("cu_seqlens", _without_empty)[0]
+
+    @property
+    def position_T(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.table("position_T", _positions)[0]
+
+    @property
+    def contents(self) -> tuple[int, int]:
+        """-2, which no count of documents is, and N."""
+        return -2, self.max_documents
+
+    def document_T(self) -> Tensor:
+        """int64 ``[T]``: the sequence of every token. Made anew, for tables."""
+        token_T = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
+        return torch.searchsorted(self.cu_seqlens[1:], token_T, right=True)
+
+    def most_chunks(self, size: int) -> int:
+        """The most chunks of ``size`` tokens that these documents can have."""
+        return (self.total_tokens + (size - 1) * min(self.max_documents, self.total_tokens)) // size
+
+    def chunks(self, size: int) -> ChunkPlaces:
+        """The chunks of ``size`` tokens that every sequence is cut into, from its start."""
+        return self.table(("chunks", size), lambda documents: _chunks(documents, size))
+
+
+def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
+    """An empty document's end moves to T; sorting puts the others in front, in their order."""
+    start, end = documents.boundaries[:-1], documents.boundaries[1:]
+    ends = torch.where(end > start, end, documents.total_tokens).sort().values
+    return (torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),)
+
+
+def _positions(documents: StaticDocuments) -> tuple[Tensor]:
+    start_T = documents.cu_seqlens[documents.document_T()]
+    token_T = torch.arange(documents.total_tokens, device=documents.device, dtype=torch.int32)
+    return (token_T - start_T,)
+
+
+def _chunks(documents: StaticDocuments, size: int) -> ChunkPlaces:
+    count = (documents.cu_seqlens.diff() + (size - 1)).div(size, rounding_mode="floor")
+    return chunk_places(count, documents.most_chunks(size))
+
+
+def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
+    """From how many chunks each sequence has, int32 ``[M]``; the last one has none."""
+    offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
+    number = torch.arange(most, device=count.device, dtype=torch.int32)
+    sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
+    place = torch.where(number < offsets[-1], number - offsets[sequence], 0)
+    return ChunkPlaces(offsets, torch.stack([sequence.to(torch.int32), place], 1))

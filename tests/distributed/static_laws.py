@@ -1,0 +1,140 @@
+"""Run on every rank: documents in fixed buffers against the same documents as they come."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel.agreement import SWITCH
+from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.packing import static_documents_of
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import build_layer, randomise_, thd
+from tests.host_reads import no_host_reads
+from tests.parallel import group_of_one, make_config, parallel
+
+TOKENS, MOST = 256, 8
+SETS = (
+    (256,),
+    (128, 128),
+    (8, 248),
+    (0, 256, 0),
+    (64, 64, 64, 64),
+    (8, 16, 24, 32, 40, 136),
+    (80, 0, 0, 0, 0, 80, 0, 96),
+    (32,) * 8,
+    (72, 184),
+    (248, 8),
+)
+
+
+def everything(layer, x, weight, packed) -> dict[str, torch.Tensor]:
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    out, _ = layer(leaf, None, packed_seq_params=packed)
+    (out.float() * weight).sum().backward()
+    found = {"output": out.detach(), "dx": leaf.grad}
+    return found | {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def addresses(documents) -> dict:
+    """Of every tensor that is derived from the boundaries."""
+    tables = {key: [x.data_ptr() for x in made] for key, (_, made) in documents._tables.items()}
+    return {"plans": {key: id(plan) for key, plan in documents.plans.items()}, **tables}
+
+
+def buffers_equal_ordinary_documents(cp: int = 1, layout: str = "zigzag", **changes) -> None:
+    """Ten sets of documents: equal bits, at the same addresses, and the host reads nothing."""
+    options = {"cp_layout": layout, **changes.pop("options", {})}
+    with parallel(cp=cp), patch.dict(os.environ, {SWITCH: "0"}):
+        one = group_of_one()
+        group = parallel_state.get_context_parallel_group() if cp > 1 else one
+        config = make_config(context_parallel_size=cp, **changes)
+        layer = build_layer(config, ProcessGroupCollection(tp=one, cp=group), options)
+        randomise_(layer)
+        x, weight = torch.randn(
+            2, TOKENS, 1, config.hidden_size, dtype=config.params_dtype
+        ).unbind()
+        packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
+        documents = static_documents_of(packed)
+        first = None
+        for lengths in SETS:
+            mine = local_indices(lengths, cp, group.rank(), SequenceLayout(layout))
+            expected = everything(layer, x[mine], weight[mine], thd(lengths))
+            set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
+            if first is None:
+                everything(layer, x[mine], weight[mine], packed)  # makes the tables
+                first = addresses(documents)
+            with no_host_reads():
+                documents.refresh()
+                found = everything(layer, x[mine], weight[mine], packed)
+            assert addresses(documents) == first
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (lengths, name)
+
+
+def chunkwise_refuses_buffers() -> None:
+    """Which pieces of documents lie where is planned on the host."""
+    with parallel(cp=2):
+        groups = ProcessGroupCollection(
+            tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
+        )
+        config = make_config(context_parallel_size=2)
+        layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise"})
+        packed = static_packed_seq_params(32, 2, device="cpu")
+        with pytest.raises(NotImplementedError, match="linear_cp_mode='headwise'"):
+            layer(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=packed)
+        auto = build_layer(config, groups, {})
+        auto(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=packed)
+
+
+@contextmanager
+def capturing_by_megatron() -> Iterator[None]:
+    """As in its ``create_cudagraphs``, around warm-up and capture."""
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def static_mask_is_accepted(cp: int) -> None:
+    """The mask that a transformer layer hands to a capture: the same on every rank."""
+    with parallel(cp=cp):
+        config = make_config(
+            context_parallel_size=cp, cuda_graph_impl="transformer_engine", cuda_graph_modules=[]
+        )
+        spec = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=TorchRMSNorm,
+                self_attention=gated_delta_net_spec("local"),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        )
+        whole = build_module(spec, config, layer_number=1)
+        static = whole.get_layer_static_inputs(16, 2)["attention_mask"]
+        assert static.shape == (2, 1, 16 // cp, 16)
+        x, layer = torch.randn(16 // cp, 2, config.hidden_size), whole.self_attention
+        expected = layer(x, None)[0]
+        with capturing_by_megatron():
+            assert torch.equal(layer(x, static)[0], expected)
+        if cp == 1:  # an ordinary causal mask
+            assert torch.equal(layer(x, static)[0], expected)
+        else:  # the zigzag positions of no rank
+            with pytest.raises(NotImplementedError, match="is not a causal mask"):
+                layer(x, static)

@@ -1,0 +1,271 @@
+"""A layer captured in a CUDA graph, forward and backward, against the same calls without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
+from megatron_gdn.context_parallel import local_indices
+from tests.distributed.layer_laws import build_layer, randomise_, thd
+from tests.parallel import group_of_one, make_config, parallel
+
+# One head configuration, which FlashQLA has compiled for other tests too.
+SIZES = {
+    "hidden_size": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "use_cpu_initialization": False,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+}
+TOKENS, MOST = 4096, 12
+# Of multiples of 16 tokens, so that four ranks can share them in zigzag. A document of 2112 tokens
+# and more is cut into parts.
+SETS = (
+    (4096,),
+    (2048, 2048),
+    (16, 4080),
+    (0, 3000 // 16 * 16, 0, 4096 - 3000 // 16 * 16),
+    (1024,) * 4,
+    (16, 32, 48, 64, 80, 3856),
+    (1280, 0, 0, 0, 0, 1280, 0, 1536),
+    (512,) * 8,
+    (336,) * 11 + (400,),
+    (4080, 16),
+)
+
+
+def offsets_of(lengths: Sequence[int], device="cuda") -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def captured(run: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
+    """``run`` as a CUDA graph; a call replays it and returns copies of what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = run()
+
+    def replay() -> dict[str, torch.Tensor]:
+        graph.replay()
+        return {name: value.clone() for name, value in made.items()}
+
+    return replay
+
+
+class Step:
+    """Forward and backward of one layer on a fixed input."""
+
+    def __init__(self, tokens: int, rows: int, cp: int, group, **changes) -> None:
+        torch.manual_seed(7)
+        options = changes.pop("options", {})
+        config = make_config(context_parallel_size=cp, **{**SIZES, **changes})
+        groups = ProcessGroupCollection(tp=group_of_one(), cp=group)
+        self.layer = build_layer(config, groups, options).cuda()
+        randomise_(self.layer)
+        shape = (2, tokens, rows, config.hidden_size)
+        self.x, self.weight = torch.randn(shape, device="cuda").bfloat16().unbind()
+        self.take(torch.arange(tokens // cp))
+
+    def take(self, mine: torch.Tensor) -> None:
+        """Let the rank hold these tokens, in the buffers that a graph reads."""
+        if not hasattr(self, "leaf"):
+            self.leaf = self.x[mine].clone().requires_grad_()
+            self.d_out = self.weight[mine].clone()
+        with torch.no_grad():
+            self.leaf.copy_(self.x[mine])
+            self.d_out.copy_(self.weight[mine])
+
+    def run(self, packed=None) -> dict[str, torch.Tensor]:
+        out, _ = self.layer(self.leaf, None, packed_seq_params=packed)
+        named = {"dx": self.leaf, **dict(self.layer.named_parameters())}
+        grads = torch.autograd.grad(out, list(named.values()), self.d_out)
+        return {"output": out.detach(), **dict(zip(named, grads, strict=True))}
+
+
+def assert_same(found: dict, expected: dict, what: object) -> None:
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different, f"{what}: other bits in {', '.join(different)}"
+
+
+@contextmanager
+def over_ranks(cp: int):
+    with parallel(cp=cp):
+        yield group_of_one() if cp == 1 else parallel_state.get_context_parallel_group()
+
+
+def boundaries_can_be_filled_in_the_graph(**changes) -> None:
+    """The offsets are a fixed buffer too, and the host does nothing but replay."""
+    with over_ranks(1) as group:
+        step = Step(TOKENS, 1, 1, group, **changes)
+        packed = static_packed_seq_params(TOKENS, MOST)
+        offsets = torch.full((MOST + 1,), TOKENS, dtype=torch.int32, device="cuda")
+        offsets[0] = 0
+
+        def fill_and_run() -> dict[str, torch.Tensor]:
+            set_documents(packed, offsets)
+            return step.run(packed)
+
+        replay = captured(fill_and_run)
+        for lengths in SETS:
+            given = offsets_of(lengths)
+            offsets.fill_(TOKENS)[: len(given)].copy_(given)
+            replayed = replay()
+            assert packed.cu_seqlens_q[: len(given)].tolist() == given.tolist()
+            assert_same(step.run(packed), replayed, f"{lengths}, filled in the graph")
+
+
+def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> None:
+    with over_ranks(cp) as group:
+        step = Step(2048, rows, cp, group, **changes)
+        eager = {name: value.clone() for name, value in step.run().items()}
+        replay = captured(step.run)
+        for _ in range(3):
+            assert_same(replay(), eager, "dense")
+        with torch.no_grad():
+            step.leaf.mul_(0.5)  # replays read their inputs anew
+        again = replay()
+        assert_same(again, step.run(), "dense, other input")
+        assert not torch.equal(again["output"], eager["output"])
+
+
+def a_packed_graph_replays_eager_bits(
+    cp: int = 1, layout: str = "zigzag", *, as_ordinary: bool, sets=SETS, **changes
+) -> None:
+    """One graph, ten sets of documents; ``as_ordinary``: with the bits of ordinary documents."""
+    options = {"cp_layout": layout, **changes.pop("options", {})}
+    with over_ranks(cp) as group:
+        step = Step(TOKENS, 1, cp, group, options=options, **changes)
+        packed = static_packed_seq_params(TOKENS, MOST)
+        replay = captured(lambda: step.run(packed))
+        for lengths in sets:
+            mine = local_indices(lengths, cp, group.rank(), SequenceLayout(layout))
+            step.take(mine.cuda())
+            set_documents(packed, offsets_of(lengths))
+            replayed = replay()
+            assert_same(step.run(packed), replayed, f"{lengths} eager and replayed")
+            ordinary = step.run(thd(lengths, "cuda"))
+            if as_ordinary:
+                assert_same(replayed, ordinary, f"{lengths} in buffers and as they come")
+            for name, value in ordinary.items():
+                error = (replayed[name].double() - value.double()).square().mean().sqrt()
+                scale = value.double().square().mean().sqrt()
+                # Two cuts of a sequence are two draws of bf16's errors.
+                assert error <= 2**-6 * scale, (lengths, name, float(error / scale))
+        dist.barrier()
+
+
+def transformer_layer(cp: int = 1, **changes) -> torch.nn.Module:
+    """With our mixer and nothing else in it."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    from megatron_gdn.local_norm import TorchRMSNorm
+    from megatron_gdn.specs import gated_delta_net_spec
+
+    config = make_config(context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes)
+    spec = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchRMSNorm,
+            self_attention=gated_delta_net_spec("local"),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+    return build_module(spec, config, layer_number=1).cuda()
+
+
+def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) -> None:
+    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import cuda_graphs
+
+    def build(**changes):
+        layer = transformer_layer(cp, **changes)
+        fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return DistributedDataParallel(layer.config, fp32, layer)
+
+    def step(model, x, d_out) -> dict[str, torch.Tensor]:
+        model.zero_grad_buffer()
+        leaf = x.clone().requires_grad_()
+        out = model(hidden_states=leaf, attention_mask=None)[0]
+        out.backward(d_out)
+        grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+        return {"output": out.detach().clone(), "dx": leaf.grad, **grads}
+
+    stream = torch.cuda.current_stream()
+    with parallel(cp=cp):
+        model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+        try:
+            eager = build()
+            graphed = build(cuda_graph_impl="local", cuda_graph_modules=list(modules))
+            randomise_(eager)
+            with torch.no_grad():
+                for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
+                    to.copy_(value)
+            for number in range(4):
+                x, d_out = torch.randn(2, 1024 // cp, 2, 256, device="cuda").bfloat16().unbind()
+                expected = step(eager, x, d_out)
+                assert_same(step(graphed, x, d_out), expected, f"{modules}, step {number}")
+                cuda_graphs.create_cudagraphs()
+            assert cuda_graphs._CudagraphGlobalRecord.cudagraph_created
+        finally:
+            cuda_graphs.delete_cuda_graphs()
+            torch.cuda.set_stream(stream)
+            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
+    """``cuda_graph_impl="transformer_engine"``: captured as Megatron does it, with its masks."""
+    import transformer_engine.pytorch as te
+    from megatron.core.transformer import cuda_graphs
+
+    with parallel():
+        eager = transformer_layer()
+        graphed = transformer_layer(
+            cuda_graph_impl="transformer_engine", cuda_graph_modules=list(modules)
+        )
+        randomise_(eager)
+        with torch.no_grad():
+            for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
+                to.copy_(value)
+        static = graphed.get_layer_static_inputs(1024, 2)
+        hidden = static.pop("hidden_states")
+        cuda_graphs._set_capture_start()
+        try:
+            made = te.make_graphed_callables(
+                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True
+            )
+        finally:
+            cuda_graphs._set_capture_end()
+        graphed.cuda_graphs = [made[0]]
+
+        def step(layer, x, d_out) -> dict[str, torch.Tensor]:
+            leaf = x.clone().requires_grad_()
+            out = layer(hidden_states=leaf, attention_mask=None)[0]
+            named = {"dx": leaf, **dict(layer.named_parameters())}
+            grads = torch.autograd.grad(out, list(named.values()), d_out)
+            return {"output": out.detach().clone(), **dict(zip(named, grads, strict=True))}
+
+        for number in range(3):
+            x, d_out = torch.randn(2, 1024, 2, 256, device="cuda").bfloat16().unbind()
+            assert_same(step(graphed, x, d_out), step(eager, x, d_out), f"{modules}, {number}")

@@ -1,0 +1,128 @@
+"""What Megatron's CUDA graphs of layers ask of the layer, as far as a CPU shows it.
+
+``tests/gpu/test_graphs.py`` captures and replays them.
+"""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn import GatedDeltaNet, set_documents, static_packed_seq_params
+from megatron_gdn.packing import static_documents_of
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.generation_laws import EXACT
+from tests.distributed.layer_laws import thd
+from tests.distributed.static_laws import capturing_by_megatron, static_mask_is_accepted
+from tests.parallel import make_config
+
+one_rank = pytest.mark.usefixtures("one_rank")
+COVERED = [("local", []), ("local", ["attn"]), ("transformer_engine", ["attn", "mlp"])]
+covered = pytest.mark.parametrize(("impl", "modules"), COVERED, ids=str)
+
+
+def build(impl, modules, **changes):
+    config = make_config(cuda_graph_impl=impl, cuda_graph_modules=modules, **changes)
+    return build_module(gated_delta_net_spec("local"), config, layer_number=1)
+
+
+def test_no_buffer_for_a_mask_is_asked_for():
+    assert GatedDeltaNet.uses_attention_mask is False
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_static_mask_of_a_transformer_layer_is_accepted(pools, cp):
+    pools(cp).run(static_mask_is_accepted, cp)
+
+
+@one_rank
+def test_the_buffer_of_zeros_in_a_masks_place_is_accepted_while_megatron_captures():
+    layer = build("local", [])
+    x, zeros = torch.randn(8, 2, 24), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
+    with capturing_by_megatron():
+        found = layer(x, zeros)[0]
+    assert torch.equal(found, layer(x, None)[0])
+    assert not cuda_graphs.is_graph_capturing()
+    with pytest.raises(NotImplementedError, match="is not a causal mask"):
+        layer(x, zeros)
+
+
+@one_rank
+@covered
+def test_packed_documents_in_a_graph_of_the_layer_are_refused_at_once(impl, modules):
+    layer, x = build(impl, modules), torch.randn(12, 1, 24)
+    for packed in (thd((4, 8)), static_packed_seq_params(12, 3, device="cpu")):
+        with pytest.raises(NotImplementedError, match=f"cuda_graph_impl='{impl}': Megatron's"):
+            layer(x, None, packed_seq_params=packed)
+    layer(x, None)
+
+
+@one_rank
+def test_packed_documents_beside_graphs_of_other_modules_are_not():
+    layer = build("local", ["mlp"])
+    layer(torch.randn(12, 1, 24), None, packed_seq_params=thd((4, 8)))
+
+
+@one_rank
+@covered
+def test_micro_batches_with_ranks_of_their_own_are_refused_when_the_layer_is_built(impl, modules):
+    with pytest.raises(ValueError, match="hybrid_context_parallel packs documents"):
+        build(impl, modules, hybrid_context_parallel=True)
+
+
+def test_a_table_is_not_made_while_a_graph_is_captured():
+    packed = static_packed_seq_params(12, 3, device="cpu")
+    with (
+        patch("torch.cuda.is_initialized", lambda: True),
+        patch("torch.cuda.is_current_stream_capturing", lambda: True),
+        pytest.raises(RuntimeError, match="Run the forward and the backward once before"),
+    ):
+        _ = static_documents_of(packed).position_T
+
+
+@one_rank
+def test_buffers_that_do_not_fit_are_refused():
+    packed = static_packed_seq_params(12, 3, device="cpu")
+    for offsets, said in (
+        ([0, 3, 6, 9, 12], "has 4 documents.*max_documents=3"),
+        ([0, 3, 11], "ends at 11.*12 tokens"),
+        ([0, 8, 4, 12], "runs backwards"),
+        (torch.tensor([1, 12]), "starts at 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            set_documents(packed, offsets)
+    assert packed.cu_seqlens_q.tolist() == [0, 12, 12, 12]
+    short = static_packed_seq_params(12, 3, max_seqlen=8, device="cpu")
+    assert short.cu_seqlens_q.tolist() == [0, 8, 12, 12] and short.max_seqlen_q == 8
+    set_documents(short, [0, 4, 12])
+    with pytest.raises(ValueError, match="a document of 9 tokens.*for 8 at most"):
+        set_documents(short, [0, 3, 12])
+    with pytest.raises(TypeError, match="static_packed_seq_params"):
+        set_documents(thd((4, 8)), [0, 12])
+    layer = build_module(gated_delta_net_spec("local"), make_config(), layer_number=1)
+    with pytest.raises(ValueError, match="fixed buffers for 12 tokens on cpu.*16 tokens"):
+        layer(torch.randn(16, 1, 24), None, packed_seq_params=packed)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        static_packed_seq_params(12, 0, device="cpu")
+    with pytest.raises(ValueError, match="3 documents of at most 3 tokens cannot fill"):
+        static_packed_seq_params(12, 3, max_seqlen=3, device="cpu")
+
+
+@one_rank
+def test_what_the_host_has_to_know_is_refused():
+    packed = static_packed_seq_params(12, 3, device="cpu")
+    with pytest.raises(NotImplementedError, match="known on the device alone"):
+        _ = static_documents_of(packed).lengths
+    config = make_config(**EXACT, attention_dropout=0.0)
+    layer = build_module(gated_delta_net_spec("local"), config, layer_number=1)
+    with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
+        layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
+
+
+def test_offsets_on_the_device_are_checked_there():
+    documents = static_documents_of(static_packed_seq_params(12, 3, device="cpu"))
+    documents.boundaries.copy_(torch.tensor([0, 8, 4, 12]))
+    with pytest.raises(RuntimeError, match="must start at 0, never decrease"):
+        documents.refresh()
