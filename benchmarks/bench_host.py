@@ -49,16 +49,16 @@ def arguments() -> argparse.Namespace:
 def print_profile(of: str, run, functions: int, calls: int = 20) -> None:
     """The functions that take the most of ``calls`` calls, by their own time."""
     with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
+        alone = host_ms(run)
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(calls):
             run()
         profile.disable()
         torch.cuda.synchronize()
-    print(f"\n{of}: {calls} calls", flush=True)
+    print(
+        f"\n{of}: {alone['median']:.3f} ms with the backward in the calling thread; {calls} calls:"
+    )
     for order in ("tottime", "cumulative"):
         pstats.Stats(profile).sort_stats(order).print_stats(functions)
 
