@@ -28,6 +28,7 @@ from .documents import Documents, require_one_row
 from .front.base import Front
 from .front.gdn_front import GDNFront, kernels_for
 from .front.history import ContinuedFront
+from .hand_over import HandOver
 from .head_sizes import HeadSizes
 from .neighbours import Neighbours
 from .no_tokens import mix_no_tokens
@@ -110,8 +111,12 @@ class Plan:
             proj.requires_grad
             or any(x is not None and x.requires_grad for x in (gamma, *parameters))
         )
-        call = _Call(self, front, eps, zero_centered, keep, refilled)
-        return _Mixer.apply(call, proj, gamma, *parameters)
+        if norm is None or not keep:
+            call = _Call(self, front, eps, zero_centered, keep, refilled, None)
+            return _Mixer.apply(call, proj, gamma, *parameters)
+        hand_over = HandOver()
+        call = _Call(self, front, eps, zero_centered, keep, refilled, hand_over)
+        return hand_over.behind(_Mixer.apply(call, proj, gamma, *parameters))
 
 
 def _wanted(*tensors: Tensor | None) -> bool:
@@ -125,13 +130,14 @@ class _Call(NamedTuple):
     zero_centered: bool
     keep: bool
     refilled: RefilledOutput | None
+    hand_over: HandOver | None  # of the gradient of the mixed rows
 
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
     @leaves_memory_unfilled
     def forward(ctx, call: _Call, proj: Tensor, gamma: Tensor | None, *parameters: Tensor | None):
-        plan, front, eps, zero_centered, keep, refilled = call
+        plan, front, eps, zero_centered, keep, refilled, _ = call
         rule, neighbours, norm = plan.rule, plan.neighbours, plan.norm_kernels
         inputs = front.forward(proj, parameters, neighbours.documents)
         begun = rule.begin(inputs, neighbours.of_rule)
@@ -167,10 +173,15 @@ class _Mixer(torch.autograd.Function):
     @once_differentiable
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
-        plan, front, eps, zero_centered, *_ = ctx.call
+        plan, front, eps, zero_centered, _, _, hand_over = ctx.call
         rule, neighbours = plan.rule, plan.neighbours
         proj, gamma, o, *rest = ctx.saved_tensors
+        # From here on each tensor lives as long as it is read, if no second backward will come.
+        ctx.maybe_clear_saved_tensors()
         parameters, kept, linked, saved = _split(rest, ctx.counts, len(front.names))
+        del rest
+        if hand_over is not None:
+            d_out = hand_over.take(d_out)
         d_proj = proj.new_empty(proj.shape)
         d_gamma = None
         if eps is None:
@@ -184,7 +195,7 @@ class _Mixer(torch.autograd.Function):
             d_o, d_gamma = plan.norm_kernels.gated_norm_backward(
                 d_out, o, proj, gamma, plan.z, d_proj, eps=eps, zero_centered=zero_centered
             )
-            del d_out
+        del d_out, d_z, o
         gradient = [d_o]
         del d_o
         made = front.forward(proj, parameters, neighbours.documents, plan.again)
@@ -194,7 +205,7 @@ class _Mixer(torch.autograd.Function):
         begun = rule.begin_backward(
             gradient.pop(), inputs, Saved(saved, ctx.rule_plan), neighbours.of_rule
         )
-        del inputs
+        del inputs, saved
         initial = d_final = None
         if neighbours.states is not None:
             initial, d_final = neighbours.states.leaving(begun, linked)

@@ -298,13 +298,20 @@ class HopperStages:
         h: Tensor,
         scale: float,
         cu_seqlens: Tensor | None = None,
+        overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
+        """``overwrite_dht`` spares memory: one program reads a state's dht first, and then it
+        writes that state's gradient, which depends on it.
+        """
         _, _, G, K = k.shape
         H, V = v.shape[2:]
         N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
         dq, dk, dv = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
         dg, db = torch.empty_like(g), torch.empty_like(b)
-        d_first = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
+        if overwrite_dht and dht is not None:
+            d_first = dht
+        else:
+            d_first = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
         run = self._kernel(
             "fused_gdr_bwd", "tilelang_fused_chunk_gdr_bwd",
             H, G, K, V, a.shape[-1], scale, "float32", q.dtype, g.dtype, b.dtype, h.dtype, do.dtype,

@@ -62,14 +62,14 @@ def inputs_of(S, B):
 
 def all_of(rule, inputs, d_o, documents):
     """Without states, and with states that enter and leave."""
-    o, _, saved = rule.begin(inputs, documents).run(final=True)
+    o, _, saved = rule.begin(inputs, documents).run()
     yield from (o, *backward_of(rule, inputs, d_o, saved, documents).run()[:5])
     forward = rule.begin(inputs, documents)
     initial = forward.state_map().local
-    o, last, saved = forward.run(initial, final=True)
+    o, _, saved = forward.run(initial)
     backward = backward_of(rule, inputs, d_o, saved, documents)
-    yield from (initial, o, last, backward.d_initial())
-    yield from backward.run(initial, initial)[:5]
+    yield from (initial, o, backward.d_initial())
+    yield from backward.run(initial, initial.clone())[:5]
 
 
 CASES = {
