@@ -58,6 +58,32 @@ def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) ->
     }
 
 
+def host_ms(run: Callable[[], object], *, rounds: int = 8, calls: int = 3) -> dict[str, float]:
+    """What the host takes for a call of ``run`` that never waits for the device.
+
+    The stream sleeps while a few calls are issued behind it: few, since a full queue would make the
+    host wait. Collectives that wait for other ranks on the host count as well.
+    """
+    for _ in range(5):
+        run()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(1e8))  # clock cycles, some 50 ms
+        for _ in range(calls):
+            began = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - began) * 1e3)
+    torch.cuda.synchronize()
+    times.sort()
+    return {
+        "median": statistics.median(times),
+        "p10": times[len(times) // 10],
+        "p90": times[-1 - len(times) // 10],
+        "n": len(times),
+    }
+
+
 def slowest(times: dict[str, float]) -> dict[str, float]:
     """Each entry of :func:`time_ms`, the largest of all ranks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -131,8 +131,8 @@ def refuse_unsupported(
         raise NotImplementedError(
             f"{layer} has no attention scores to add attention_bias to; pass None."
         )
-    given = {name for name, value in keywords.items() if value is not None}
-    unknown = sorted(given - _ATTENTION_ONLY)
+    unknown = [name for name in keywords if name not in _ATTENTION_ONLY]
+    unknown = sorted(name for name in unknown if keywords[name] is not None)
     if unknown:
         raise TypeError(
             f"{layer}.forward() does not know the keyword(s) {', '.join(unknown)}; it "

@@ -354,8 +354,11 @@ class GatedDeltaNet(
                 documents inside Megatron's CUDA graph of the layer.
             TypeError: a keyword this layer does not know.
         """
-        refuse_unsupported(sequence_len_offset, kwargs)
-        context = the_context(inference_context, inference_params)
+        if kwargs or sequence_len_offset is not None:
+            refuse_unsupported(sequence_len_offset, kwargs)
+        context = inference_context
+        if inference_params is not None:
+            context = the_context(inference_context, inference_params)
         with span("in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
         if context is not None:
@@ -364,14 +367,18 @@ class GatedDeltaNet(
         if packed_seq_params is not None and self.in_layer_graph:
             refuse_packed(self.config)
         batch = self.micro_batches.of(packed_seq_params, proj_sBP)
-        require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
-        with span("to_heads"):
-            proj_SBP = batch.passage.open(proj_sBP)
+        if attention_mask is not None:
+            require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
+        proj_SBP = proj_sBP
+        if batch.scheme.moves_rows:
+            with span("to_heads"):
+                proj_SBP = batch.passage.open(proj_sBP)
         with span("mixer"):
-            mixed_sBV, release = self.mixer(self, batch, proj_SBP)
+            mixed_sBV, refilled = self.mixer(self, batch, proj_SBP)
         with span("out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
-        release(out_sBD)
+        if refilled is not None:
+            refilled.drop_until_backward_of(out_sBD)
         return out_sBD, out_bias
 
     def sharded_state_dict(

@@ -14,7 +14,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class MicroBatch:
         rule: the recurrence.
         scheme: where the mixer runs.
         passage: how the rows get there and back.
+        held: what a mixer has made for such rows once and for all, under keys of its own.
     """
 
     documents: Documents | None
@@ -60,6 +61,7 @@ class MicroBatch:
     rule: Rule
     scheme: Scheme
     passage: Passage
+    held: dict[Any, Any] = field(default_factory=dict)
 
     def local_positions(self) -> Tensor | range:
         """The sequence positions that this rank holds, of ``tokens``, in its order."""
@@ -139,31 +141,38 @@ class MicroBatches:
                 packed rows, ``local_cp_size`` that is not the size of ``cp_group``; or as the
                 constructor, for a group, device or dtype seen first here.
         """
-        group = context_parallel_group_of(packed, self._group)
-        s, B = proj_sBP.shape[:2]
-        tokens = s * (1 if group is None else group.size())
+        s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
-        documents = resolve_packed_seq_params(packed, tokens, device)
-        if documents is not None:
-            require_one_row(B, f"{B} rows of {s} tokens on this rank")
-        require_agreement(self._layer, group, tokens, B, documents, device)
-        rule = self.latest_rule = self.rule_for(device, dtype)
-        key = (stream_of_tables(), documents, group, rule, s, B, device, dtype)
+        group, documents = self._group, None
+        if packed is not None:
+            group = context_parallel_group_of(packed, group)
+        tokens = s if group is None else s * group.size()
+        if packed is not None:
+            documents = resolve_packed_seq_params(packed, tokens, device)
+            if documents is not None and B != 1:
+                require_one_row(B, f"{B} rows of {s} tokens on this rank")
+        if tokens != s:
+            require_agreement(self._layer, group, tokens, B, documents, device)
+        deterministic = self._deterministic()
+        key = (stream_of_tables(), documents, group, deterministic, s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
+            rule = self.rule_for(device, dtype)
             scheme = self._choose(group, rule, tokens, B, documents, dtype.itemsize)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
             if len(self._made) >= _MOST_MICRO_BATCHES:
                 del self._made[next(iter(self._made))]
             self._made[key] = found
+        self.latest_rule = found.rule
         return keep_if_captured(found)
+
+    def _deterministic(self) -> bool:
+        return self._config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
 
     def rule_for(self, device: torch.device, dtype: torch.dtype) -> Rule:
         """The rule of rows of this kind, as things stand; likewise the constructor's errors."""
-        deterministic = (
-            self._config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
-        )
+        deterministic = self._deterministic()
         key = device.type, dtype, deterministic
         if key not in self._rules:
             rule, reason = self._choose_rule(device, dtype, deterministic)

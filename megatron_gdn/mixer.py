@@ -6,7 +6,6 @@ B batch, P projection width, H value heads, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .micro_batch import MicroBatch
-from .module_hooks import run_pre_hooks
+from .module_hooks import has_hooks, run_pre_hooks
 from .observe import log_once
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
-from .ops.mixer import gated_delta_mixer
+from .ops.mixer import Plan, gated_delta_plan, require_fitting_rows
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.uncompiled import uncompiled
-from .out_norm import apply_gated_norm, is_plain_rms_norm, read_norm, summing_group
+from .out_norm import apply_gated_norm, plain_norm, summing_group
 from .precision import Fp32Parameters
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Mixer:
         layer: GatedDeltaNet,
         batch: MicroBatch,
         proj_SBP: Tensor,
-    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+    ) -> tuple[Tensor, RefilledOutput | None]:
         """Projection rows, where the mixer runs, to rows for out_proj.
 
         Args:
@@ -76,15 +75,13 @@ class Mixer:
             proj_SBP: rows that ``batch.passage`` has opened.
 
         Returns:
-            ``[s, B, H * V]`` over this rank's tokens, and a function to be called with out_proj's
-            output, which frees what the backward will compute again.
+            ``[s, B, H * V]`` over this rank's tokens, and what is to be told out_proj's output, so
+            that it frees what the backward will compute again; None if that is nothing.
 
         Raises:
             ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
             NotImplementedError: a pre-hook of ``conv1d`` changes its input.
         """
-        require_wide_gates(layer)
-        scheme, close = batch.scheme, batch.passage.close
         recompute_norm = self.recompute_norm and layer.training
         if recompute_norm and saved_tensors_are_hooked():
             log_once(
@@ -93,37 +90,41 @@ class Mixer:
             )
             recompute_norm = False
         layer.norm_out_checkpoint = refilled = RefilledOutput() if recompute_norm else None
-        release = _nothing if refilled is None else refilled.drop_until_backward_of
-        norm_here, group = is_plain_rms_norm(layer.out_norm), summing_group(layer)
-        run_pre_hooks(layer.conv1d, lambda: _conv_input(proj_SBP, scheme.layout))
-        convolved, bias = scheme.layout.conv_names, layer.conv1d.bias
-        mixed = gated_delta_mixer(
-            proj_SBP,
-            scheme.local(layer.conv1d.weight, convolved),
-            None if bias is None else scheme.local(bias, convolved),
-            scheme.local(layer.A_log),
-            scheme.local(layer.dt_bias),
-            HeadSizes.of(scheme.layout),
-            rule=batch.rule,
-            norm=read_norm(layer.out_norm, group) if norm_here else None,
-            neighbours=batch.passage.neighbours,
-            normalise_qk=layer.use_qk_l2norm,
-            recompute_qkv=self.recompute_qkv,
-            refilled=refilled if norm_here else None,
-        )
+        scheme, close, group = batch.scheme, batch.passage.close, summing_group(layer)
+        conv = layer.conv1d
+        if has_hooks(conv):  # before any parameter is read
+            run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
+        norm_here = plain_norm(layer.out_norm, group)
+        weight, bias, A_log, dt_bias = conv.weight, conv.bias, layer.A_log, layer.dt_bias
+        if not A_log.dtype == dt_bias.dtype == torch.float32:
+            require_wide_gates(layer)
+        if scheme.moves_rows:
+            convolved = scheme.layout.conv_names
+            weight = scheme.local(weight, convolved)
+            bias = None if bias is None else scheme.local(bias, convolved)
+            A_log, dt_bias = scheme.local(A_log), scheme.local(dt_bias)
+        kind = weight.shape[-1], layer.use_qk_l2norm, self.recompute_qkv
+        sizes, plan = batch.held.get(kind) or self._hold(batch, kind, proj_SBP)
+        require_fitting_rows(sizes, proj_SBP, weight)
+        mixed = plan.mix(
+            proj_SBP, (weight, bias, A_log, dt_bias), norm_here,
+            None if norm_here is None else refilled,
+        )  # fmt: skip
 
         if isinstance(mixed, Tensor):
+            if not scheme.moves_rows:
+                return mixed, refilled
             closed = close(mixed)
-            if refilled is not None and scheme.moves_rows:
+            if refilled is not None:
                 refilled.passed_on(closed, close)  # this is what out_proj saves
-            return closed, release
+            return closed, refilled
 
         def norm(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
             y_BSHV = apply_gated_norm(layer.out_norm, o_BSHV, z_BSHV, group)
             return y_BSHV.flatten(2).transpose(0, 1).contiguous()
 
         if refilled is None:
-            return close(norm(*mixed)), release
+            return close(norm(*mixed)), None
         # The norm's intermediates are dropped too, so it is called three times in all. This is not
         # Megatron's checkpoint, which compiles a C++ extension in the first backward.
         normed: Any = checkpoint(norm, *mixed, use_reentrant=False, preserve_rng_state=False)
@@ -134,13 +135,21 @@ class Mixer:
             out.copy_(close(norm(o_BSHV, z_BSHV)))
 
         refilled.remember(closed, refill)
-        return closed, release
+        return closed, refilled
+
+    def _hold(
+        self, batch: MicroBatch, kind: tuple[int, bool, bool], like: Tensor
+    ) -> tuple[HeadSizes, Plan]:
+        """The plan of rows ``like`` these, kept with their micro-batch."""
+        taps, normalise_qk, recompute_qkv = kind
+        sizes = HeadSizes.of(batch.scheme.layout)
+        plan = gated_delta_plan(
+            like, taps, sizes, batch.rule, batch.passage.neighbours, normalise_qk, recompute_qkv
+        )
+        batch.held[kind] = sizes, plan
+        return sizes, plan
 
 
 def _conv_input(proj_SBP: Tensor, layout: Layout) -> Tensor:
     """``[B, C, S]``, what a call of conv1d would be given; a view without a gradient."""
     return proj_SBP.detach()[..., layout.conv_columns].permute(1, 2, 0)
-
-
-def _nothing(out: Tensor) -> None:
-    """Nothing to free."""

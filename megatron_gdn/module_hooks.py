@@ -16,6 +16,16 @@ def _waits_for_parameters(hook: Callable) -> bool:
     return getattr(hook, "__module__", None) == _MEGATRON_DDP
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of ``module`` would run any hook of its own."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
 def only_waits_for_parameters(module: nn.Module) -> bool:
     """Whether ``module`` has no hook but those of :func:`wait_for_parameters`."""
     others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -2,20 +2,28 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
+from megatron.core import utils
 from megatron.core.utils import log_single_rank, nvtx_range_pop, nvtx_range_push
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on."""
+    return _range(name) if getattr(utils, "_nvtx_enabled", True) else _NOTHING
+
 
 @contextmanager
-def span(name: str) -> Iterator[None]:
-    """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on.
+def _range(name: str) -> Iterator[None]:
+    """The range is closed also when the body raises.
 
-    The range is closed also when the body raises: Megatron checks that ranges close in the order in
-    which they were opened, so one that stays open would make a later, unrelated one fail.
+    Megatron checks that ranges close in the order in which they were opened, so one that stays open
+    would make a later, unrelated one fail.
     """
     nvtx_range_push(msg=f"GatedDeltaNet.{name}")
     try:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .local_norm import TorchRMSNorm
-from .module_hooks import only_waits_for_parameters, wait_for_parameters
+from .module_hooks import has_hooks, only_waits_for_parameters, wait_for_parameters
 from .ops.mixer import GatedNorm
 from .tensor_parallel import gradients_summed, sum_gradient
 
@@ -60,6 +60,17 @@ def summing_group(layer: GatedDeltaNet) -> dist.ProcessGroup | None:
     (megatron-core 0.19's own layer does not sum there, and its norm weights drift apart.)
     """
     return None if layer.tp_size == 1 or layer.config.sequence_parallel else layer.tp_group
+
+
+def plain_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm | None:
+    """:func:`read_norm` where :func:`is_plain_rms_norm`, else None."""
+    if has_hooks(module):
+        return read_norm(module, group) if is_plain_rms_norm(module) else None
+    weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
+    if weight is None or eps is None or weight.dim() != 1 or not _has_plain_forward(module):
+        return None
+    gamma = weight if group is None else sum_gradient(weight, group)
+    return GatedNorm(gamma, eps, bool(getattr(module, "zero_centered_gamma", False)))
 
 
 def read_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import Documents, StaticDocuments
-from ..ops.host_tables import to_device
+from ..ops.host_tables import stream_of_tables, to_device
 from ..ops.uncompiled import uncompiled
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
@@ -51,7 +51,8 @@ class _Known:
 
     chosen_after: int = -1  # the latest layer that was built before the choice
     layer: int = 0  # the layer that compares
-    agreed: OrderedDict[tuple[int, ...], None] = field(default_factory=OrderedDict)
+    # The contents, and they as tensors on the device, by stream.
+    agreed: OrderedDict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=OrderedDict)
 
     def compares(self, layer: int) -> bool:
         if self.chosen_after != _latest_built:
@@ -64,7 +65,7 @@ class _Known:
         return contents not in self.agreed
 
     def add(self, contents: tuple[int, ...]) -> None:
-        self.agreed[contents] = None
+        self.agreed.setdefault(contents, {})
         if len(self.agreed) > _REMEMBERED:
             self.agreed.popitem(last=False)
 
@@ -101,31 +102,41 @@ def require_agreement(
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return
-    if os.environ.get(SWITCH, "1") == "0":
-        return
-    known = _groups.setdefault(group, _Known())
-    if not known.compares(layer):
+    known = _groups.get(group)
+    if known is None:
+        known = _groups.setdefault(group, _Known())
+    if not known.compares(layer) or os.environ.get(SWITCH, "1") == "0":
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     packed = (-1, 0) if documents is None else documents.contents
     mine = (tokens, rows, *packed)
-    gathered = _gather(mine, group, device)
+    gathered = _gather(mine, known.agreed.get(mine), group, device)
     if not known.is_new(mine) and device.type == "cuda":
         return
-    given = [tuple(theirs) for theirs in gathered.tolist()]
-    if any(theirs != mine for theirs in given):
+    given = [tuple(theirs) for theirs in torch.stack(gathered).tolist()]
+    if given.count(mine) != len(given):
         raise ValueError(_complaint(given, documents))
     known.add(mine)
 
 
 @uncompiled
-def _gather(mine: tuple[int, ...], group: Any, device: torch.device) -> Tensor:
-    """int64 ``[ranks, 4]``; the host waits for nothing."""
-    own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
+def _gather(
+    mine: tuple[int, ...], kept: dict[int, Tensor] | None, group: Any, device: torch.device
+) -> list[Tensor]:
+    """int64 ``[4]`` of every rank; the host waits for nothing.
+
+    ``kept``: this rank's own on the device, by stream; None for contents that may not come again.
+    """
+    stream = stream_of_tables()
+    own = None if kept is None else kept.get(stream)
+    if own is None:
+        own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
+        if kept is not None:
+            kept[stream] = own
     given = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(given, own, group=group)
-    return torch.stack(given)
+    return given
 
 
 def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str:

@@ -65,7 +65,8 @@ class HeadSizes(NamedTuple):
             ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not
                 contiguous, or the value heads are not a multiple of the key heads.
         """
-        require_even_groups(self.key_heads, self.value_heads)
+        if self.value_heads % self.key_heads:
+            require_even_groups(self.key_heads, self.value_heads)
         if proj.dim() != 3 or proj.shape[2] != self.width:
             raise ValueError(
                 f"the projection must be [S, B, {self.width}] for {self.key_heads} key heads of "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -27,12 +28,13 @@ from .documents import Documents, require_one_row
 from .front.base import Front
 from .front.gdn_front import GDNFront, kernels_for
 from .front.history import ContinuedFront
+from .hand_over import HandOver
 from .head_sizes import HeadSizes
 from .neighbours import Neighbours
 from .no_tokens import mix_no_tokens
 from .recompute import RefilledOutput
 from .rule import Rule, Saved
-from .unfilled import unfilled_memory
+from .unfilled import leaves_memory_unfilled
 
 
 class GatedNorm(NamedTuple):
@@ -44,73 +46,149 @@ class GatedNorm(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class Plan:
+    """How one kind of batch is mixed. Nothing here depends on the tensors of a call.
+
+    Attributes:
+        front: projection rows to the rule's inputs.
+        rule: the recurrence.
+        norm_kernels: :mod:`.gated_norm.norm` or its plain twin.
+        neighbours: boundaries, history and states.
+        again: the rule's inputs that the backward computes again instead of saving them.
+        heads: with a state.
+        z: the columns of the output norm's gate.
+    """
+
     front: Front
     rule: Rule
+    norm_kernels: ModuleType
     neighbours: Neighbours
+    again: tuple[str, ...]
     heads: int
+    z: slice
+
+    @classmethod
+    def of(
+        cls,
+        front: Front,
+        rule: Rule,
+        norm_kernels: ModuleType,
+        neighbours: Neighbours,
+        recompute: Sequence[str] = (),
+    ) -> Plan:
+        """A rule in steps (:mod:`.aligned`) takes the front and the norm with it."""
+        if getattr(rule, "in_steps", False):
+            front, aligned = AlignedFront(front), AlignedNorm(norm_kernels)
+            norm_kernels = cast(ModuleType, aligned)  # it has the two functions that are called
+        wanted = {*front.cheap, *recompute}
+        again = tuple(name for name in front.names if name in wanted)
+        layout = front.layout
+        heads, z = layout.state_heads, layout.columns("z")
+        return cls(front, rule, norm_kernels, neighbours, again, heads, z)
+
+    @cached_property
+    def saved(self) -> tuple[bool, ...]:
+        """Of each input of the rule, whether it is saved."""
+        reads = self.rule.reads_again
+        return tuple(name in reads and name not in self.again for name in self.front.names)
+
+    def mix(
+        self,
+        proj: Tensor,
+        parameters: Sequence[Tensor | None],
+        norm: GatedNorm | None,
+        refilled: RefilledOutput | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`mix`."""
+        if refilled is not None and norm is None:
+            raise ValueError("refilled repeats the gated norm, so it needs norm.")
+        gamma, eps, zero_centered = (None, None, False) if norm is None else norm
+        if not proj.numel():
+            # On every rank that shares the sequences, so nobody waits for rows of them.
+            return mix_no_tokens(
+                proj, gamma, *parameters, z=self.z, heads=self.heads, with_norm=norm is not None
+            )
+        front, history = self.front, self.neighbours.history
+        if history is not None:
+            front = ContinuedFront(front, history)
+        keep = torch.is_grad_enabled() and (
+            proj.requires_grad
+            or any(x is not None and x.requires_grad for x in (gamma, *parameters))
+        )
+        if norm is None or not keep:
+            call = _Call(self, front, eps, zero_centered, keep, refilled, None)
+            return _Mixer.apply(call, proj, gamma, *parameters)
+        hand_over = HandOver()
+        call = _Call(self, front, eps, zero_centered, keep, refilled, hand_over)
+        return hand_over.behind(_Mixer.apply(call, proj, gamma, *parameters))
+
+
+def _wanted(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+class _Call(NamedTuple):
+    plan: Plan
+    front: Front
     eps: float | None  # of the output norm; None: no norm here
     zero_centered: bool
-    norm: ModuleType
-    again: tuple[str, ...]  # inputs of the rule that the backward computes again
     keep: bool
     refilled: RefilledOutput | None
-
-    @property
-    def z(self) -> slice:
-        return self.front.layout.columns("z")
+    hand_over: HandOver | None  # of the gradient of the mixed rows
 
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
-    @unfilled_memory()
-    def forward(ctx, plan: _Plan, proj: Tensor, gamma: Tensor | None, *parameters: Tensor | None):
-        front, rule, neighbours = plan.front, plan.rule, plan.neighbours
+    @leaves_memory_unfilled
+    def forward(ctx, call: _Call, proj: Tensor, gamma: Tensor | None, *parameters: Tensor | None):
+        plan, front, eps, zero_centered, keep, refilled, _ = call
+        rule, neighbours, norm = plan.rule, plan.neighbours, plan.norm_kernels
         inputs = front.forward(proj, parameters, neighbours.documents)
         begun = rule.begin(inputs, neighbours.of_rule)
         initial, linked = None, ()
         if neighbours.states is not None:
             initial, linked = neighbours.states.entering(rule, begun, inputs)
-        o, _, saved = begun.run(initial, keep=plan.keep)
+        o, _, saved = begun.run(initial, keep=keep)
         del begun
-        if plan.keep:
-            kept = (
-                x if name in rule.reads_again and name not in plan.again else None
-                for name, x in zip(front.names, inputs, strict=True)
-            )
-            with_norm = None if plan.eps is None else o
+        if keep:
+            kept = [x if save else None for save, x in zip(plan.saved, inputs, strict=True)]
+            with_norm = None if eps is None else o
             ctx.save_for_backward(
                 proj, gamma, with_norm, *parameters, *kept, *linked, *saved.tensors
             )
-            ctx.plan, ctx.rule_plan, ctx.counts = plan, saved.plan, (len(parameters), len(linked))
-        if plan.eps is None:
+            ctx.call, ctx.rule_plan, ctx.counts = call, saved.plan, (len(parameters), len(linked))
+        if eps is None:
             z = proj[..., plan.z]
             return o.to(proj.dtype), z.unflatten(-1, (plan.heads, -1)).transpose(0, 1)
-        mixed = plan.norm.gated_norm_forward(
-            o, proj, gamma, plan.z, eps=plan.eps, zero_centered=plan.zero_centered
+        mixed = norm.gated_norm_forward(
+            o, proj, gamma, plan.z, eps=eps, zero_centered=zero_centered
         )
-        if plan.refilled is not None:
+        if refilled is not None:
 
             def refill(out: Tensor) -> None:
-                plan.norm.gated_norm_forward(
-                    o, proj, gamma, plan.z,
-                    eps=plan.eps, zero_centered=plan.zero_centered, out=out,
-                )  # fmt: skip
+                norm.gated_norm_forward(
+                    o, proj, gamma, plan.z, eps=eps, zero_centered=zero_centered, out=out
+                )
 
-            plan.refilled.remember(mixed, refill)
+            refilled.remember(mixed, refill)
         return mixed
 
     @staticmethod
     @once_differentiable
-    @unfilled_memory()
+    @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
-        plan: _Plan = ctx.plan
-        front, rule, neighbours = plan.front, plan.rule, plan.neighbours
+        plan, front, eps, zero_centered, _, _, hand_over = ctx.call
+        rule, neighbours = plan.rule, plan.neighbours
         proj, gamma, o, *rest = ctx.saved_tensors
+        # From here on each tensor lives as long as it is read, if no second backward will come.
+        ctx.maybe_clear_saved_tensors()
         parameters, kept, linked, saved = _split(rest, ctx.counts, len(front.names))
+        del rest
+        if hand_over is not None:
+            d_out = hand_over.take(d_out)
         d_proj = proj.new_empty(proj.shape)
         d_gamma = None
-        if plan.eps is None:
+        if eps is None:
             z_rows = d_proj[..., plan.z]
             if d_z is None:
                 z_rows.zero_()
@@ -118,21 +196,20 @@ class _Mixer(torch.autograd.Function):
                 z_rows.copy_(d_z.transpose(0, 1).flatten(2))
             d_o = d_out.contiguous()
         else:
-            d_o, d_gamma = plan.norm.gated_norm_backward(
-                d_out, o, proj, gamma, plan.z, d_proj,
-                eps=plan.eps, zero_centered=plan.zero_centered,
-            )  # fmt: skip
-            del d_out
+            d_o, d_gamma = plan.norm_kernels.gated_norm_backward(
+                d_out, o, proj, gamma, plan.z, d_proj, eps=eps, zero_centered=zero_centered
+            )
+        del d_out, d_z, o
         gradient = [d_o]
         del d_o
         made = front.forward(proj, parameters, neighbours.documents, plan.again)
-        inputs = type(made)(*(x if y is None else y for x, y in zip(kept, made, strict=True)))
+        inputs = type(made)(*[x if y is None else y for x, y in zip(kept, made, strict=True)])
         del made, kept
         # No reference stays here, so that a rule which makes another form of d_o can free this one.
         begun = rule.begin_backward(
             gradient.pop(), inputs, Saved(saved, ctx.rule_plan), neighbours.of_rule
         )
-        del inputs
+        del inputs, saved
         initial = d_final = None
         if neighbours.states is not None:
             initial, d_final = neighbours.states.leaving(begun, linked)
@@ -183,33 +260,8 @@ def mix(
         (z is a view of ``proj``).
     """
     neighbours = Neighbours() if neighbours is None else neighbours
-    if refilled is not None and norm is None:
-        raise ValueError("refilled repeats the gated norm, so it needs norm.")
-    gamma, eps, zero_centered = (None, None, False) if norm is None else norm
-    tensors, heads = (proj, gamma, *parameters), front.layout.state_heads
-    if proj.shape[0] * proj.shape[1] == 0:
-        # On every rank that shares the sequences, so nobody waits for rows of them.
-        z = front.layout.columns("z")
-        return mix_no_tokens(*tensors, z=z, heads=heads, with_norm=norm is not None)
-    if getattr(rule, "in_steps", False):
-        front, aligned = AlignedFront(front), AlignedNorm(norm_kernels)
-        norm_kernels = cast(ModuleType, aligned)  # it has the two functions that are called
-    if neighbours.history is not None:
-        front = ContinuedFront(front, neighbours.history)
-    wanted = {*front.cheap, *recompute}
-    plan = _Plan(
-        front=front,
-        rule=rule,
-        neighbours=neighbours,
-        heads=heads,
-        eps=eps,
-        zero_centered=zero_centered,
-        norm=norm_kernels,
-        again=tuple(name for name in front.names if name in wanted),
-        keep=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
-        refilled=refilled,
-    )
-    return _Mixer.apply(plan, *tensors)
+    plan = Plan.of(front, rule, norm_kernels, neighbours, recompute)
+    return plan.mix(proj, parameters, norm, refilled)
 
 
 def gated_delta_mixer(
@@ -247,32 +299,56 @@ def gated_delta_mixer(
         ValueError: shapes that do not fit, packed documents with B > 1, fp16 operands without
             ``normalise_qk``.
     """
+    require_fitting_rows(sizes, proj, conv_weight)
+    if documents is not None:
+        S, B = proj.shape[:2]
+        require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
+        Documents.from_cu_seqlens(documents, S)
+        assert neighbours is None
+    plan = gated_delta_plan(
+        proj, conv_weight.shape[-1], sizes, rule,
+        Neighbours(documents) if neighbours is None else neighbours,
+        normalise_qk, recompute_qkv, kernels,
+    )  # fmt: skip
+    return plan.mix(proj, (conv_weight, conv_bias, A_log, dt_bias), norm, refilled)
+
+
+def require_fitting_rows(sizes: HeadSizes, proj: Tensor, conv_weight: Tensor) -> None:
+    """Refuse rows or a convolution of other heads.
+
+    Raises:
+        ValueError: as :meth:`.HeadSizes.check_projection`; ``conv_weight`` has other channels or is
+            not contiguous.
+    """
     sizes.check_projection(proj)
-    S, B = proj.shape[:2]
     if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
         raise ValueError(
             f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "
             f"shape {tuple(conv_weight.shape)} and strides {conv_weight.stride()}."
         )
-    if documents is not None:
-        require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
-        Documents.from_cu_seqlens(documents, S)
-        assert neighbours is None
+
+
+def gated_delta_plan(
+    proj: Tensor,
+    taps: int,
+    sizes: HeadSizes,
+    rule: Rule,
+    neighbours: Neighbours,
+    normalise_qk: bool = True,
+    recompute_qkv: bool = False,
+    kernels: str = "auto",
+) -> Plan:
+    """The plan of :func:`gated_delta_mixer` for rows like ``proj``: its device and dtype count.
+
+    Raises:
+        ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
+    """
     if rule.operand_dtype is not None and not normalise_qk:
         raise ValueError(
             f"this rule takes q and k in {rule.operand_dtype}, whose range they may leave without "
             f"unit length; tell resolve_rule normalise_qk=False too, or choose operands='bf16'."
         )
-    front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
+    front_kernels, norm_kernels = kernels_for(proj, taps, kernels)
     front = GDNFront(sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant)
-    return mix(
-        proj,
-        (conv_weight, conv_bias, A_log, dt_bias),
-        front=front,
-        rule=rule,
-        norm=norm,
-        norm_kernels=norm_kernels,
-        neighbours=Neighbours(documents) if neighbours is None else neighbours,
-        recompute=("q", "k", "v") if recompute_qkv else (),
-        refilled=refilled,
-    )
+    recompute = ("q", "k", "v") if recompute_qkv else ()
+    return Plan.of(front, rule, norm_kernels, neighbours, recompute)

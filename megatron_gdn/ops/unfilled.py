@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from threading import Lock
 from typing import Any, cast
 
@@ -41,3 +42,18 @@ def unfilled_memory() -> Iterator[None]:
             _inside -= 1
             if _inside == 0:
                 settings.fill_uninitialized_memory = _kept
+
+
+def leaves_memory_unfilled[**Arguments, Made](
+    function: Callable[Arguments, Made],
+) -> Callable[Arguments, Made]:
+    """``function`` inside :func:`unfilled_memory`, which is entered only where torch would fill."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        if not torch.are_deterministic_algorithms_enabled():
+            return function(*args, **kwargs)
+        with unfilled_memory():
+            return function(*args, **kwargs)
+
+    return call

@@ -69,12 +69,14 @@ def pack(local: Tensor, through: Tensor) -> Tensor:
     A view if they already are the two parts of one contiguous tensor.
     """
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
-    whole = (*local.shape[:-1], X)
-    strides = tuple(math.prod(whole[d + 1 :]) for d in range(len(whole)))
-    beside = through.storage_offset() == local.storage_offset() + V
-    one = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    if one and beside and through.stride() == local.stride() == strides:
-        return local.as_strided(whole, strides)
+    strides = local.stride()
+    if strides == through.stride() and strides[-2:] == (X, 1):
+        whole = (*local.shape[:-1], X)
+        beside = through.storage_offset() == local.storage_offset() + V
+        one = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        contiguous = tuple([math.prod(whole[d + 1 :]) for d in range(len(whole))])
+        if one and beside and strides == contiguous:
+            return local.as_strided(whole, strides)
     return torch.cat([local, through], dim=-1)
 
 

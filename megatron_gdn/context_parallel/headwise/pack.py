@@ -16,13 +16,14 @@ row, p width of one rank's.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops.kernels.launch import MOST_PLANS, Launch
 from .pack_kernels import carry_columns_kernel, sum_copies_kernel
 from .shares import HeadShares, Strip, alignment, strips
 
@@ -48,10 +49,10 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
     return min(tiles, _PER_PROCESSOR * processors)
 
 
-def _rows_at_once(whole: Tensor, cut: tuple[Strip, ...]) -> int:
+def _rows_at_once(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
     """Rows of a tile, so that its widest block has a fixed size, smaller for short sequences."""
-    tile = _TILE_BYTES if whole.shape[0] * whole.shape[1] >= 4096 else _TILE_BYTES // 4
-    widest = max(strip.block for strip in cut) * whole.element_size()
+    tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
+    widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
 
@@ -80,22 +81,35 @@ def _carry(
     """``kept``: full rows and their place, for the message of the rank ``skipped``."""
     assert own.is_contiguous() and own.dtype == whole.dtype
     tokens, batch, _ = whole.shape
-    rows = tokens * batch
-    if not rows or not messages or not cut:
+    if not tokens * batch or not messages or not cut:
         return
-    stride_s, stride_b, align = _strides(whole)
-    at_once = _rows_at_once(whole, cut)
-    tiles = triton.cdiv(rows, at_once) * messages
     full = own
     if kept is not None:
         full, place = kept
         assert full.is_contiguous() and full.dtype == whole.dtype
-    carry_columns_kernel[(_programs(tiles, whole.device, beside_transfer),)](
-        whole, own, full, place, first, first + messages if skipped is None else skipped,
-        tokens, batch, tiles, stride_s, stride_b,
-        STRIPS=cut, OWN_WIDTH=own.shape[-1], ALIGN=align, ROWS=at_once,
-        PLACED=place is not None and kept is None, KEPT=kept is not None, PACK=pack,
-        num_warps=_WARPS,
+    launch = _carry_launch(
+        tokens, batch, _strides(whole), whole.element_size(), whole.device, cut, own.shape[-1],
+        messages, first, first + messages if skipped is None else skipped,
+        place is not None and kept is None, kept is not None, pack, beside_transfer,
+    )  # fmt: skip
+    launch(whole, own, full, place)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _carry_launch(
+    tokens: int, batch: int, strides: tuple[int, int, int], element_size: int,
+    device: torch.device, cut: tuple[Strip, ...], own_width: int,
+    messages: int, first: int, skipped: int, placed: bool, kept: bool, pack: bool,
+    beside_transfer: bool,
+) -> Launch:  # fmt: skip
+    stride_s, stride_b, align = strides
+    at_once = _rows_at_once(tokens * batch, element_size, cut)
+    tiles = triton.cdiv(tokens * batch, at_once) * messages
+    return Launch(
+        carry_columns_kernel, (_programs(tiles, device, beside_transfer),),
+        first, skipped, tokens, batch, tiles, stride_s, stride_b,
+        STRIPS=cut, OWN_WIDTH=own_width, ALIGN=align, ROWS=at_once,
+        PLACED=placed, KEPT=kept, PACK=pack, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -163,19 +177,36 @@ def unpack_peers(
         kept=(full, place) if with_own else None, beside_transfer=beside_transfer,
     )  # fmt: skip
     tokens, batch, _ = whole.shape
-    rows = tokens * batch
-    stride_s, stride_b, align = _strides(whole)
+    launches = _sum_launches(
+        tokens, batch, _strides(whole), whole.dtype, whole.device, shares, rank, full.shape[-1],
+        beside_transfer,
+    )  # fmt: skip
+    for launch in launches:
+        launch(whole, messages, full, place)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _sum_launches(
+    tokens: int, batch: int, strides: tuple[int, int, int], dtype: torch.dtype,
+    device: torch.device, shares: HeadShares, rank: int, own_width: int, beside_transfer: bool,
+) -> tuple[Launch, ...]:  # fmt: skip
+    """One for every number of ranks that hold the same columns."""
+    stride_s, stride_b, align = strides
+    rows, launches = tokens * batch, []
     for copies in sorted({c for c in shares.copies if c > 1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
-        at_once = max(1, _rows_at_once(whole, cut) // 2)  # the sums are wider than what they read
+        # The sums are wider than what they read.
+        at_once = max(1, _rows_at_once(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
-            sum_copies_kernel[(_programs(tiles, whole.device, beside_transfer),)](
-                whole, messages, full, place, rank, tokens, batch, tiles,
-                stride_s, stride_b,
-                STRIPS=cut, OWN_WIDTH=full.shape[-1], ALIGN=align, ROWS=at_once, COPIES=copies,
-                WIDE=tl.float64 if whole.dtype == torch.float64 else tl.float32, num_warps=_WARPS,
+            launch = Launch(
+                sum_copies_kernel, (_programs(tiles, device, beside_transfer),),
+                rank, tokens, batch, tiles, stride_s, stride_b,
+                STRIPS=cut, OWN_WIDTH=own_width, ALIGN=align, ROWS=at_once, COPIES=copies,
+                WIDE=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=_WARPS,
             )  # fmt: skip
+            launches.append(launch)
+    return tuple(launches)
 
 
 def _whole_rows(messages: Tensor) -> tuple[Tensor, tuple[Strip, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ class Headwise:
         gate = layout.columns("z")
         self._mixed = HeadShares.even(self.size, (gate.stop - gate.start,))
         self._group, self._sequence_layout = group, sequence_layout
+        self._rank = group.rank()
+        self._of_parameters: dict[Any, tuple[HeadShares, tuple[int, int] | None]] = {}
         self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
@@ -94,15 +97,28 @@ class Headwise:
             param: one row per state head, or with the columns of the sections ``names``.
             names: of those sections.
         """
-        if names is None:
-            shares = HeadShares.even(self.size, (param.shape[0],))
+        wanted = param.shape[0] if names is None else tuple(names)
+        shares, rows = self._of_parameters.get(wanted) or self._remember(wanted)
+        if rows is not None:
+            return param.narrow(0, *rows)
+        return _OwnRows.apply(param, _own_rows(shares, self._rank, param.device))
+
+    def _remember(self, wanted: int | tuple[str, ...]) -> tuple[HeadShares, tuple[int, int] | None]:
+        """How a parameter of so many rows, or of these sections, is shared.
+
+        Of one section also the start and the number of this rank's rows, which are neighbours.
+        """
+        if isinstance(wanted, int):
+            shares = HeadShares.even(self.size, (wanted,))
         else:
-            sections, copies = zip(*(self._share_of[name] for name in names), strict=True)
+            sections, copies = zip(*(self._share_of[name] for name in wanted), strict=True)
             shares = HeadShares(self.size, sections, copies)
-        rank = self._group.rank()
+        rows = None
         if len(shares.sections) == 1:
-            return share_of_parameter(param, 0, shares, rank)
-        return _OwnRows.apply(param, _own_rows(shares, rank, param.device))
+            block = shares.blocks(self._rank)[0]
+            rows = block.whole, block.width
+        self._of_parameters[wanted] = shares, rows
+        return shares, rows
 
     def _lengths(
         self, documents: Documents | None, tokens: int

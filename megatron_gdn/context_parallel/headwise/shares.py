@@ -19,14 +19,8 @@ class ColumnBlock(NamedTuple):
     own: int
     width: int
     copies: int
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.whole, self.whole + self.width)
-
-    @property
-    def own_columns(self) -> slice:
-        return slice(self.own, self.own + self.width)
+    columns: slice
+    own_columns: slice
 
 
 class HeadShares(NamedTuple):
@@ -64,16 +58,23 @@ class HeadShares(NamedTuple):
     def own_width(self) -> int:
         return sum(self.widths)
 
-    def blocks(self, rank: int) -> list[ColumnBlock]:
+    def blocks(self, rank: int) -> tuple[ColumnBlock, ...]:
         """What ``rank`` holds, section by section."""
-        blocks, whole, own = [], 0, 0
-        for section, width, copies in zip(self.sections, self.widths, self.copies, strict=True):
-            blocks.append(ColumnBlock(whole + rank // copies * width, own, width, copies))
-            whole, own = whole + section, own + width
-        return blocks
+        return _blocks(self, rank)
 
     def peers(self, rank: int) -> list[int]:
         return [other for other in range(self.ranks) if other != rank]
+
+
+@lru_cache(maxsize=1024)
+def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
+    blocks, whole, own = [], 0, 0
+    for section, width, copies in zip(shares.sections, shares.widths, shares.copies, strict=True):
+        first = whole + rank // copies * width
+        columns, own_columns = slice(first, first + width), slice(own, own + width)
+        blocks.append(ColumnBlock(first, own, width, copies, columns, own_columns))
+        whole, own = whole + section, own + width
+    return tuple(blocks)
 
 
 class Strip(NamedTuple):
@@ -95,7 +96,7 @@ class Strip(NamedTuple):
 def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
     """A rank's columns in blocks of at most ``most`` columns, so that kernels need no masks."""
     cut = []
-    for whole, own, width, copies in shares.blocks(0):
+    for whole, own, width, copies, *_ in shares.blocks(0):
         done, block = 0, most
         while done < width:
             while block > width - done:

@@ -18,6 +18,7 @@ from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from . import flash_qla_states
 from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
+from .flash_qla_hopper import HopperStages
 from .flash_qla_plan import Plan, plan_of, stages
 from .flash_qla_static import static_plan_of
 from .obstacles import why_not_heads
@@ -180,6 +181,7 @@ class UncarriedBackward:
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         plan, cache = self._saved.plan
         g_sum, A, *kept = self._saved.tensors
+        del self._saved  # what is not read to the end is freed before
         d_o, inputs, rows = self._d_o, self._inputs, self._inputs.k.shape[:2]
         if plan.parts is not None:
             d_o, inputs = in_one_row(d_o), inputs_in_one_row(inputs)
@@ -188,7 +190,9 @@ class UncarriedBackward:
             do=d_o, dht=d_final, scale=inputs.k.shape[-1] ** -0.5, initial_state=initial,
             state_v_first=False, cp_cache=None if cache is None else cache(*kept),
         )  # fmt: skip
-        grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad)
+        del kept
+        made_here = last_grad is not d_final
+        grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here)
         return RuleGrads(*(in_rows(x, rows) for x in grads[:5]))
 
 
@@ -200,16 +204,22 @@ def _gradients(
     plan: Plan,
     first: Tensor | None,
     last_grad: Tensor | None,
+    overwrite_last: bool = False,
 ) -> RuleGrads:
-    """From the states ``first`` that enter parts, and the gradient of those that leave them."""
+    """From the states ``first`` that enter parts, and the gradient of those that leave them.
+
+    ``overwrite_last``: nobody else reads that gradient.
+    """
+    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
               "cu_seqlens": plan.part_offsets}  # fmt: skip
     states, *_ = stages().fused_gdr_h(
         initial_state=first, output_final_state=False, output_h=True, **common
     )
     dq, dk, dv, dg, dbeta, _ = stages().fused_gdr_bwd(
-        q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5, **common
-    )
+        q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5,
+        **common, **sparing,
+    )  # fmt: skip
     dg = stages().chunk_local_cumsum(
         dg, chunk_size=A.shape[-1], reverse=True, cu_seqlens=plan.context.cu_seqlens,
         zero_last_chunk=True,

@@ -15,11 +15,12 @@ from ..host_tables import cached_by_stream
 from ..state_maps.parts import Parts, parts_by_length
 from ..state_maps.static_parts import StaticParts
 from .flash_qla_fences import fence_bulk_stores
+from .flash_qla_hopper import HopperStages
 
 _STAGES = (
     "chunk_gated_delta_rule_fwd", "build_cp_context", "FlashQLACPContext", "cp_preprocess_bwd",
     "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
-    "get_warmup_chunks_bidi", "chunk_local_cumsum", "CHUNK_SIZE",
+    "get_warmup_chunks_bidi", "chunk_local_cumsum", "correct_initial_states", "CHUNK_SIZE",
 )  # fmt: skip
 # Of those, the ones whose kernels lack fences, and what tilelang compiles in their modules.
 UNFENCED = {
@@ -30,8 +31,23 @@ UNFENCED = {
 
 
 @cache
-def stages() -> ModuleType:
-    """FlashQLA's stages, from the module that picked them for this architecture."""
+def stages() -> Any:
+    """FlashQLA's stages, by name: on Hopper with their kernels held, elsewhere its own."""
+    chunk = library()
+    homes = {name: sys.modules[fn.__module__] for name, fn in _functions_of(chunk)}
+    if ".hopper." in homes["fused_gdr_fwd"].__name__:
+        return HopperStages(chunk, homes)
+    return chunk
+
+
+def _functions_of(chunk: ModuleType) -> list[tuple[str, Any]]:
+    found = ((name, getattr(chunk, name)) for name in _STAGES)
+    return [(name, fn) for name, fn in found if hasattr(fn, "__module__")]
+
+
+@cache
+def library() -> ModuleType:
+    """FlashQLA's own module of stages, which picked them for this architecture."""
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
     missing = [name for name in _STAGES if not hasattr(chunk, name)]

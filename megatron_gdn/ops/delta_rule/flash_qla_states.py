@@ -14,9 +14,7 @@ Legend: S tokens, N sequences, P parts, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor
 from ..rule import Saved
 from ..state_maps.fold import entering_states
 from .base import RuleInputs
+from .flash_qla_hopper import HopperStages
 from .flash_qla_plan import Plan, stages
 
 _FORGOTTEN = -20.0
@@ -78,34 +77,14 @@ def _run_parts(
     inputs: RuleInputs, g_sum: Tensor, A: Tensor, offsets: Tensor, chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``local`` and ``through`` of every part, from its last ``chunks`` chunks."""
-    home = sys.modules[stages().fused_gdr_h.__module__]
-    if ".hopper." in home.__name__:
-        return _run_parts_fp32(home, inputs, g_sum, A, offsets, chunks)
-    _, local, through = stages().fused_gdr_h(
+    run = stages()
+    # FlashQLA's own function rounds what its kernel returns to bf16.
+    wide = {"final_dtype": torch.float32} if isinstance(run, HopperStages) else {}
+    _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
-        output_h=False, cu_seqlens=offsets, num_warmup_chunks=chunks,
+        output_h=False, cu_seqlens=offsets, num_warmup_chunks=chunks, **wide,
     )  # fmt: skip
     return local.float(), through.float()
-
-
-def _run_parts_fp32(
-    home: ModuleType, inputs: RuleInputs, g_sum: Tensor, A: Tensor, offsets: Tensor, chunks: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The kernel beneath ``fused_gdr_h``, which rounds what it returns to bf16."""
-    k, v, beta = inputs.k, inputs.v, inputs.beta
-    G, K = k.shape[2:]
-    (H, V), P = v.shape[2:], offsets.shape[0] - 1
-    local, through = (k.new_empty(P, H, K, D, dtype=torch.float32) for D in (V, K))
-    no_states = k.new_empty(1, 0, H, K, V)
-    kernel = home.tilelang_prepare_h(
-        H, G, K, V, A.shape[-1], accum_dtype="float32", qkva_dtype=k.dtype, g_dtype=g_sum.dtype,
-        b_dtype=beta.dtype, h0_dtype=local.dtype, ht_dtype=local.dtype, h_dtype=k.dtype,
-        seqlen_dtype=offsets.dtype, use_initial_state=False, store_final_state=True, store_h=False,
-        is_varlen=True, is_cp=True, state_v_first=False,
-    )  # fmt: skip
-    # The initial states and the chunk offsets are not read without use_initial_state and store_h.
-    kernel(k, v, A, g_sum, beta, local, offsets, offsets, chunks, no_states, local, through)
-    return local, through
 
 
 def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Any, ...]:

@@ -9,11 +9,14 @@ each other; G key heads, H value heads, K key dim, V value dim, C columns of one
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
@@ -113,18 +116,41 @@ def _lower_kernel(
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
     """Bits of the largest |x| of every key head, ``[N, G]``, and N."""
-    T = x.numel() // (key_heads * columns)
+    tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
+    found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
+    if launch is not None:
+        launch(x, found)
+    return found, tiles
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch | None]:
+    """Also N. None where there are no rows."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
     tiles = triton.cdiv(T, max(1, tokens))
-    found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
-    if T:
-        _largest_kernel[(tiles, key_heads)](
-            x, found, T, tokens, G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run,
-            num_warps=4,
-        )  # fmt: skip
-    return found, tiles
+    if not T:
+        return tiles, None
+    return tiles, Launch(
+        _largest_kernel, (tiles, key_heads), T, tokens,
+        G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run, num_warps=4,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _power_launch(
+    kernel: triton.JITFunction, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
+    columns: int, elements: int,
+) -> Launch:  # fmt: skip
+    """A launch of the second kernel, ``elements`` of one program at a time."""
+    block = block_dim(columns)
+    rows = max(1, elements // block)
+    return Launch(
+        kernel, (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
+        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
+        C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
+    )  # fmt: skip
 
 
 def lower(
@@ -137,15 +163,12 @@ def lower(
     found, tiles = _largest_of(
         states.contiguous(), key_heads, states.shape[3], ratio * states.shape[2]
     )
-    block = block_dim(ratio * V)
-    rows = max(1, 4 * _ELEMENTS // block)
     made = torch.empty(3, H, dtype=torch.float32, device=half.device)
     ratio_H, up_H, down_H = made.unbind()
-    _lower_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
-        half, up, found, ratio_H, up_H, down_H, T, tiles,
-        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
-        C=ratio * V, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
-    )  # fmt: skip
+    launch = _power_launch(
+        _lower_kernel, T, tiles, largest, key_heads, ratio, ratio * V, 4 * _ELEMENTS
+    )
+    launch(half, up, found, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
 
@@ -155,14 +178,10 @@ def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Te
     B, S, H, V = x.shape
     T, C = B * S, H // key_heads * V
     found, tiles = _largest_of(x, key_heads, C)
-    block = block_dim(C)
-    rows = max(1, _ELEMENTS // block)
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device)
-    _scale_kernel[(max(1, triton.cdiv(T, rows)), key_heads)](
-        x, found, half, up, down, T, tiles,
-        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads,
-        RATIO=H // key_heads, C=C, ROWS=rows, BLOCK_C=block, TILES=_TILES,
-        num_warps=4,
-    )  # fmt: skip
+    launch = _power_launch(
+        _scale_kernel, T, tiles, largest, key_heads, H // key_heads, C, _ELEMENTS
+    )
+    launch(x, found, half, up, down)
     return half, up, down

@@ -8,7 +8,8 @@ V value dim, C conv channels, W taps.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..delta_rule.base import RuleInputs
 from ..documents import Documents
 from ..head_sizes import HeadSizes
+from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
     Walk,
@@ -86,34 +88,48 @@ def prepare_forward(
     if "g" in parts:
         g = torch.empty(B, S, H, dtype=torch.float32, device=proj.device)
         beta = torch.empty_like(g)
-    slots = {"q": G, "k": G, "v": H, "g": 1}
-    first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
-    one_path = batch_invariant and documents is not None
-    tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
-    tile = within_grid(tile, S, B)
-    tile = within_reach(tile, S, conv_weight.shape[-1], (proj.stride(0), G * K, H * V))
-    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
-    if S * B:
+    stride_s, stride_b, _ = proj.stride()
+    launch = _forward_launch(
+        sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, eps, conv_bias is not None,
+        documents is not None, batch_invariant, normalise_qk, tile,
+    )  # fmt: skip
+    if launch is not None:
         # A pointer that is never followed stands for each part left out: kernels take no None. It
         # is of the same dtype, so that one compilation serves all choices of parts.
         heads = next((x for x in (q, k, v) if x is not None), proj)
         outputs = [heads if x is None else x for x in (q, k, v)]
         outputs += [A_log if x is None else x for x in (g, beta)]
-        grid = (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B)
-        prepare_forward_kernel[grid](
-            proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
-            *outputs,
-            S, tile.steps, first, proj.stride(0), proj.stride(1), eps,
-            G=G, H=H, K=K, V=V, W=conv_weight.shape[-1],
-            ROWS=tile.rows, STAGES=tile.stages,
-            BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-            HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
-            ONE_PATH=one_path, NORMALISE=normalise_qk, num_warps=tile.warps,
-            maxnreg=tile.registers, enable_fp_fusion=not one_path,
-        )  # fmt: skip
+        launch(proj, conv_weight, conv_bias, A_log, dt_bias, position_T, *outputs)
     made: list[Any] = [q, k, v, g, beta]
     return RuleInputs(*made)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _forward_launch(
+    sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str, eps: float,
+    has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, tile: Walk | None,
+) -> Launch | None:  # fmt: skip
+    """None where there are no rows."""
+    G, H, K, V = sizes
+    slots = {"q": G, "k": G, "v": H, "g": 1}
+    first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
+    one_path = batch_invariant and packed
+    tile = prepare_forward_tile(S * B, max(K, V)) if tile is None else tile
+    tile = within_grid(tile, S, B)
+    tile = within_reach(tile, S, W, (stride_s, G * K, H * V))
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
+    if not S * B:
+        return None
+    return Launch(
+        prepare_forward_kernel,
+        (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B),
+        S, tile.steps, first, stride_s, stride_b, eps,
+        G=G, H=H, K=K, V=V, W=W, ROWS=tile.rows, STAGES=tile.stages,
+        BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
+        HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise,
+        num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
+    )  # fmt: skip
 
 
 def prepare_backward(
@@ -153,42 +169,63 @@ def prepare_backward(
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
     """
     S, B, _ = proj.shape
-    G, H, K, V = sizes
-    W = conv_weight.shape[-1]
-    tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
-    strides = (proj.stride(0), d_proj.stride(0), dq.shape[2] * K, H * V)
-    tile = within_reach(within_grid(tile, S, B), S, W, strides)
-    size, d_size = proj.element_size(), dv.element_size()
-    of_key_head = block_dim(K) * (size + dq.shape[2] // G * d_size)
-    tile = within_shared_memory(tile, max(of_key_head, block_dim(V) * (size + d_size)))
-    assert tile.steps >= W - 1, "a segment must be longer than the halo"
-    assert tile.steps % 4 == 0, "the loop is unrolled four times"
     position_T = None if documents is None else documents.position_T
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
-    assert dq.shape[2] % G == 0 and dq.shape == dk.shape
-    tiles = triton.cdiv(S, tile.tokens)
-    one_path = batch_invariant and documents is not None
-    channels = sizes.conv_width
-    with_bias = channels if conv_bias is not None else 0
-    partial = torch.empty(
-        B * tiles, channels * W + with_bias + 2 * H, dtype=torch.float32, device=proj.device
-    )
-    if S * B:
-        prepare_backward_kernel[(1 + 2 * G + H, tiles, B)](
+    assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
+    plan = _backward_plan(
+        sizes, S, B, conv_weight.shape[-1], proj.stride()[:2], d_proj.stride()[:2], dq.shape[2],
+        proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
+        batch_invariant, normalise_qk, factor is not None, tile,
+    )  # fmt: skip
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=proj.device)
+    if plan.launch is not None:
+        plan.launch(
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             dq, dk, dv, dg, dbeta, factor, d_proj, partial,
-            S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1), eps,
-            G=G, H=H, K=K, V=V, W=W, GROUP=dq.shape[2] // G,
-            ROWS=tile.rows, STAGES=tile.stages,
-            BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-            HAS_BIAS=conv_bias is not None, PACKED=documents is not None,
-            ONE_PATH=one_path, NORMALISE=normalise_qk, SCALED=factor is not None,
-            num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
-    d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split([channels * W, with_bias, H, H])
+    d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split(plan.sums)
     return GDNParameterGrads(
         d_weight.view(conv_weight.shape).to(conv_weight.dtype),
         None if conv_bias is None else d_bias.to(conv_bias.dtype),
         d_A_log.to(A_log.dtype),
         d_dt_bias.to(dt_bias.dtype),
     )
+
+
+class _Backward(NamedTuple):
+    launch: Launch | None  # None where there are no rows
+    partial: tuple[int, int]  # partial sums: one row of each program that walks tokens
+    sums: tuple[int, ...]  # columns of such a row: weight, bias, A_log, dt_bias
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _backward_plan(
+    sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, int], d_strides: tuple[int, int],
+    d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
+    batch_invariant: bool, normalise: bool, scaled: bool, tile: Walk | None,
+) -> _Backward:  # fmt: skip
+    """``d_heads``: heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv."""
+    G, H, K, V = sizes
+    tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
+    tile = within_grid(tile, S, B)
+    tile = within_reach(tile, S, W, (strides[0], d_strides[0], d_heads * K, H * V))
+    of_key_head = block_dim(K) * (size + d_heads // G * d_size)
+    tile = within_shared_memory(tile, max(of_key_head, block_dim(V) * (size + d_size)))
+    assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
+    tiles = triton.cdiv(S, tile.tokens)
+    one_path = batch_invariant and packed
+    launch = None
+    if S * B:
+        launch = Launch(
+            prepare_backward_kernel,
+            (1 + 2 * G + H, tiles, B),
+            S, tile.steps, *strides, *d_strides, eps,
+            G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
+            BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
+            HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,
+            num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
+        )  # fmt: skip
+    channels = sizes.conv_width
+    sums = channels * W, channels * has_bias, H, H
+    return _Backward(launch, (B * tiles, sum(sums)), sums)

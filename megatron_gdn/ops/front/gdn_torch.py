@@ -31,8 +31,8 @@ def convolve_rows(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, docum
     """conv + SiLU; documents, if any, have the same boundaries in every row."""
     if documents is None:
         return causal_conv1d(x_BSC, weight_CW, bias_C)[0]
-    rows = (causal_conv1d(x, weight_CW, bias_C, cu_seqlens=documents)[0] for x in x_BSC.split(1))
-    return torch.cat(list(rows))
+    rows = [causal_conv1d(x, weight_CW, bias_C, cu_seqlens=documents)[0] for x in x_BSC.split(1)]
+    return torch.cat(rows)
 
 
 def prepare_forward(

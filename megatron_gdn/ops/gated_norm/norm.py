@@ -7,10 +7,13 @@ Legend: S seq, B batch, P projection width, H value heads, V value dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
 
+from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import Block, block_dim, norm_backward_tile, norm_forward_tile
 from .norm_kernels import gated_norm_backward_kernel, gated_norm_forward_kernel
@@ -42,15 +45,30 @@ def gated_norm_forward(
     H, V = o.shape[2:]
     assert o.is_contiguous() and o.shape[:2] == (B, S) and z.stop - z.start == H * V
     out = proj.new_empty(S, B, H * V) if out is None else out
-    rows, tile = S * H, norm_forward_tile(V)
-    if rows * B:
-        gated_norm_forward_kernel[(triton.cdiv(rows, tile.rows), B)](
-            o, proj[..., z.start :], gamma, out,
-            rows, proj.stride(0), proj.stride(1), out.stride(0), out.stride(1), eps,
-            H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=zero_centered,
-            num_warps=tile.warps,
-        )  # fmt: skip
+    launch = _forward_launch(
+        S * H, B, H, V, proj.stride()[:2], out.stride()[:2], eps, zero_centered
+    )
+    if launch is not None:
+        launch(o, proj[..., z.start :], gamma, out)
     return out
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _forward_launch(
+    rows: int, B: int, H: int, V: int, strides: tuple[int, int], out_strides: tuple[int, int],
+    eps: float, zero_centered: bool,
+) -> Launch | None:  # fmt: skip
+    """None where there are no rows."""
+    if not rows * B:
+        return None
+    tile = norm_forward_tile(V)
+    return Launch(
+        gated_norm_forward_kernel,
+        (triton.cdiv(rows, tile.rows), B),
+        rows, *strides, *out_strides, eps,
+        H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=zero_centered,
+        num_warps=tile.warps,
+    )  # fmt: skip
 
 
 def gated_norm_backward(
@@ -78,18 +96,32 @@ def gated_norm_backward(
     H, V = o.shape[2:]
     if d_out.stride(2) != 1:
         d_out = d_out.contiguous()
-    rows = S * H
-    tile = norm_backward_tile(rows * B, V) if tile is None else tile
-    programs = triton.cdiv(rows, tile.rows * tile.repeats)
+    programs, launch = _backward_launch(
+        S * H, B, H, V, proj.stride()[:2], d_proj.stride()[:2], d_out.stride()[:2], eps,
+        zero_centered, tile,
+    )  # fmt: skip
     d_o = torch.empty_like(o, dtype=proj.dtype)
     partial = torch.empty(B * programs, V, dtype=torch.float32, device=o.device)
-    if rows * B:
-        gated_norm_backward_kernel[(programs, B)](
-            o, proj[..., z.start :], gamma, d_out, d_o, d_proj[..., z.start :],
-            partial,
-            rows, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1),
-            d_out.stride(0), d_out.stride(1), eps,
-            H=H, V=V, ROWS=tile.rows, REPEATS=tile.repeats, BLOCK_V=block_dim(V),
-            ZERO_CENTERED=zero_centered, num_warps=tile.warps,
-        )  # fmt: skip
+    if launch is not None:
+        columns = slice(z.start, None)
+        launch(o, proj[..., columns], gamma, d_out, d_o, d_proj[..., columns], partial)
     return d_o, sum_rows(partial).to(gamma.dtype)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _backward_launch(
+    rows: int, B: int, H: int, V: int, strides: tuple[int, int], d_strides: tuple[int, int],
+    out_strides: tuple[int, int], eps: float, zero_centered: bool, tile: Block | None,
+) -> tuple[int, Launch | None]:  # fmt: skip
+    """Also how many programs share the rows of a batch row."""
+    tile = norm_backward_tile(rows * B, V) if tile is None else tile
+    programs = triton.cdiv(rows, tile.rows * tile.repeats)
+    if not rows * B:
+        return programs, None
+    return programs, Launch(
+        gated_norm_backward_kernel,
+        (programs, B),
+        rows, *strides, *d_strides, *out_strides, eps,
+        H=H, V=V, ROWS=tile.rows, REPEATS=tile.repeats, BLOCK_V=block_dim(V),
+        ZERO_CENTERED=zero_centered, num_warps=tile.warps,
+    )  # fmt: skip

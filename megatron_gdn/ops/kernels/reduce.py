@@ -5,10 +5,14 @@ Legend: N partial rows, M columns.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import MOST_PLANS, Launch
 
 _ROWS_AT_ONCE = 8
 _MOST_ROWS = 256  # of one program: more are summed by several, whose sums are summed again
@@ -36,16 +40,28 @@ def _sum_rows_kernel(
 
 def sum_rows(partial_NM: Tensor) -> Tensor:
     """``partial_NM.sum(0)`` for contiguous fp32, in an order that depends on N alone."""
-    N, M = partial_NM.shape
+    for groups, launch in _stages(*partial_NM.shape):
+        sums_NM = torch.empty(
+            groups, partial_NM.shape[1], dtype=torch.float32, device=partial_NM.device
+        )
+        launch(partial_NM, sums_NM)
+        partial_NM = sums_NM
+    return partial_NM[0]
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _stages(N: int, M: int) -> tuple[tuple[int, Launch], ...]:
+    """The rows that every launch leaves, down to one, and the launch."""
+    stages = []
     while True:
         span = N if N <= _MOST_ROWS else 64
         repeats = triton.cdiv(span, _ROWS_AT_ONCE)
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
-        out_M = torch.empty(groups, M, dtype=torch.float32, device=partial_NM.device)
-        _sum_rows_kernel[(triton.cdiv(M, _COLUMNS), groups)](
-            partial_NM, out_M, N, M,
+        launch = Launch(
+            _sum_rows_kernel, (triton.cdiv(M, _COLUMNS), groups), N, M,
             ROWS=_ROWS_AT_ONCE, REPEATS=repeats, BLOCK_M=_COLUMNS, num_warps=4,
         )  # fmt: skip
+        stages.append((groups, launch))
         if groups == 1:
-            return out_M[0]
-        partial_NM, N = out_M, groups
+            return tuple(stages)
+        N = groups

@@ -5,10 +5,13 @@ Legend as in :mod:`.chains`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.launch import MOST_PLANS, Launch
 from .chains import Steps
 
 _COLUMNS = 64  # of a state in one program
@@ -66,9 +69,16 @@ def follow(
     given = start if isinstance(start, Tensor) else local  # any pointer: it is not followed
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
-    _follow_kernel[(N, H, triton.cdiv(X, _COLUMNS))](
-        local, through, given, out, steps.table, L, V, X,
-        *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3],
+    strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
+    _follow_launch(N, L, H, K, V, X, strides, kind)(local, through, given, out, steps.table)
+    return out
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _follow_launch(
+    N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int
+) -> Launch:
+    return Launch(
+        _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,
     )  # fmt: skip
-    return out

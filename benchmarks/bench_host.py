@@ -1,0 +1,96 @@
+"""What the host takes to issue one forward and backward of a layer, ours beside megatron-core's.
+
+    python3 benchmarks/bench_host.py --out results.jsonl
+    python3 benchmarks/bench_host.py --layers ours --cases 1x8192 --profile 25
+
+Calls are issued behind a kernel that sleeps, so the host waits for nothing. ``--profile`` then
+prints the functions in which the time goes; it runs the backward in the calling thread, where
+Python's profiler sees it, and its times are longer by what it costs itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+
+import torch
+from bench_layer import OPTIONS, forwards, with_backward
+from layers import Case, start_megatron
+from measure import environment, host_ms, table, write_lines
+
+from megatron_gdn.ops.head_sizes import HeadSizes
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("1x8192", 1, 8192),
+        Case("thd8192", 1, 8192, documents=8),
+        Case("1x2048", 1, 2048),
+    )
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["1x8192", "thd8192"])
+    parser.add_argument(
+        "--layers", nargs="+", choices=("upstream", *OPTIONS), default=["upstream", "ours"]
+    )
+    parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument("--profile", type=int, default=0, metavar="FUNCTIONS")
+    parser.add_argument("--out", help="append JSON lines to this file")
+    return parser.parse_args()
+
+
+def print_profile(of: str, run, functions: int, calls: int = 20) -> None:
+    """The functions that take the most of ``calls`` calls, by their own time."""
+    with torch.autograd.set_multithreading_enabled(False):
+        alone = host_ms(run)
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(calls):
+            run()
+        profile.disable()
+        torch.cuda.synchronize()
+    print(
+        f"\n{of}: {alone['median']:.3f} ms with the backward in the calling thread; {calls} calls:"
+    )
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profile).sort_stats(order).print_stats(functions)
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
+    start_megatron()
+    sizes = HeadSizes(*args.heads, 128, 128)
+    rows = [["case", "layer", "forward ms", "forward + backward ms", "ratio"]]
+    profiles = []
+    for name in args.cases:
+        runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
+        base = None
+        for layer, run in runs.items():
+            both = with_backward(run, modules[layer], x)
+            forward, total = host_ms(run), host_ms(both)
+            record = {"case": name, "layer": layer, "core": args.core, "heads": list(args.heads),
+                      "host_forward": forward, "host_forward_backward": total,
+                      "environment": environment()}  # fmt: skip
+            write_lines(args.out, [record])
+            base = total["median"] if base is None else base
+            rows.append([name, layer, f"{forward['median']:.3f}",
+                         f"{total['median']:.3f} ({total['p10']:.3f} .. {total['p90']:.3f})",
+                         f"{total['median'] / base:.3f}"])  # fmt: skip
+            print("  ".join(rows[-1]), flush=True)
+            if args.profile:
+                profiles.append((f"{name} {layer}", both))
+    print("\n" + table(rows), flush=True)
+    for of, run in profiles:
+        print_profile(of, run, args.profile)
+
+
+if __name__ == "__main__":
+    main()

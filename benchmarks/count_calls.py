@@ -1,0 +1,148 @@
+"""The way of ``forward``: Python functions of this package that one steady forward calls.
+
+    python benchmarks/count_calls.py                 # calls, functions and files per scheme
+    python benchmarks/count_calls.py --list          # and the functions in the order of first call
+
+On the CPU with the plain rule: one rank, then two ranks headwise and chunkwise. ``PYTHONPATH`` says
+which checkout's package is counted. Counted is every entry of a frame (a generator enters once per
+step) in the third forward of a layer over one shape; what it calls of torch and Megatron is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}
+TOKENS = 128
+
+
+class Way(NamedTuple):
+    """Entries of functions, by ``file:function``, in the order of their first."""
+
+    entries: dict[str, int]
+
+    @property
+    def calls(self) -> int:
+        return sum(self.entries.values())
+
+    @property
+    def files(self) -> int:
+        return len({name.split(":")[0] for name in self.entries})
+
+
+def way_of(run) -> Way:
+    """The functions of the package that ``run`` enters in this thread."""
+    import megatron_gdn
+
+    root = os.path.dirname(megatron_gdn.__file__) + os.sep
+    entries: Counter[str] = Counter()
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        name = code.co_filename
+        if event == "call" and name.startswith(root) and "megatron_on_cpu" not in name:
+            entries[f"{code.co_filename[len(root) :]}:{code.co_qualname}"] += 1
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return Way(dict(entries))
+
+
+def steady_way(cp: int, mode: str, packed: bool = False) -> Way:
+    """Of a tiny layer over this process's group; every rank calls it."""
+    import torch.nn.functional as F
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_gdn.specs import gated_delta_net_spec
+
+    config = TransformerConfig(
+        num_layers=1, num_attention_heads=4, normalization="RMSNorm", activation_func=F.silu,
+        use_cpu_initialization=True, gradient_accumulation_fusion=False, hidden_size=24,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_conv_kernel_dim=4, context_parallel_size=cp,
+    )  # fmt: skip
+    spec = gated_delta_net_spec("local")
+    options = {"linear_cp_mode": mode, "backend": "reference"}
+    layer = build_module(
+        ModuleSpec(module=spec.module, params=options, submodules=spec.submodules),
+        config, layer_number=1,
+    )  # fmt: skip
+    params = None
+    if packed:
+        cu = torch.tensor([0, 32, 64, TOKENS], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    x = torch.randn(TOKENS // cp, 1, 24, requires_grad=True)
+    for _ in range(2):
+        layer(x, None, packed_seq_params=params)[0].sum().backward()
+    return way_of(lambda: layer(x, None, packed_seq_params=params))
+
+
+def start(rank: int, ranks: int, port: int) -> None:
+    """Megatron over gloo, all ranks context parallel."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    except ImportError:  # of older checkouts
+        from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu  # pyright: ignore
+
+    run_megatron_on_cpu()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    model_parallel_cuda_manual_seed(1)
+
+
+def _rank(rank: int, ranks: int, port: int, modes: dict[str, str], packed: bool, queue) -> None:
+    start(rank, ranks, port)
+    ways = {name: steady_way(ranks, mode, packed) for name, mode in modes.items()}
+    if rank == 0:
+        queue.put({name: way.entries for name, way in ways.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def count(packed: bool) -> dict[str, Way]:
+    """The ways of all schemes, as rank 0 goes them."""
+    ways = {}
+    for ranks in sorted({ranks for ranks, _ in SCHEMES.values()}):
+        modes = {name: mode for name, (cp, mode) in SCHEMES.items() if cp == ranks}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        queue = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(_rank, (ranks, port, modes, packed, queue), ranks)
+        ways |= {name: Way(entries) for name, entries in queue.get().items()}
+    return ways
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--packed", action="store_true", help="three documents")
+    parser.add_argument("--list", action="store_true", help="every function")
+    args = parser.parse_args()
+    for name, way in count(args.packed).items():
+        print(f"{name}: {way.calls} calls, {len(way.entries)} functions, {way.files} files")
+        if args.list:
+            for function, times in way.entries.items():
+                print(f"    {function}" + (f" x{times}" if times > 1 else ""))
+
+
+if __name__ == "__main__":
+    main()

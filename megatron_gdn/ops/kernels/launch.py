@@ -1,0 +1,123 @@
+"""Launches of Triton kernels that are prepared once and then cost the host a few microseconds.
+
+``kernel[grid](...)`` binds the signature, specialises every argument and builds a key from text in
+each call. Of all this only the tensors change from call to call. A :class:`Launch` holds the rest:
+the kernel, its grid, its numbers and its constants. It launches once by ``kernel[grid](...)`` and
+afterwards calls the compiled launcher that this returned.
+
+Triton compiles another kernel for other dtypes, for None in place of a pointer, and for pointers
+that are not multiples of 16 bytes. So the compiled launchers are kept by these, and by device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import JITFunction, knobs
+
+_ALIGNED = 16  # bytes, of pointers that Triton specialises
+MOST_PLANS = 256  # kept by a cache of launches: shapes, strides and options
+
+
+def key_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
+    """The pointers, and all of ``tensors`` that Triton compiles for.
+
+    None if one of them is not on a GPU: Triton says what is wrong with it.
+    """
+    pointers: list[int | None] = []
+    key: list[Any] = []
+    low = 0
+    for x in tensors:
+        if x is None:
+            pointers.append(None)
+            key.append(None)
+            continue
+        if not x.is_cuda:
+            return None
+        pointer = x.data_ptr()
+        pointers.append(pointer)
+        key.append(x.dtype)
+        low |= pointer
+    if low % _ALIGNED:
+        key.extend(pointer is not None and pointer % _ALIGNED == 0 for pointer in pointers)
+    return pointers, tuple(key)
+
+
+class Launch:
+    """One kernel over one grid with everything but its tensors.
+
+        launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
+        launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
+
+    Where kernels are interpreted, or hooks watch Triton's launches, every call is the ordinary one.
+    Triton's other settings (``TRITON_DEBUG`` and the like) count as they are at the first call.
+
+    Args:
+        kernel: its tensors come first among its parameters.
+        grid: of one to three axes.
+        numbers: the parameters after the tensors, up to the constants.
+        constants: by name, and Triton's options (``num_warps``, ...).
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
+        self._kernel, self._grid = kernel, grid
+        self._axes = (*grid, 1, 1)[:3]
+        self._numbers, self._constants = numbers, constants
+        self._prepared: dict[tuple, _Prepared] = {}
+        self._ordinary = not isinstance(kernel, JITFunction)
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        found = None if self._ordinary or _watched(self._kernel) else key_of(tensors)
+        if found is None:
+            self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            return
+        pointers, key = found
+        device = torch._C._cuda_getDevice()
+        prepared = self._prepared.get((device, key))
+        if prepared is None:
+            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            prepared = self._prepare(compiled, len(tensors))
+            if prepared is None:
+                self._ordinary = True
+            else:
+                self._prepared[device, key] = prepared
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        prepared.launch(*self._axes, stream, *prepared.before, *pointers, *prepared.after)
+
+    def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
+        """From what a first launch returned; None if that is not as this file knows it."""
+        try:
+            launcher = compiled.run
+            if launcher.global_scratch_size or launcher.profile_scratch_size:
+                return None
+            before = (
+                compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None,
+                None, compiled.packed_metadata, None, None, None,
+            )  # fmt: skip
+            after = [*self._numbers]
+            for parameter in self._kernel.params[tensors + len(after) :]:
+                after.append(self._constants[parameter.name])
+            return _Prepared(launcher.launch, before, tuple(after), compiled)
+        except (AttributeError, KeyError):
+            return None
+
+
+class _Prepared(NamedTuple):
+    """What Triton's launcher in C is called with."""
+
+    launch: Callable[..., None]
+    before: tuple  # the pointers: function, flags, no scratch memory, metadata, no hooks
+    after: tuple  # the pointers: numbers and constants
+    compiled: Any  # keeps the function loaded
+
+
+def _watched(kernel: JITFunction) -> bool:
+    """Whether hooks look at launches, so that they must be Triton's own."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(
+        kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    )

@@ -1,0 +1,120 @@
+"""FlashQLA's stages with held kernels against its own functions: the same bits, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.ops.delta_rule import (
+    flash_qla,
+    flash_qla_hopper,
+    flash_qla_plan,
+    flash_qla_states,
+)
+from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaRule
+from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+
+from .states import backward_of, documents_of
+
+HEADS = (16, 32)
+
+
+def test_what_tilelang_wraps_is_called_itself():
+    """A stand-in of tilelang's kernel object, loaded from its cache or compiled here."""
+
+    class Module:
+        def main(self, *args):
+            return args
+
+    class Executable:
+        def jit(self):
+            return Module()
+
+    class Adapter:
+        result_idx = ()
+
+        def __init__(self, executable):
+            self.get_exportable_executable = lambda: executable
+
+    class Kernel:
+        def __init__(self, adapter):
+            self.adapter = adapter
+
+    for executable in (Module(), Executable()):
+        assert flash_qla_hopper.bare(Kernel(Adapter(executable)))(1, 2) == (1, 2)
+    with_results = Adapter(Module())
+    with_results.result_idx = [0]
+    for unknown in (Kernel(with_results), Kernel(object()), object()):
+        assert flash_qla_hopper.bare(unknown) is unknown
+
+
+def inputs_of(S, B):
+    make = torch.Generator(device="cuda").manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(B, S, *shape, generator=make, device="cuda")
+
+    G, H = HEADS
+    q, k = (torch.nn.functional.normalize(normal(G, 128), dim=-1).half() for _ in range(2))
+    g = -normal(H).abs() * 0.05
+    return RuleInputs(q, k, normal(H, 128).half(), g, normal(H).sigmoid()), normal(H, 128).half()
+
+
+def all_of(rule, inputs, d_o, documents):
+    """Without states, and with states that enter and leave."""
+    o, _, saved = rule.begin(inputs, documents).run()
+    yield from (o, *backward_of(rule, inputs, d_o, saved, documents).run()[:5])
+    forward = rule.begin(inputs, documents)
+    initial = forward.state_map().local
+    o, _, saved = forward.run(initial)
+    backward = backward_of(rule, inputs, d_o, saved, documents)
+    yield from (initial, o, backward.d_initial())
+    yield from backward.run(initial, initial.clone())[:5]
+
+
+CASES = {
+    "cut": (9000, 1, None),
+    "uncut": (777, 1, None),
+    "rows": (200, 3, None),
+    "documents": (9000, 1, (1, 62, 65, 8172, 700)),
+    "short documents": (300, 1, (100, 0, 1, 199)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_same_bits(case, monkeypatch):
+    pytest.importorskip("flash_qla")
+    held = flash_qla_plan.stages()
+    if not isinstance(held, flash_qla_hopper.HopperStages):
+        pytest.skip("kernels are held on Hopper only")
+    S, B, lengths = case
+    documents = None if lengths is None else documents_of(lengths, "cuda")
+    inputs, d_o = inputs_of(S, B)
+    rule = FlashQlaRule()
+    runs = [list(all_of(rule, inputs, d_o, documents)) for _ in range(2)]
+
+    library = flash_qla_plan.library()
+
+    class Own:
+        """FlashQLA's functions, and its kernel of states as the layer wants it, in fp32."""
+
+        def __getattr__(self, name):
+            return getattr(library, name)
+
+        def fused_gdr_h(self, *args, num_warmup_chunks=None, **kwargs):
+            if num_warmup_chunks is None:
+                return library.fused_gdr_h(*args, **kwargs)
+            return held.fused_gdr_h(
+                *args, num_warmup_chunks=num_warmup_chunks, final_dtype=torch.float32, **kwargs
+            )
+
+    for module in (flash_qla, flash_qla_plan, flash_qla_states):
+        monkeypatch.setattr(module, "stages", Own)
+    flash_qla_plan.plan_of.cache_clear()
+    runs.append(list(all_of(rule, inputs, d_o, documents)))
+    flash_qla_plan.plan_of.cache_clear()
+    for again in runs[1:]:
+        for number, (x, y) in enumerate(zip(runs[0], again, strict=True)):
+            assert torch.equal(x, y), number

@@ -1,0 +1,100 @@
+"""What the mixer's backward has read is freed while it runs, unless a second backward may come."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gdn.ops import hand_over
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+
+SIZES = HeadSizes(1, 2, 4, 4)
+
+
+def watched(like: torch.Tensor, alive: list) -> torch.Tensor:
+    """A copy, in memory that tells when it is freed."""
+    memory = np.array(like.detach().numpy())
+    alive.append(weakref.ref(memory))
+    return torch.from_numpy(memory)
+
+
+class Watch(PlainRule):
+    """The plain rule; notes which of the outputs and gradients are alive in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list = []
+        self.gradients: list = []
+        self.alive: list = []
+
+    def begin(self, inputs, documents):
+        forward = super().begin(inputs, documents)
+        run = forward.run
+
+        def watched_run(*args, **kwargs):
+            made = run(*args, **kwargs)
+            return made._replace(o=watched(made.o, self.outputs))
+
+        forward.run = watched_run
+        return forward
+
+    def begin_backward(self, d_o, inputs, saved, documents):
+        self.alive.append([ref() is not None for ref in (*self.outputs, *self.gradients)])
+        return super().begin_backward(d_o, inputs, saved, documents)
+
+
+def leaves():
+    torch.manual_seed(2)
+    normal = [
+        torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 1, 4),
+        torch.randn(2), torch.randn(2), torch.randn(4),
+    ]  # fmt: skip
+    return [x.requires_grad_() for x in normal]
+
+
+def mixed_by(rule, tensors):
+    proj, weight, A_log, dt_bias, gamma = tensors
+    return gated_delta_mixer(
+        proj, weight, None, A_log, dt_bias, SIZES, rule=rule, norm=GatedNorm(gamma)
+    )
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    monkeypatch.setattr(hand_over, "LEAST", 0)
+
+
+def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
+    rule, tensors = Watch(), leaves()
+    mixed = mixed_by(rule, tensors)
+    mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
+    mixed.square().sum().backward()
+    assert rule.alive == [[False, False]]
+
+
+def test_a_second_backward_finds_everything():
+    rule, tensors = Watch(), leaves()
+    mixed = mixed_by(rule, tensors)
+    loss = mixed.square().sum()
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    again = torch.autograd.grad(loss, tensors)
+    assert rule.alive == [[True], [False]]
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_gradient_changes(monkeypatch):
+    def gradients():
+        tensors = leaves()
+        out = mixed_by(PlainRule(), tensors)
+        return torch.autograd.grad(out.square().sum() + out.sum(), tensors)
+
+    handed_over = gradients()
+    monkeypatch.setattr(hand_over, "LEAST", 1 << 60)
+    for one, other in zip(handed_over, gradients(), strict=True):
+        assert torch.equal(one, other)
