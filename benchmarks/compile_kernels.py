@@ -21,34 +21,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
 import triton.compiler.compiler
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from megatron_gdn.mamba2_dims import Mamba2Dims
-from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.front import gdn as prepare
 from megatron_gdn.ops.front import mamba2_conv
-from megatron_gdn.ops.gated_norm import norm
 from megatron_gdn.ops.gated_norm.grouped_triton import TritonGateThenNorm
 from megatron_gdn.ops.head_sizes import HeadSizes
-
-
-class _Hopper:
-    """As much of a Triton driver as compiling asks for. A device of its own: nothing is cached."""
-
-    def get_current_device(self) -> _Hopper:
-        return self
-
-    def get_current_stream(self, device: _Hopper) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+from megatron_gdn.warm_up.hopper import HopperDriver
+from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 
 
 class _Clock:
@@ -107,7 +93,7 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
     with (
         tempfile.TemporaryDirectory() as cache,
         patch.dict("os.environ", TRITON_CACHE_DIR=cache),
-        patch.object(triton.runtime.driver, "_active", _Hopper()),
+        patch.object(triton.runtime.driver, "_active", HopperDriver()),
         patch.object(triton.compiler.compiler, "time", _Clock),
         patch.object(
             triton.knobs.compilation, "listener", lambda **event: times.append(event["times"])
@@ -117,62 +103,13 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
         yield done
 
 
-class Problem:
-    """Tensors of one shape in bf16, and the launches of the mixer on them.
-
-    On the meta device the tensors have no memory, which is enough to compile.
-    """
+class Problem(MixerLaunches):
+    """The launches of a Gated DeltaNet mixer with heads of 128, and those of a Mamba2 mixer."""
 
     def __init__(
-        self,
-        tokens: int,
-        heads: tuple[int, int],
-        documents: int = 0,
-        *,
-        batch: int = 1,
-        device: str = "meta",
+        self, tokens: int, heads: tuple[int, int], documents: int = 0, **options: Any
     ) -> None:
-        _, H, K, V = self.sizes = HeadSizes(*heads, 128, 128)
-        S, B = tokens, batch
-
-        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device)
-
-        self.documents = None
-        if documents:
-            offsets = [n * S // documents for n in range(documents)] + [S]
-            where = "cpu" if device == "meta" else device
-            self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
-        self.proj, self.d_proj = normal(S, B, self.sizes.width), normal(S, B, self.sizes.width)
-        gates = (normal(H, dtype=torch.float32) for _ in range(2))
-        self.parameters = (normal(self.sizes.conv_width, 1, 4), None, *gates)
-        self.grads = [normal(B, S, H, K), normal(B, S, H, K), normal(B, S, H, V)]
-        self.grads += [normal(B, S, H, dtype=torch.float32) for _ in range(2)]
-        self.o, self.d_out, self.gamma = normal(B, S, H, V), normal(S, B, H * V), normal(V)
-        self.z = self.sizes.layout.columns("z")
-
-    def forward(self, **options) -> None:
-        prepare.prepare_forward(
-            self.proj, *self.parameters, self.sizes, documents=self.documents, **options
-        )
-
-    def backward(self, **options) -> None:
-        prepare.prepare_backward(
-            self.proj, *self.parameters, self.sizes, *self.grads, self.d_proj,
-            documents=self.documents, **options,
-        )  # fmt: skip
-
-    def norm_forward(self) -> None:
-        norm.gated_norm_forward(self.o, self.proj, self.gamma, self.z)
-
-    def norm_backward(self, **options) -> None:
-        norm.gated_norm_backward(
-            self.d_out, self.o, self.proj, self.gamma, self.z, self.d_proj, **options
-        )
-
-    def norms(self, **_options) -> None:
-        self.norm_forward()
-        self.norm_backward()
+        super().__init__(tokens, HeadSizes(*heads, 128, 128), documents, **options)
 
     def mamba2(self, batch_invariant: bool = False) -> None:
         """The launches of a Mamba2 mixer with 128 heads of 64 and 8 groups of 128."""

@@ -12,7 +12,7 @@
 # JSON lines and one log per step go to runs/on_gpus/PART, or to the folder that follows PART. A step
 # that fails or outlasts its limit (its stack is in its log) does not keep the next from running.
 # Steps that measure run alone; others share the GPU and 16 cores (64 with four GPUs). A cache that
-# compile_flash_qla.py filled elsewhere spares two minutes of each part.
+# `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
 part=${1:?check, measure, repeats, parallel, laws or models}
@@ -41,7 +41,7 @@ beside() { "$@" & pids+=($!); }
 finish() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=1; done; pids=(); }
 laws() { step "$1" "$2" python3 -m pytest -m gpu -p no:cacheprovider --maxfail=5 --durations=5 "${@:3}"; }
 bench() { step "$1" "$2" python3 "benchmarks/$3.py" --out "$out/$1.jsonl" "${@:4}"; }
-compile() { step "$1" "$2" python3 benchmarks/compile_flash_qla.py "${@:3}"; }
+compile() { step "$1" "$2" python3 -m megatron_gdn.warm_up --kernels flash_qla --operands fp16 bf16 --parts cut rows uncut states --heads "${@:3}"; }
 # torchrun gives its ranks a session of their own and ends them at SIGTERM alone.
 ranks() {
   SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" "${@:4}"

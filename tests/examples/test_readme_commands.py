@@ -25,6 +25,9 @@ INSTALLED = (
 )
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
+WARM_UP = (
+    "tests/warm_up/test_command.py::test_every_command_of_the_docs_lists_what_it_would_compile"
+)
 FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
 TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
@@ -60,6 +63,9 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hf-config HF_FOLDER --context-parallel-size 1 --no-packing "
     "--pretrained-checkpoint MEGATRON_FOLDER --train-iters 3 --output-dir RUN": WAY_ROUND,
     "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": WAY_ROUND,
+    "python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
+    "python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
+    "python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
     "python docs/make_api.py": (
         "tests/examples/test_api_page.py::test_the_api_page_is_made_of_the_docstrings_as_they_are"
     ),

@@ -18,6 +18,7 @@ from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from . import flash_qla_states
 from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
+from .flash_qla_builds import Heads, expect
 from .flash_qla_hopper import HopperStages
 from .flash_qla_plan import Plan, plan_of, stages
 from .flash_qla_static import static_plan_of
@@ -47,6 +48,11 @@ class FlashQlaRule:
         self.batch_invariant = batch_invariant
 
     def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
+        plan = self._plan(inputs, documents, states)
+        expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), plan.part(states))
+        return plan
+
+    def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         rows, tokens = inputs.k.shape[:2]
         if isinstance(documents, StaticDocuments):
             return static_plan_of(documents, inputs.v.shape[2], self.batch_invariant)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..host_tables import cached_by_stream
 from ..state_maps.parts import Parts, parts_by_length
 from ..state_maps.static_parts import StaticParts
+from .flash_qla_builds import watch_builds
 from .flash_qla_fences import fence_bulk_stores
 from .flash_qla_hopper import HopperStages
 
@@ -66,7 +67,17 @@ def library() -> ModuleType:
                 f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
                 f"those, or choose backend='fla'."
             ) from error
+    watch_builds(_kernels(chunk))
     return chunk
+
+
+def _kernels(chunk: ModuleType) -> list[Any]:
+    """What tilelang compiles in the modules of the stages."""
+    from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
+
+    homes = {getattr(getattr(chunk, name), "__module__", __name__) for name in _STAGES}
+    found = (x for home in sorted(homes) for x in vars(sys.modules[home]).values())
+    return list({id(x): x for x in found if isinstance(x, JITImpl)}.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +97,14 @@ class Plan:
         """:attr:`parts` of a plan for states, which always has them."""
         assert isinstance(self.parts, Parts), "states do not enter documents in fixed buffers"
         return self.parts
+
+    def part(self, states: bool) -> str:
+        """Which of FlashQLA's kernels it takes, as ``megatron_gdn.warm_up`` names them."""
+        if states:
+            return "states"
+        if self.parts is None:
+            return "rows"
+        return "cut" if self.context.is_intra else "uncut"
 
     @property
     def part_offsets(self) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..delta_rule.base import RuleGrads, RuleInputs
 from ..documents import Documents
 from ..head_sizes import HeadSizes
+from ..kernels.builds import watch_triton_builds
 from ..layout import Layout
 from ..once import say_once
 from .base import Parameters
@@ -127,6 +128,8 @@ def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> tuple[ModuleT
         from ..gated_norm import norm
         from . import gdn
 
+        if proj.is_cuda:
+            watch_triton_builds()
         return gdn, norm
     from ..gated_norm import norm_torch
     from . import gdn_torch

@@ -1,0 +1,114 @@
+"""From the command line to compiled kernels.
+
+This process and its forks use no GPU: all of them are hidden before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from .arguments import parse
+
+if TYPE_CHECKING:
+    from .tasks import Task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0: all of it is compiled. 1: some kernels failed. 2: said by name on stderr."""
+    arguments = parse(argv)
+    if arguments.for_a_run:
+        _end_with_the_run()
+    began, visible = time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        from .needs import needs_of, tasks_of
+
+        needs = needs_of(arguments)
+        tasks = tasks_of(needs, arguments)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        return _show(tasks)
+    try:
+        status = _compile(tasks, arguments, began)
+    except KeyboardInterrupt:
+        print("stopped; what was compiled stays", file=sys.stderr)
+        return 130
+    if "fla" in arguments.kernels:
+        from .fla_tuning import tune
+
+        status = max(status, tune(needs.shares, needs.sizes, visible))
+    return status
+
+
+def _end_with_the_run() -> None:
+    """End this process and those it started when the run that asked for it ends.
+
+    The run holds the other end of standard input. It also started this process as the head of a
+    process group, in which all of its forks and the compilers are.
+    """
+
+    def watch() -> None:
+        # Not sys.stdin: a fork closes it, and would wait for the lock of whoever reads it.
+        while os.read(0, 4096):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _missing(tasks: list[Task]) -> list[Task]:
+    return [task for task in tasks if task.found is None or not task.found()]
+
+
+def _show(tasks: list[Task]) -> int:
+    missing = [task for task in _missing(tasks) if task.found is not None]
+    for task in missing:
+        print(f"missing: {task.name}")
+    known = sum(task.found is not None for task in tasks)
+    print(f"FlashQLA: {known - len(missing)} kernels are there, {len(missing)} are missing")
+    if known < len(tasks):
+        print(f"Triton: {len(tasks) - known} launches, which only compiling looks up")
+    return 0
+
+
+def _compile(tasks: list[Task], arguments: argparse.Namespace, began: float) -> int:
+    from ..ops.build_lock import held
+    from .tasks import Progress, processors, run_tasks
+
+    with ExitStack() as locks:
+        if not arguments.for_a_run:  # which holds the lock and handed it on
+            # A run that starts meanwhile waits for what it needs, and does not compile it too.
+            for path in sorted({task.lock for task in _missing(tasks) if task.lock}):
+                locks.enter_context(held(path, "warm_up"))
+        missing = _missing(tasks)
+        at_once = min(arguments.processes or processors(), len(missing))
+        print(
+            f"{len(tasks) - len(missing)} of {len(tasks)} are there; the rest is compiled or "
+            f"looked up in {at_once} processes",
+            flush=True,
+        )
+        progress = Progress(len(missing))
+        try:
+            compiled, failures = run_tasks(missing, at_once, progress.done, arguments.for_a_run)
+        finally:
+            progress.close()
+    took = time.monotonic() - began
+    for failure in failures:
+        print(f"not compiled: {failure}", file=sys.stderr)
+    if failures:
+        names = ", ".join(failure.name for failure in failures)
+        print(f"{len(failures)} of {len(tasks)} failed after {took:.0f} s: {names}", flush=True)
+        return 1
+    done = f"{compiled} were compiled" if compiled else "all were there"
+    print(f"{len(tasks)} of {len(tasks)} are ready after {took:.0f} s; {done}", flush=True)
+    return 0

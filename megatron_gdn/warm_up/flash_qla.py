@@ -1,0 +1,165 @@
+"""FlashQLA's kernels for some heads, each as a task.
+
+The rule is called as a layer calls it, with FlashQLA's kernels replaced by a note of their
+arguments: FlashQLA says which kernels a call takes.
+
+    cut      a sequence cut into parts that run side by side; all sequences in deterministic mode
+    rows     a batch of whole rows
+    uncut    sequences too short to be cut, one and several
+    states   states in and out, as in context parallelism
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..ops.delta_rule.base import RuleInputs
+from ..ops.delta_rule.flash_qla import FlashQlaRule
+from ..ops.delta_rule.flash_qla_builds import PARTS, Heads, lock_path
+from ..ops.delta_rule.flash_qla_cache import CacheEntry
+from ..ops.delta_rule.flash_qla_plan import stages
+from ..ops.delta_rule.obstacles import why_not_heads
+from ..ops.documents import Documents
+from ..ops.head_sizes import HeadSizes
+from .hopper import ARCH, MULTIPROCESSORS, record_flash_qla, stand_in_for_hopper
+from .tasks import Task
+
+_HEAD_DIM = 128
+_SHORT, _LONG = 200, 9000  # tokens; the second is cut
+# The forward has a kernel for batches of as many sequences times heads as this share of the GPU's
+# multiprocessors, one for half of that and one for fewer.
+_FULL = 0.7
+# Kernels in the order of what they cost, so that the longest begin first.
+_SLOW = (
+    "fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve",
+    "correct_h0",
+)  # fmt: skip
+_SOON = 2 * len(_SLOW)
+
+
+def flash_qla_tasks(
+    heads: Heads, parts: tuple[str, ...] = PARTS, multiprocessors: int = MULTIPROCESSORS
+) -> list[Task]:
+    """Every kernel that these parts of FlashQLA take for these heads, once; the first part first.
+
+    This process compiles for Hopper from here on and cannot use a GPU.
+
+    Raises:
+        ImportError: flash_qla or tilelang is missing, or not known here.
+    """
+    missing = [name for name in ("flash_qla", "tilelang") if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"FlashQLA's kernels cannot be compiled without {' and '.join(missing)}; install "
+            f"flash-qla 0.1.3, or give --kernels triton."
+        )
+    stand_in_for_hopper(multiprocessors)
+    stages()  # puts the fences in, before the kernels are noted
+    noted: dict[CacheEntry, Task] = {}
+    lock = lock_path(heads)
+
+    def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        entry = CacheEntry.of(kernel, args, kwargs, ARCH)
+        if entry not in noted:
+            compile = partial(_compile, entry, kernel, args, kwargs)
+            soon = part == parts[0]
+            noted[entry] = Task(
+                f"{entry.name}, {heads}", compile, entry.is_there,
+                weight=_weight(entry.name) + soon * _SOON, soon=soon, lock=lock,
+            )  # fmt: skip
+
+    with record_flash_qla(note):
+        for part in parts:
+            for count in _counts(heads.value, multiprocessors):
+                _CALLS[part](heads, count)
+    return list(noted.values())
+
+
+def require_heads(sizes: HeadSizes) -> None:
+    """Refuse heads that FlashQLA does not take.
+
+    Raises:
+        ValueError: says why, and what to give instead.
+    """
+    why = why_not_heads("flash_qla", sizes.value_heads)
+    if (sizes.key_dim, sizes.value_dim) != (_HEAD_DIM, _HEAD_DIM):
+        why = f"flash_qla takes head dims of {_HEAD_DIM}, not {sizes.key_dim} and {sizes.value_dim}"
+    if why is not None:
+        raise ValueError(f"{why}; this layer runs on fla. Give --kernels triton fla.")
+
+
+def _compile(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    entry.remember(kernel.compile.__wrapped__(*args, **kwargs))
+    return True
+
+
+def _weight(name: str) -> int:
+    return next((len(_SLOW) - at for at, slow in enumerate(_SLOW) if name.startswith(slow)), 0)
+
+
+def _counts(value_heads: int, multiprocessors: int) -> list[int]:
+    """Numbers of sequences that bring in every kernel of the forward."""
+    full = math.ceil(_FULL * multiprocessors)
+    return sorted({1, math.ceil(full / 2 / value_heads), math.ceil(full / value_heads)})
+
+
+def _documents(count: int) -> Documents:
+    offsets = [n * _SHORT // count for n in range(count + 1)]
+    return Documents.from_cu_seqlens(offsets, _SHORT, device="cpu")
+
+
+class _Call:
+    """Forward and backward of the rule on zeros."""
+
+    def __init__(self, heads: Heads, rows: int, tokens: int, documents: Documents | None) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = heads.dtype) -> torch.Tensor:
+            return torch.zeros(rows, tokens, *shape, dtype=dtype)
+
+        k, v = zeros(heads.key, _HEAD_DIM), zeros(heads.value, _HEAD_DIM)
+        gates = (zeros(heads.value, dtype=torch.float32) for _ in range(2))
+        self.rule, self.documents, self.d_o = FlashQlaRule(), documents, v
+        self.inputs = RuleInputs(k, k, v, *gates)
+
+    def _backward(self, saved: Any) -> Any:
+        return self.rule.begin_backward(self.d_o, self.inputs, saved, self.documents)
+
+    def without_states(self) -> None:
+        self._backward(self.rule.begin(self.inputs, self.documents).run().saved).run()
+        self.rule.begin(self.inputs, self.documents).run(keep=False)
+
+    def with_states(self) -> None:
+        begun = self.rule.begin(self.inputs, self.documents)
+        initial = torch.zeros_like(begun.state_map().local)
+        saved = begun.run(initial).saved
+        backward = self._backward(saved)
+        backward.d_initial()
+        backward.run(initial, initial)
+
+
+def _cut(heads: Heads, count: int) -> None:
+    if count == 1:
+        _Call(heads, 1, _LONG, None).without_states()
+
+
+def _rows(heads: Heads, count: int) -> None:
+    # A single row counts as a sequence.
+    _Call(heads, max(2, count), _SHORT, None).without_states()
+
+
+def _uncut(heads: Heads, count: int) -> None:
+    _Call(heads, 1, _SHORT, _documents(count)).without_states()
+
+
+def _states(heads: Heads, count: int) -> None:
+    _Call(heads, 1, _SHORT, _documents(count)).with_states()
+
+
+_CALLS: dict[str, Callable[[Heads, int], None]] = {
+    "cut": _cut, "rows": _rows, "uncut": _uncut, "states": _states,
+}  # fmt: skip

@@ -1,0 +1,145 @@
+"""The Triton kernels of a Gated DeltaNet mixer: its launches on tensors of one shape.
+
+On the meta device the tensors have no memory, which is enough to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..ops.delta_rule import half_kernels
+from ..ops.delta_rule.half import LARGEST_D_FINAL, LARGEST_D_O
+from ..ops.documents import Documents
+from ..ops.front import gdn as prepare
+from ..ops.gated_norm import norm
+from ..ops.head_sizes import HeadSizes
+from ..ops.kernels.builds import watch_triton_builds
+from ..ops.state_maps import chains, chains_kernels
+from .hopper import compile_triton_only
+from .tasks import Task
+
+# Kernels are the same for every length, but for lengths of 1 and odd ones. Runs are even.
+_TOKENS = 8192
+_DOCUMENTS = 3
+_SOON = 10  # before FlashQLA's kernels that a run may need later
+
+
+class MixerLaunches:
+    """Tensors of one shape in bf16, and the launches of the mixer on them.
+
+    Args:
+        tokens: of every batch row.
+        sizes: the heads of a rank.
+        documents: how many are packed into the one row; 0 packs none.
+        taps: of the convolution.
+        operands: dtype of q, k and v, and of their gradients.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        sizes: HeadSizes,
+        documents: int = 0,
+        *,
+        batch: int = 1,
+        taps: int = 4,
+        operands: torch.dtype = torch.bfloat16,
+        device: str = "meta",
+    ) -> None:
+        _, H, K, V = self.sizes = sizes
+        G, S, B = sizes.key_heads, tokens, batch
+
+        self.device = device
+        normal = self.tensor
+        self.documents = None
+        if documents:
+            offsets = [n * S // documents for n in range(documents)] + [S]
+            where = "cpu" if device == "meta" else device
+            self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
+        self.operands, self.half = operands, operands == torch.float16
+        self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
+        gates = (normal(H, dtype=torch.float32) for _ in range(2))
+        self.parameters = (normal(sizes.conv_width, 1, taps), None, *gates)
+        # FlashQLA gives dq and dk per value head; the front sums them.
+        self.grads = [normal(B, S, H, K, dtype=operands), normal(B, S, H, K, dtype=operands)]
+        self.grads += [normal(B, S, H, V, dtype=operands)]
+        self.grads += [normal(B, S, H, dtype=torch.float32) for _ in range(2)]
+        self.factor = normal(H, dtype=torch.float32) if self.half else None
+        self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
+        self.gamma, self.z, self.key_heads = normal(V), sizes.layout.columns("z"), G
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, dtype=dtype, device=self.device)
+
+    def forward(self, **options) -> None:
+        options = {"dtype": self.operands if self.half else None, **options}
+        prepare.prepare_forward(
+            self.proj, *self.parameters, self.sizes, documents=self.documents, **options
+        )
+
+    def backward(self, **options) -> None:
+        prepare.prepare_backward(
+            self.proj, *self.parameters, self.sizes, *self.grads, self.d_proj,
+            documents=self.documents, factor=self.factor, **options,
+        )  # fmt: skip
+
+    def norm_forward(self) -> None:
+        norm.gated_norm_forward(self.o, self.proj, self.gamma, self.z)
+
+    def norm_backward(self, **options) -> None:
+        norm.gated_norm_backward(
+            self.d_out, self.o, self.proj, self.gamma, self.z, self.d_proj, **options
+        )
+
+    def norms(self, **_options) -> None:
+        self.norm_forward()
+        self.norm_backward()
+
+    def to_half(self) -> None:
+        """d_o from the layer's dtype to fp16, and down again for a gradient of states."""
+        d_o = torch.empty_like(self.o, dtype=torch.bfloat16)
+        half, up, _ = half_kernels.to_half(d_o, self.key_heads, LARGEST_D_O)
+        H, K, V = self.sizes.state[:3]
+        states = d_o.new_empty(1, H, K, V, dtype=torch.float32)
+        half_kernels.lower(half, up, states, self.key_heads, LARGEST_D_FINAL)
+
+    def chain(self) -> None:
+        """States between the parts of sequences, and maps of whole sequences."""
+        H, K, V = self.sizes.state[:3]
+        local, through = (torch.empty(4, H, K, X, device=self.proj.device) for X in (V, K))
+        table = torch.empty(1, 4, 2, dtype=torch.int32, device=self.proj.device)
+        steps = chains.Steps(((),), table)
+        for start, columns in ((None, V), (local[:1], V), (chains.IDENTITY, V + K)):
+            out = local.new_empty(4, H, K, columns)
+            chains_kernels.follow(local, through, steps, out, start)
+
+
+def mixer_tasks(
+    sizes: HeadSizes, taps: int, operands: torch.dtype, dense: bool = True, packed: bool = True
+) -> list[Task]:
+    """The mixer's launches for a rank's heads, dense and packed, each as a task."""
+    tasks = []
+    for documents in [0] * dense + [_DOCUMENTS] * packed:
+        launches = MixerLaunches(_TOKENS, sizes, documents, taps=taps, operands=operands)
+        kind = "packed" if documents else "dense"
+        steps = {"front backward": launches.backward, "front forward": launches.forward}
+        if documents == 0 or not dense:
+            steps |= {"norm": launches.norms, "states": launches.chain}
+            if operands == torch.float16:
+                steps["fp16 operands"] = launches.to_half
+        soon = kind == "dense"
+        tasks += [
+            Task(f"{name}, {kind}", partial(_compile, step), weight=soon * _SOON, soon=soon)
+            for name, step in steps.items()
+        ]
+    return tasks
+
+
+def _compile(launch: Callable[[], None]) -> bool:
+    watch_triton_builds()
+    found = compile_triton_only()
+    launch()
+    return not all(found)

@@ -1,0 +1,125 @@
+"""One of several processes builds; the others take its result, and its place if it is killed."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_gdn.ops.build_lock import BuildLock, build_once, held
+
+FORK = multiprocessing.get_context("fork")
+PATIENCE = 20  # seconds on a busy machine
+
+
+def start(function, *args):
+    process = FORK.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def until(condition) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def want(folder: Path, name: str, seconds: float) -> None:
+    """A process that needs a result which takes so many seconds to build."""
+    logging.basicConfig(
+        filename=folder / f"{name}.log", format="%(created)f %(message)s", force=True
+    )
+    result = folder / "result"
+
+    def build(lock: BuildLock) -> None:
+        (folder / f"{name} builds").touch()
+        time.sleep(seconds)
+        with open(folder / "built", "a") as file:
+            file.write(f"{name}\n")
+        result.touch()
+
+    build_once(result.exists, build, folder / "locks" / "kernel.lock", "kernel k for 16:32 heads")
+    assert result.exists()
+
+
+def ended(*processes) -> None:
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+
+
+def test_one_builds_and_the_others_take_its_result(tmp_path):
+    first = start(want, tmp_path, "a", 0.5)
+    until((tmp_path / "a builds").exists)
+    others = [start(want, tmp_path, name, 0.5) for name in "bc"]
+    ended(first, *others)
+    assert (tmp_path / "built").read_text() == "a\n"
+
+
+def test_a_process_that_waits_says_within_a_second_for_what_and_for_whom(tmp_path):
+    first = start(want, tmp_path, "a", 2.0)
+    until((tmp_path / "a builds").exists)
+    began = time.time()
+    ended(first, start(want, tmp_path, "b", 0))
+    said, after = (tmp_path / "b.log").read_text().splitlines()
+    assert (
+        f"waits for kernel k for 16:32 heads, which is being compiled by process {first.pid}"
+        in said
+    )
+    assert float(said.split()[0]) - began < 1
+    assert "waited" in after and not (tmp_path / "a.log").read_text()
+
+
+def test_a_killed_process_is_followed_by_one_that_waits(tmp_path):
+    first = start(want, tmp_path, "a", 1000)
+    until((tmp_path / "a builds").exists)
+    second = start(want, tmp_path, "b", 0.1)
+    until(lambda: (tmp_path / "b.log").exists() and (tmp_path / "b.log").read_text())  # it waits
+    os.kill(first.pid, signal.SIGKILL)
+    ended(second)
+    assert (tmp_path / "built").read_text() == "b\n"
+
+
+def test_what_is_there_takes_no_lock(tmp_path):
+    build_once(lambda: True, pytest.fail, tmp_path / "kernel.lock", "k")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_build_leaves_the_lock_to_others(tmp_path):
+    def fail(lock: BuildLock) -> None:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError, match="no compiler"):
+        build_once(lambda: False, fail, tmp_path / "kernel.lock", "k")
+    assert BuildLock(tmp_path / "kernel.lock").take("next")
+
+
+def test_a_file_system_without_locks_lets_everyone_build(tmp_path, monkeypatch, caplog):
+    import errno
+    import fcntl
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    built = []
+    build_once(lambda: bool(built), built.append, tmp_path / "kernel.lock", "k")
+    assert len(built) == 1 and "TILELANG_CACHE_DIR" in caplog.text
+
+
+def test_a_lock_is_waited_for_and_held(tmp_path):
+    def hold(path: Path) -> None:
+        with held(path, "a"):
+            (tmp_path / "held").touch()
+            time.sleep(0.3)
+
+    path = tmp_path / "kernel.lock"
+    process = start(partial(hold, path))
+    until((tmp_path / "held").exists)
+    with held(path, "b"):
+        ended(process)

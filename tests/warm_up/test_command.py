@@ -1,0 +1,50 @@
+"""The command as a whole, short of compiling."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+from megatron_gdn.warm_up.command import main
+from tests.examples.commands import commands_of
+from tests.warm_up.test_needs import CONFIG, LAUNCH
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "warm_up.md"]
+COMMAND = "python -m megatron_gdn.warm_up"
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """The command hides the GPUs of its process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_every_command_of_the_docs_lists_what_it_would_compile(
+    tmp_path, monkeypatch, capsys, hidden
+):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "launch.sh").write_text(LAUNCH)
+    monkeypatch.chdir(tmp_path)
+    commands = [c for page in PAGES for c in commands_of(page) if c.startswith(COMMAND)]
+    assert len(set(commands)) >= 3
+    for command in dict.fromkeys(commands):
+        argv = shlex.split(command.removeprefix(COMMAND))
+        assert main([*argv, "--kernels", "triton", "--dry-run"]) == 0
+        assert "launches" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capsys, hidden):
+    for argv, said in {
+        "--heads 16:31": "multiple of num_key_heads=16",
+        "--heads 16:32 --tp 3": "use one of 1, 2, 4, 8, 16",
+        f"--config {tmp_path / 'no.json'}": "does not exist",
+        "--heads 2:4 --head-dim 64": "head dims of 128, not 64 and 64",
+        "--heads 1:3": "an even number of value heads",
+    }.items():
+        assert main(argv.split()) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and said in error and error.count("\n") == 1

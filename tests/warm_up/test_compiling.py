@@ -1,0 +1,67 @@
+"""Kernels are compiled for Hopper here, without a GPU, and found again."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+from megatron_gdn.ops.kernels.builds import by_one_process
+
+
+def run(folder, *arguments: str) -> str:
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TILELANG_CACHE_DIR": str(folder / "tilelang"),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_a_slow_compilation_says_so_while_it_runs(tmp_path, monkeypatch, caplog):
+    import triton
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+
+    def slow(of: str) -> str:
+        time.sleep(1.0)
+        assert "compiles Triton's mix_kernel" in caplog.text and "warm_up" in caplog.text
+        return of.upper()
+
+    assert by_one_process("mix_kernel", slow)("made") == "MADE"
+    assert "compiled Triton's mix_kernel in 1 s" in caplog.text
+    caplog.clear()
+    assert by_one_process("mix_kernel", str.upper)("made") == "MADE" and not caplog.text
+
+
+@pytest.mark.nightly
+def test_the_mixers_kernels_are_compiled_and_found_again(tmp_path):
+    warm_up = ["-m", "megatron_gdn.warm_up", "--heads", "2:4", "--kernels", "triton"]
+    assert "7 of 7 are ready" in (said := run(tmp_path, *warm_up)) and "7 were compiled" in said
+    assert "all were there" in run(tmp_path, *warm_up)
+
+
+QUICK_KERNELS = """
+from megatron_gdn.warm_up.flash_qla import flash_qla_tasks
+from megatron_gdn.warm_up.tasks import run_tasks
+from megatron_gdn.ops.delta_rule.flash_qla_builds import Heads
+import torch
+tasks = flash_qla_tasks(Heads(2, 4, torch.float16), ("uncut",))
+quick = [task for task in tasks if "cumsum" in task.name]
+missing = [task for task in quick if not task.found()]
+print(len(tasks), len(quick), len(missing), *run_tasks(missing, 2, lambda task: None))
+"""
+
+
+@pytest.mark.nightly
+def test_flash_qlas_kernels_are_compiled_and_found_again(tmp_path):
+    pytest.importorskip("flash_qla")
+    assert run(tmp_path, "-c", QUICK_KERNELS).split()[1:] == ["2", "2", "2", "[]"]
+    assert run(tmp_path, "-c", QUICK_KERNELS).split()[1:] == ["2", "0", "0", "[]"]
