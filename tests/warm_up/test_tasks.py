@@ -16,6 +16,13 @@ def touch(path, seconds: float = 0.0) -> bool:
     return True
 
 
+def until(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
 def fail() -> bool:
     os.write(1, b"ptxas says no\n")
     raise RuntimeError("not compiled")
@@ -50,16 +57,24 @@ def test_the_heaviest_begin_first_and_equals_in_their_order(tmp_path):
 
 @pytest.mark.parametrize(("hurry", "most"), [(False, 4), (True, 2)])
 def test_in_a_hurry_others_leave_half_of_the_cores_to_what_is_wanted_soon(tmp_path, hurry, most):
-    def run(name: str, seconds: float) -> bool:
-        (tmp_path / name).touch()
-        time.sleep(seconds)
-        (tmp_path / f"seen {name}").write_text(str(len(list(tmp_path.glob("[0-9]")))))
+    def others() -> int:
+        return len(list(tmp_path.glob("other *")))
+
+    def soon() -> bool:
+        until(lambda: others() == most - 1)
+        time.sleep(0.3)  # for one too many
+        (tmp_path / "seen").write_text(str(others()))
         return True
 
-    tasks = [Task("soon", partial(run, "soon", 0.7), weight=1, soon=True)]
-    tasks += [Task(str(n), partial(run, str(n), 1.2)) for n in range(3)]
-    run_tasks(tasks, 4, lambda task: None, hurry)
-    assert int((tmp_path / "seen soon").read_text()) == most - 1
+    def other(number: int) -> bool:
+        (tmp_path / f"other {number}").touch()
+        until((tmp_path / "seen").exists)
+        return True
+
+    tasks = [Task("soon", soon, weight=1, soon=True)]
+    tasks += [Task(str(n), partial(other, n)) for n in range(3)]
+    assert run_tasks(tasks, 4, lambda task: None, hurry) == (4, [])
+    assert int((tmp_path / "seen").read_text()) == most - 1
 
 
 def test_progress_without_a_terminal_is_lines():
