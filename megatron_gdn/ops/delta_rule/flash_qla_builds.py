@@ -89,11 +89,11 @@ def _once_per_machine(kernel: Any) -> Callable:
 
     @wraps(compile_here)  # as __wrapped__ it is what the processes that compile ahead call
     def compile(*args: Any, **kwargs: Any) -> Any:
-        if not cache_is_used():
+        entry, there = _look_up(kernel, args, kwargs)
+        if entry is None:
             return compile_here(*args, **kwargs)
-        entry = CacheEntry.of(kernel, args, kwargs, arch_here())
         made = None
-        if not entry.is_there() and not in_tilelangs_cache(kernel, args, kwargs):
+        if not there:
 
             def here() -> None:
                 nonlocal made
@@ -108,6 +108,18 @@ def _once_per_machine(kernel: Any) -> Callable:
         return made
 
     return compile
+
+
+def _look_up(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[CacheEntry | None, bool]:
+    """The kernel's entry and whether it is there; None where tilelang keeps nothing on disk."""
+    try:
+        if not cache_is_used():
+            return None, False
+        entry = CacheEntry.of(kernel, args, kwargs, arch_here())
+        return entry, entry.is_there() or in_tilelangs_cache(kernel, args, kwargs)
+    except (AttributeError, TypeError, ImportError) as error:
+        logger.warning("this tilelang keeps its kernels in a way not known here: %s", error)
+        return None, False
 
 
 def _build(here: Callable[[], None], entry: CacheEntry, what: str, lock: BuildLock) -> None:

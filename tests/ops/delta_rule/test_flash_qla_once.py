@@ -108,6 +108,16 @@ def test_an_entry_that_tilelang_has_lost_is_not_there(cache):
     assert not entry.is_there()
 
 
+def test_a_tilelang_that_is_not_known_compiles_as_it_does(cache, monkeypatch):
+    def unknown(*call):
+        raise AttributeError("no _generate_key")
+
+    monkeypatch.setattr(flash_qla_builds, "in_tilelangs_cache", unknown)
+    kernel = watched(cache)
+    kernel.compile(32)
+    assert kernel.made == [(32,)]
+
+
 def test_a_cache_that_is_switched_off_is_left_alone(cache, monkeypatch):
     monkeypatch.setattr(flash_qla_builds, "cache_is_used", lambda: False)
     watched(cache).compile(32)
