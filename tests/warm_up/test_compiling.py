@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -39,6 +40,23 @@ def test_a_slow_compilation_says_so_while_it_runs(tmp_path, monkeypatch, caplog)
     assert "compiled Triton's mix_kernel in 1 s" in caplog.text
     caplog.clear()
     assert by_one_process("mix_kernel", str.upper)("made") == "MADE" and not caplog.text
+
+
+def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, caplog):
+    """Another process compiles one variant of a kernel; this one wants it, and then another."""
+    import triton
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    by_one_process("mix_kernel", str.upper)("first")
+    (lock,) = (tmp_path / "megatron_gdn").iterdir()
+    code = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{code}; time.sleep(60)", str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert by_one_process("mix_kernel", str.upper)("second") == "SECOND" and not caplog.text
+        threading.Timer(1.5, other.kill).start()
+        assert by_one_process("mix_kernel", str.upper)("first") == "FIRST"
+    assert "waits for" in caplog.text
 
 
 @pytest.mark.nightly

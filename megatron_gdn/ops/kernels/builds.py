@@ -2,11 +2,13 @@
 
 Triton compiles a kernel at its first launch, for seconds each, and keeps it on disk. Here the
 compilation holds a lock beside that cache, so that other processes find the result, and says what
-takes its time (:mod:`..build_lock`).
+takes its time (:mod:`..build_lock`). Each variant of a kernel (dtypes, sizes, alignments) has a
+lock of its own, so processes that want different ones compile side by side.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -41,19 +43,23 @@ def watch_triton_builds() -> None:
 
 
 def by_one_process(name: str, compile: Callable) -> Callable:
-    """``compile``, which only one process of a machine calls at a time for this name."""
+    """``compile``, which only one process of a machine calls at a time for this variant.
+
+    Its first argument is what Triton tells the variants of a kernel apart by.
+    """
 
     @wraps(compile)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(key: Any, *args: Any, **kwargs: Any) -> Any:
         import triton
 
-        path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}.lock"
+        variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
         with held(path, f"Triton's {name}", patience=_QUICK):
             began, say = time.monotonic(), threading.Timer(_QUICK, _say, (name,))
             say.daemon = True
             say.start()
             try:
-                return compile(*args, **kwargs)
+                return compile(key, *args, **kwargs)
             finally:
                 say.cancel()
                 took = time.monotonic() - began
