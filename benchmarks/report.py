@@ -103,6 +103,16 @@ def exchange_table(records: list[dict]) -> str:
     return markdown(rows)
 
 
+def model_table(records: list[dict]) -> str:
+    rows = [["micro-batches", "graphs", "GDN layer", "step ms", "", "host ms", "peak MiB"]]
+    for r in records:
+        base = next(b for b in records if b["case"] == r["case"])
+        rows.append([r["case"], r["graphs"], r["mixer"].replace("upstream", "megatron-core"),
+                     f"{r['step_ms']:.1f}", f"{r['step_ms'] / base['step_ms']:.2f}",
+                     f"{r['host_ms']:.1f}", f"{r['peak']:.0f}"])  # fmt: skip
+    return markdown(rows)
+
+
 def repeats_table(records: list[dict]) -> str:
     rows = [["delta rule", "value heads per key head", "layout", "repeats", "output and gradients"]]
     for r in records:
@@ -150,6 +160,7 @@ def main() -> None:
         "kernels": kernel_table(kernels),
         "context parallel": context_parallel_table(read("context_parallel.jsonl")),
         "exchange": exchange_table(read("exchange.jsonl")),
+        "model": model_table(read("model.jsonl")),
     }
     fill(HERE / "README.md", made)
     determinism = read("determinism.jsonl")
