@@ -58,7 +58,7 @@ class GDNFront:
     # Of q, k and v, computing q again costs the least per byte that it frees.
     cheap = ("q",)
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
         return self.sizes.layout
 
