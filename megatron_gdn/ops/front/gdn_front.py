@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
