@@ -69,11 +69,11 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
 
 
 def with_backward(run, module, x):
-    grad = torch.randn_like(run())
+    grad, parameters = torch.randn_like(run()), list(module.parameters())
 
     def both() -> None:
         x.grad = None
-        for parameter in module.parameters():
+        for parameter in parameters:
             parameter.grad = None
         run().backward(grad)
 

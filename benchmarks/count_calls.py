@@ -21,6 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in.
+ARITHMETIC = (
+    "ops/conv.py", "ops/norm.py", "ops/gates.py", "ops/elementwise.py", "ops/fp32_matmul.py",
+    "ops/front/gdn_torch.py", "ops/gated_norm/norm_torch.py", "ops/delta_rule/chunk",
+    "ops/delta_rule/triangular.py", "ops/state_maps/chains_torch.py", "ops/head_sizes.py",
+    "ops/layout.py",
+)  # fmt: skip
 SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}
 TOKENS = 128
 
@@ -33,6 +40,11 @@ class Way(NamedTuple):
     @property
     def calls(self) -> int:
         return sum(self.entries.values())
+
+    @property
+    def own(self) -> int:
+        """Calls without the arithmetic of the plain twins."""
+        return sum(n for name, n in self.entries.items() if not name.startswith(ARITHMETIC))
 
     @property
     def files(self) -> int:
@@ -138,7 +150,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="every function")
     args = parser.parse_args()
     for name, way in count(args.packed).items():
-        print(f"{name}: {way.calls} calls, {len(way.entries)} functions, {way.files} files")
+        print(
+            f"{name}: {way.calls} calls ({way.own} without the plain arithmetic), "
+            f"{len(way.entries)} functions, {way.files} files"
+        )
         if args.list:
             for function, times in way.entries.items():
                 print(f"    {function}" + (f" x{times}" if times > 1 else ""))

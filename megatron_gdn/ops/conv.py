@@ -6,7 +6,7 @@ Legend: B batch, T tokens, C channels, W taps, N sequences (B of them, or the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +44,10 @@ class _CausalConv(torch.autograd.Function):
     def _pre_activation(x_BTC, weight_CW, bias_C, position_T) -> Tensor:
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
         taps = weight_CW.shape[1]
-        products = (
-            _delayed(x_BTC.to(wide), taps - 1 - tap, position_T) * weight_CW[:, tap].to(wide)
-            for tap in range(taps)
-        )
-        pre_BTC = cast(Tensor, sum(products))
+        pre_BTC: Any = 0
+        for tap in range(taps):
+            delayed_BTC = _delayed(x_BTC.to(wide), taps - 1 - tap, position_T)
+            pre_BTC = pre_BTC + delayed_BTC * weight_CW[:, tap].to(wide)
         return pre_BTC if bias_C is None else pre_BTC + bias_C.to(wide)
 
     @staticmethod

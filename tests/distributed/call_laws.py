@@ -16,6 +16,8 @@ def _benchmark() -> ModuleType:
     return benchmark
 
 
-def steady_entries(cp: int, mode: str, packed: bool) -> dict[str, int]:
+def steady_way(cp: int, mode: str, packed: bool) -> tuple[int, dict[str, int]]:
+    """How many calls it makes beside the plain arithmetic, and all of them."""
     with parallel(cp=cp):
-        return _benchmark().steady_way(cp, mode, packed).entries
+        way = _benchmark().steady_way(cp, mode, packed)
+        return way.own, way.entries

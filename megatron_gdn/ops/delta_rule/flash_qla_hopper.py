@@ -228,13 +228,14 @@ class HopperStages:
         owner = cp_seq_map
         if owner is None:
             owner = self._blank((N,), boundaries.dtype, k.device)
-        final = start = None
+        final = None
         if output_final_state or initial_state is None:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
-        if initial_state is None:
-            start = final if whole == N else k.new_empty(N, H, K, V, dtype=_F32)
-        else:
+        if initial_state is not None:
             start = initial_state
+        else:  # not read
+            start = final if whole == N else None
+            start = k.new_empty(N, H, K, V, dtype=_F32) if start is None else start
         ending = start[:whole] if final is None else final
         programs = N * H
         block = 128

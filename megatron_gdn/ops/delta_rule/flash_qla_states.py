@@ -77,10 +77,11 @@ def _run_parts(
     inputs: RuleInputs, g_sum: Tensor, A: Tensor, offsets: Tensor, chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``local`` and ``through`` of every part, from its last ``chunks`` chunks."""
-    run = stages()
+    run: Any = stages()
     # FlashQLA's own function rounds what its kernel returns to bf16.
     wide = {"final_dtype": torch.float32} if isinstance(run, HopperStages) else {}
-    _, local, through = run.fused_gdr_h(
+    fused_gdr_h: Any = run.fused_gdr_h
+    _, local, through = fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
         output_h=False, cu_seqlens=offsets, num_warmup_chunks=chunks, **wide,
     )  # fmt: skip

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class GDNFront:
     # Of q, k and v, computing q again costs the least per byte that it frees.
     cheap = ("q",)
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
         return self.sizes.layout
 
