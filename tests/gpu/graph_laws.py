@@ -216,8 +216,9 @@ def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) 
     with parallel(cp=cp):
         model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
         try:
-            eager = build()
+            # The first to be built with graphs moves on to a stream of its own.
             graphed = build(cuda_graph_impl="local", cuda_graph_modules=list(modules))
+            eager = build()
             randomise_(eager)
             with torch.no_grad():
                 for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
