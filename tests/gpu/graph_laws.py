@@ -253,9 +253,10 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
         hidden = static.pop("hidden_states")
         cuda_graphs._set_capture_start()
         try:
-            made = te.make_graphed_callables(
-                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True
-            )
+            made = te.make_graphed_callables(  # with an order it returns graphs, else the layers
+                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True,
+                _order=[1, -1], _num_layers_per_chunk=[1],
+            )  # fmt: skip
         finally:
             cuda_graphs._set_capture_end()
         graphed.cuda_graphs = [made[0]]
