@@ -216,8 +216,9 @@ def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) 
     with parallel(cp=cp):
         model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
         try:
-            eager = build()
+            # The first to be built with graphs moves on to a stream of its own.
             graphed = build(cuda_graph_impl="local", cuda_graph_modules=list(modules))
+            eager = build()
             randomise_(eager)
             with torch.no_grad():
                 for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
@@ -252,9 +253,10 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
         hidden = static.pop("hidden_states")
         cuda_graphs._set_capture_start()
         try:
-            made = te.make_graphed_callables(
-                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True
-            )
+            made = te.make_graphed_callables(  # with an order it returns graphs, else the layers
+                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True,
+                _order=[1, -1], _num_layers_per_chunk=[1],
+            )  # fmt: skip
         finally:
             cuda_graphs._set_capture_end()
         graphed.cuda_graphs = [made[0]]
