@@ -20,7 +20,7 @@ LAYERS = {
 }
 # What a line measures.
 WHAT = ("case", "layer", "core", "tokens", "documents", "kernel", "cp", "what", "part", "backend",
-        "ratio", "layout", "through")  # fmt: skip
+        "ratio", "layout", "through", "graphs", "mixer")  # fmt: skip
 
 
 def read(name: str) -> list[dict]:
