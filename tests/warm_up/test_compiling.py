@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -80,6 +81,7 @@ print(len(tasks), len(quick), len(missing), *run_tasks(missing, 2, lambda task: 
 
 @pytest.mark.nightly
 def test_flash_qlas_kernels_are_compiled_and_found_again(tmp_path):
-    pytest.importorskip("flash_qla")
+    if find_spec("flash_qla") is None:  # which cannot be imported without a GPU, or a stand-in
+        pytest.skip("flash_qla is not installed")
     assert run(tmp_path, "-c", QUICK_KERNELS).split()[1:] == ["2", "2", "2", "[]"]
     assert run(tmp_path, "-c", QUICK_KERNELS).split()[1:] == ["2", "0", "0", "[]"]
