@@ -25,7 +25,8 @@ def weights(pools, tmp_path_factory):
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=lambda x: str(x))
 def test_loss_and_gradients_of_a_step_equal_one_rank(pools, weights, layout, ranks, packed):
-    # fp32; norms of whole gradients through four layers: 1e-5 relative, squared.
+    # Squared norms of gradients through four layers. Against the same model in fp64 the fp32 ones
+    # of one rank are off by up to 2.8e-5 and those of four by up to 3.6e-5: the sum, and a seventh.
     one = pools(1).run(laws.one_step, weights, packed=packed)[0]
     stages = pools(ranks).run(laws.one_step, weights, packed=packed, **layout)
     merged = {}
@@ -33,7 +34,7 @@ def test_loss_and_gradients_of_a_step_equal_one_rank(pools, weights, layout, ran
         merged.update({name: value for name, value in stage.items() if value is not None})
     assert merged.keys() == one.keys()
     for name, value in one.items():
-        assert merged[name] == pytest.approx(value, rel=2e-5), name
+        assert merged[name] == pytest.approx(value, rel=7.5e-5), name
 
 
 @pytest.mark.parametrize(
