@@ -16,7 +16,7 @@ demo: $(VENV)/.ready
 		examples/pretrain_hybrid.py
 
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not nightly and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
 test-all: test-kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
