@@ -109,9 +109,7 @@ repeats)
 parallel)
   beside compile compile 240 16:32 8:16 4:8 2:4
   beside compile compile-cut 240 16:16 16:64 --operands bf16 --parts cut
-  for tokens in 32768 thd32768 thd32768x512 131072; do  # one after the other they would take minutes
-    beside ranks "compile-$tokens" 240 bench_context_parallel --compile-only --layers upstream --cases $tokens
-  done
+  beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 8
   finish
   for tokens in 32768 thd32768 131072 thd32768x512; do
     ranks "$tokens" 80 bench_context_parallel --graphs --out "$out/$tokens.jsonl" --cases $tokens || failed=1
@@ -130,9 +128,7 @@ laws)
 models)
   beside compile compile 240 16:32 8:16 4:8 2:4
   beside laws one-gpu 240 tests/gpu/test_one_gpu.py
-  for case in 1x8192 thd32768; do  # what bench_model's upstream runs
-    beside step "compile-$case" 240 python3 benchmarks/bench_layer.py --compile-only --layers upstream --cases $case
-  done
+  beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32  # what bench_model's runs
   finish
   beside laws models 300 tests/gpu/test_models.py
   finish

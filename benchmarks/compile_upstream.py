@@ -1,0 +1,90 @@
+"""Fills FlashQLA's compile cache for megatron-core's layer, with or without a GPU.
+
+    python3 benchmarks/compile_upstream.py 32 8
+    TILELANG_CACHE_DIR=kernels python3 benchmarks/compile_upstream.py 32 --processes 2
+
+megatron-core repeats key heads and gives beta in bf16, so it takes other kernels than our layer,
+which ``python -m megatron_gdn.warm_up`` compiles. Heads are those of one rank: of 16:32, one GPU
+has 32 and each of four context-parallel ranks 8. Kernels are compiled for Hopper: for packed
+documents and for a sequence that is cut into parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from functools import partial
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+
+from megatron_gdn.ops.delta_rule.flash_qla_cache import CacheEntry
+from megatron_gdn.ops.delta_rule.flash_qla_plan import library
+from megatron_gdn.warm_up.hopper import ARCH, record_flash_qla, stand_in_for_hopper
+from megatron_gdn.warm_up.tasks import Task, processors, run_tasks
+
+TOKENS = 9000
+PACKED = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)))  # cut into parts; too short for it
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("heads", nargs="+", type=int)
+    parser.add_argument("--processes", type=int, default=processors())
+    return parser.parse_args()
+
+
+def call(heads: int, offsets: list[int]) -> None:
+    """Forward and backward as megatron-core calls them: q, k, v and beta in bf16, g in fp32."""
+    import flash_qla  # pyright: ignore[reportMissingImports]
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(1, TOKENS, heads, *shape, dtype=dtype, requires_grad=True)
+
+    o, _ = flash_qla.chunk_gated_delta_rule(
+        q=zeros(128), k=zeros(128), v=zeros(128), g=zeros(dtype=torch.float32), beta=zeros(),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32), auto_cp=True,
+    )  # fmt: skip
+    o.backward(torch.zeros_like(o))
+
+
+def compile(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    entry.remember(kernel.compile.__wrapped__(*args, **kwargs))
+    return True
+
+
+def tasks_of(heads: int) -> list[Task]:
+    noted: dict[CacheEntry, Task] = {}
+
+    def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        entry = CacheEntry.of(kernel, args, kwargs, ARCH)
+        run = partial(compile, entry, kernel, args, kwargs)
+        noted[entry] = Task(
+            f"{entry.name}, {heads} heads", run, entry.is_there, weight=entry.name.count("fused")
+        )
+
+    with record_flash_qla(note):
+        for offsets in PACKED:
+            call(heads, offsets)
+    return list(noted.values())
+
+
+def main() -> None:
+    args = arguments()
+    stand_in_for_hopper()
+    torch.cuda.device = lambda *_: contextlib.nullcontext()
+    library()  # puts the fences in, before the kernels are noted
+    tasks = [task for heads in args.heads for task in tasks_of(heads)]
+    missing = [task for task in tasks if task.found is not None and not task.found()]
+    print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
+    done = run_tasks(missing, args.processes, lambda task: print(task.name, flush=True))
+    for failure in done.failures:
+        print(failure)
+    raise SystemExit(bool(done.failures))
+
+
+if __name__ == "__main__":
+    main()
