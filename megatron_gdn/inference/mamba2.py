@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.aligned import AlignedNorm
 from ..ops.documents import Documents
-from ..ops.front.base import Parameters
+from ..ops.front.base import FrontAround, Parameters
 from ..ops.front.gdn_front import why_not_triton
 from ..ops.front.mamba2 import UNLIMITED, Mamba2Front
 from ..ops.gated_norm.grouped import gate_then_norm
@@ -108,13 +108,8 @@ def _finish(
     return functions.gated_norm_forward(o, proj, gamma, z, eps=eps)
 
 
-class _WideFront:
+class _WideFront(FrontAround):
     """Mamba2's front whose x, B and C are as wide as the state: of a token they are few."""
-
-    def __init__(self, front: Mamba2Front) -> None:
-        self.layout, self.names = front.layout, front.names
-        self.convolved, self.cheap = front.convolved, front.cheap
-        self._front, self.backward = front, front.backward
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor
 from .delta_rule.base import in_one_row, in_rows
 from .delta_rule.plain import CHUNK, PlainRule
 from .documents import Documents
-from .front.base import Front, Parameters
+from .front.base import Front, FrontAround, Parameters
 from .rule import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
 from .state_maps.state_map import StateMap
 
@@ -87,13 +87,8 @@ def _steps(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
         first += length
 
 
-class AlignedFront:
+class AlignedFront(FrontAround):
     """A front in steps; its backward is the plain one."""
-
-    def __init__(self, front: Front) -> None:
-        self.layout, self.names = front.layout, front.names
-        self.convolved, self.cheap = front.convolved, front.cheap
-        self._front, self.backward = front, front.backward
 
     def forward(
         self,

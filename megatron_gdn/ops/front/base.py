@@ -71,3 +71,23 @@ class Front(Protocol):
                 norm writes.
         """
         ...
+
+
+class FrontAround:
+    """A front with another one inside; a subclass has its own :meth:`Front.forward`."""
+
+    def __init__(self, front: Front) -> None:
+        self.layout, self.names = front.layout, front.names
+        self.convolved, self.cheap = front.convolved, front.cheap
+        self._front = front
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The inner one's."""
+        return self._front.backward(proj, parameters, grads, d_proj, documents)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..rows import EvenRows, Rows, put, take, zero
-from .base import Front, Parameters
+from .base import Front, FrontAround, Parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class HistoryLink(Protocol):
         ...
 
 
-class ContinuedFront:
+class ContinuedFront(FrontAround):
     """A front over pieces, with the results of the front over whole sequences.
 
     One object serves one forward and its backward. The history is fetched once. If a second forward
@@ -79,9 +79,8 @@ class ContinuedFront:
     """
 
     def __init__(self, front: Front, link: HistoryLink) -> None:
-        self.layout, self.names = front.layout, front.names
-        self.convolved, self.cheap = front.convolved, front.cheap
-        self._front, self._link, self._table = front, link, link.table
+        super().__init__(front)
+        self._link, self._table = link, link.table
         self._columns = front.layout.conv_columns
         self._history_RBC: Tensor | None = None
         self._edge_EBP: Tensor | None = None
