@@ -34,7 +34,7 @@ UNFENCED = {
 @cache
 def stages() -> Any:
     """FlashQLA's stages, by name: on Hopper with their kernels held, elsewhere its own."""
-    chunk = library()
+    chunk = own_stages()
     homes = {name: sys.modules[fn.__module__] for name, fn in _functions_of(chunk)}
     if ".hopper." in homes["fused_gdr_fwd"].__name__:
         return HopperStages(chunk, homes)
@@ -47,7 +47,7 @@ def _functions_of(chunk: ModuleType) -> list[tuple[str, Any]]:
 
 
 @cache
-def library() -> ModuleType:
+def own_stages() -> ModuleType:
     """FlashQLA's own module of stages, which picked them for this architecture."""
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 

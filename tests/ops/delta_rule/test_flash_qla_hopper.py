@@ -95,17 +95,17 @@ def test_the_same_bits(case, monkeypatch):
     rule = FlashQlaRule()
     runs = [list(all_of(rule, inputs, d_o, documents)) for _ in range(2)]
 
-    library = flash_qla_plan.library()
+    own = flash_qla_plan.own_stages()
 
     class Own:
         """FlashQLA's functions, and its kernel of states as the layer wants it, in fp32."""
 
         def __getattr__(self, name):
-            return getattr(library, name)
+            return getattr(own, name)
 
         def fused_gdr_h(self, *args, num_warmup_chunks=None, **kwargs):
             if num_warmup_chunks is None:
-                return library.fused_gdr_h(*args, **kwargs)
+                return own.fused_gdr_h(*args, **kwargs)
             return held.fused_gdr_h(
                 *args, num_warmup_chunks=num_warmup_chunks, final_dtype=torch.float32, **kwargs
             )
