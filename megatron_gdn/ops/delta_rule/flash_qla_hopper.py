@@ -166,10 +166,11 @@ class HopperStages:
         if not warm and cu_seqlens is not None:
             upto = self._blank((N, H), boundaries.dtype, k.device)
         h = k.new_empty(B, chunks if output_h else 0, H, K, V)
-        final = through = None
+        final = None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
-            through = k.new_empty(N, H, K, K, dtype=final_dtype)
+        # Written in any case: with zeros where nothing asks for it.
+        through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
         if start is None:  # not read: any memory of that shape
             start = final if final_dtype is _F32 and final is not None else None
@@ -180,12 +181,12 @@ class HopperStages:
             k.dtype, boundaries.dtype, initial_state is not None, output_final_state, output_h,
             cu_seqlens is not None, warm, False,
         )  # fmt: skip
-        unread = start if final is None or through is None else None
+        # Without a final state its argument is not written.
         run(
-            k, v, a, g, b, start, boundaries, first, upto, h,
-            unread if final is None else final, unread if through is None else through,
+            k, v, a, g, b, start, boundaries, first, upto, h, start if final is None else final,
+            through,
         )  # fmt: skip
-        return h if output_h else None, final, through
+        return h if output_h else None, final, through if output_final_state else None
 
     def correct_states(
         self, local: Tensor, through: Tensor, fallback: Tensor, first: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,6 +48,33 @@ def test_what_tilelang_wraps_is_called_itself():
     with_results.result_idx = [0]
     for unknown in (Kernel(with_results), Kernel(object()), object()):
         assert flash_qla_hopper.bare(unknown) is unknown
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_what_a_kernel_writes_is_no_state_that_entered(final):
+    """FlashQLA's kernel of states writes ``through`` also where nobody asks for it."""
+    calls = []
+    stages = flash_qla_hopper.HopperStages(
+        SimpleNamespace(build_cp_context=None, FlashQLACPContext=None), {}
+    )
+    stages._index = SimpleNamespace(
+        prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
+    )
+    stages._kernel = lambda stage, *key: lambda *args: calls.append(args)
+    G, H, K = 1, 2, 16
+    k, v = torch.zeros(1, 192, G, K), torch.zeros(1, 192, H, K)
+    a, g = torch.zeros(1, 192, H, 64), torch.zeros(1, 192, H)
+    initial = torch.ones(2, H, K, K)
+    _, last, through = stages.fused_gdr_h(
+        k, v, a, g, g, initial, final, cu_seqlens=torch.tensor([0, 128, 192], dtype=torch.int32)
+    )
+    (args,) = calls
+    h, ending, correction = args[-3:]
+    written = [h, correction, ending] if final else [h, correction]
+    places = {x.untyped_storage().data_ptr() for x in written}
+    assert len(places) == len(written) and initial.untyped_storage().data_ptr() not in places
+    assert args[5] is initial and correction.shape == ending.shape == initial.shape
+    assert (last is ending and through is correction) if final else (last is through is None)
 
 
 def inputs_of(S, B):
