@@ -5,8 +5,10 @@
 
 One layer, forward and backward over 8192 tokens: as 8 packed documents, and as one sequence.
 transformers takes fla and causal-conv1d where they import; packed, it is given the offsets, and
-without those kernels it refuses them, which is said. fla is kept from calling FlashQLA, which it
-does where that is installed (FLA_FLASH_QLA=1 lets it). The errors are those of the output, the
+without those kernels it refuses them, which is said. The patched layer is given the documents as a
+patched model hands them to its layers: resolved, which the model does once for all of them. fla is
+kept from calling FlashQLA, which it does where that is installed (FLA_FLASH_QLA=1 lets it).
+The errors are those of the output, the
 input gradient and the worst parameter gradient against the plain rule in fp32 (float64 on the
 CPU), root mean squares over that of the truth: what is timed is right.
 """
@@ -27,7 +29,12 @@ os.environ.setdefault("FLA_FLASH_QLA", "0")
 from transformers import Qwen3_5TextConfig  # noqa: E402  which imports fla
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet  # noqa: E402
 
-from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in  # noqa: E402
+from megatron_gdn.hf.drop_in.layer import (  # noqa: E402
+    DropInOptions,
+    become_drop_in,
+    resolve_call,
+)
+from megatron_gdn.hf.drop_in.sources import Sources  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -89,6 +96,14 @@ def cases(args: argparse.Namespace, device: str) -> dict[str, dict]:
         f"{documents} documents in {tokens}": packed | {"seq_idx": index[None]},
         f"1x{tokens}": {},
     }
+
+
+def resolved(layer: torch.nn.Module, x: torch.Tensor, told: dict) -> dict:
+    """What a patched model hands to this layer instead."""
+    if "cu_seq_lens_q" not in told:
+        return told
+    sources = Sources(None, None, told["cu_seq_lens_q"], None)
+    return {"gdn_batch": resolve_call(layer.drop_in.options, sources, x, None)}
 
 
 def results_of(layer: torch.nn.Module, x: torch.Tensor, told: dict) -> dict[str, torch.Tensor]:
@@ -157,9 +172,10 @@ def main() -> None:
         truth = results_of(truth_layer, x, told)
         for name, (layer, backend) in layers.items():
             record = {"case": case, "layer": name, "backend": backend}
+            mine = told if backend is None else resolved(layer, x, told)
             try:
-                record["error"] = errors(layer, x, told, truth)
-                record |= measured(layer, x, told, args)
+                record["error"] = errors(layer, x, mine, truth)
+                record |= measured(layer, x, mine, args)
             except Exception as error:  # the other layers are measured still
                 record["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             print(json.dumps(record), flush=True)

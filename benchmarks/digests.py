@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty
 from typing import Any, NamedTuple
 
 import torch
@@ -176,9 +177,10 @@ def _rank(rank: int, world: int, port: int, cases: list[Case], device_type: str,
     if device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    else:
+        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 
-    run_megatron_on_cpu()
+        run_megatron_on_cpu()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     backend = "nccl" if device_type == "cuda" else "gloo"
@@ -205,6 +207,19 @@ def _rank(rank: int, world: int, port: int, cases: list[Case], device_type: str,
         dist.destroy_process_group()
 
 
+def answers(queue, processes) -> Iterator[tuple[int, dict[str, dict[str, str]]]]:
+    """What each process has found; RuntimeError if one ends without it."""
+    missing = len(processes)
+    while missing:
+        try:
+            yield queue.get(timeout=5)
+            missing -= 1
+        except Empty:
+            ended = [p.exitcode for p in processes if p.exitcode]
+            if ended:
+                raise RuntimeError(f"a rank ended with exit code {ended[0]}; see above") from None
+
+
 def write(path: Path, device_type: str, ranks: int) -> None:
     cases = list(cpu_cases()) if device_type == "cpu" else list(gpu_cases(ranks))
     results: dict[str, Any] = {}
@@ -221,7 +236,7 @@ def write(path: Path, device_type: str, ranks: int) -> None:
         ]
         for process in started:
             process.start()
-        for rank, found in sorted(queue.get(timeout=1800) for _ in started):
+        for rank, found in sorted(answers(queue, started)):
             for name, digests in found.items():
                 results.setdefault(name, {})[f"rank {rank}"] = digests
         for process in started:
