@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 _RULE = "fla.ops.gated_delta_rule"
 _CHUNK = f"{_RULE}.chunk"
@@ -55,12 +56,18 @@ def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[st
         function = getattr(module, name, None)
         if function is None:
             return f"{home} has no {name}"
-        missing = sorted(wanted - set(inspect.signature(function).parameters))
+        missing = sorted(wanted - _arguments(function))
         if missing:
             return f"{name} of {home} has no argument {', '.join(missing)}"
     if not hasattr(import_module(home_of_rule), "RCP_LN2"):
         return f"{home_of_rule} has no RCP_LN2"
     return None
+
+
+def _arguments(function: Any) -> set[str]:
+    """By name; also of a Triton kernel."""
+    names = getattr(function, "arg_names", None)
+    return set(inspect.signature(function).parameters if names is None else names)
 
 
 def checked_module(home_of_rule: str, why_not: str | None) -> ModuleType:

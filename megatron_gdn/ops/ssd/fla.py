@@ -26,13 +26,10 @@ from .base import SSDInputs
 
 CHUNK = 64
 _MODULE = "fla.ops.simple_gla.chunk"
+_OUTPUTS = "fla.ops.common.chunk_o"
 _SEQUENCES = {"cu_seqlens", "chunk_size"}
 _CALLED = {
     (_MODULE, "chunk_local_cumsum"): {"g", "scale", "reverse", "chunk_indices", *_SEQUENCES},
-    (_MODULE, "chunk_simple_gla_fwd"): {
-        "q", "k", "v", "g", "scale", "initial_state", "output_final_state", "chunk_indices",
-        *_SEQUENCES,
-    },
     (_MODULE, "chunk_fwd_h"): {
         "k", "v", "g", "h0", "output_final_state", "states_in_fp32", *_SEQUENCES,
     },
@@ -44,6 +41,10 @@ _CALLED = {
     },
     (_MODULE, "chunk_bwd_dv"): {
         "q", "k", "g", "do", "dh", "scale", "chunk_indices", *_SEQUENCES,
+    },
+    (_OUTPUTS, "chunk_fwd_kernel_o"): {
+        "q", "k", "v", "h", "g", "g_gamma", "o", "cu_seqlens", "chunk_indices", "scale", "T", "H",
+        "HV", "K", "V", "BT", "STATE_V_FIRST",
     },
     ("fla.ops.utils.index", "prepare_chunk_indices"): {"cu_seqlens_cpu"},
 }  # fmt: skip
@@ -82,6 +83,25 @@ class FlaSSD:
         self, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
     ) -> FlaBackward:
         return FlaBackward(d_o, inputs, saved, documents)
+
+
+def output(of: _Operands, h: Tensor, g_sum: Tensor, boundaries: dict[str, Tensor | None]) -> Tensor:
+    """o ``[B, S, H, V]`` in fp32, from the states h that enter the chunks.
+
+    fla's kernel, launched here: its function rounds o to the operands' dtype, and the sum of o and
+    the skip is rounded again.
+    """
+    from fla.ops.common.chunk_o import chunk_fwd_kernel_o
+
+    B, S, H, V = of.v.shape
+    o = of.v.new_empty(B, S, H, V, dtype=torch.float32)
+    indices = boundaries["chunk_indices"]
+    chunks = -(-S // CHUNK) if indices is None else len(indices)
+    chunk_fwd_kernel_o[lambda meta: (-(-V // meta["BV"]) * chunks, B * H)](
+        q=of.q, k=of.k, v=of.v, h=h, g=g_sum, g_gamma=None, o=o, **boundaries, scale=1.0, T=S, H=H,
+        HV=H, K=of.k.shape[-1], V=V, BT=CHUNK, STATE_V_FIRST=False,
+    )  # fmt: skip
+    return o
 
 
 def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
@@ -145,11 +165,12 @@ class FlaForward:
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         of, inputs = self._operands, self._inputs
-        o, last = stages().chunk_simple_gla_fwd(
-            q=of.q, k=of.k, v=of.v, g=self._g_sum, scale=1.0, initial_state=initial,
-            output_final_state=final, chunk_size=CHUNK, **self._boundaries,
+        h, last = stages().chunk_fwd_h(
+            k=of.k, v=of.v, g=self._g_sum, h0=initial, output_final_state=final,
+            cu_seqlens=self._boundaries["cu_seqlens"], chunk_size=CHUNK, states_in_fp32=False,
         )  # fmt: skip
-        o = torch.addcmul(o, inputs.x, inputs.D).to(inputs.x.dtype)
+        o = output(of, h, self._g_sum, self._boundaries)
+        o = o.addcmul_(inputs.x, inputs.D).to(inputs.x.dtype)
         return RuleOutput(in_rows(o, self._rows), last, Saved((self._g_sum,), self._boundaries))
 
 

@@ -51,22 +51,19 @@ class StandIn:
     def _documents(self, cu_seqlens):
         return None if cu_seqlens is None else documents_of(cu_seqlens.diff().tolist())
 
-    def chunk_simple_gla_fwd(self, q, k, v, g, scale, initial_state, output_final_state,
-                             cu_seqlens=None, **_):  # fmt: skip
-        assert scale == 1.0
-        begun = PlainSSD().begin(StandIn._inputs(self, q, k, v, g), self._documents(cu_seqlens))
-        o, last, _ = begun.run(initial_state, final=output_final_state)
-        return o, last
-
     def chunk_fwd_h(self, k, v, g, h0, output_final_state, states_in_fp32=None,
                     cu_seqlens=None, **_):  # fmt: skip
         """In place of the states inside, the one before them."""
         if not output_final_state:
-            assert states_in_fp32 is not self._narrow
             return h0, None
-        assert h0 is None
         begun = PlainSSD().begin(self._inputs(k, k, v, g), self._documents(cu_seqlens))
-        return None, begun.state_map().local
+        return h0, begun.run(h0, final=True).final
+
+    def _output(self, of, h, g_sum, boundaries):
+        """In place of the kernel that is launched here; h is the state before."""
+        inputs = self._inputs(of.q, of.k, of.v, g_sum)
+        begun = PlainSSD().begin(inputs, self._documents(boundaries["cu_seqlens"]))
+        return begun.run(h).o.float()
 
     def chunk_bwd_dh(self, q, k, v, do, h0, dht, scale, g, states_in_fp32=None, cu_seqlens=None,
                      **_):  # fmt: skip
@@ -98,6 +95,7 @@ class StandIn:
 @pytest.fixture
 def rule(monkeypatch):
     monkeypatch.setattr(fla_rule, "stages", StandIn)
+    monkeypatch.setattr(fla_rule, "output", StandIn()._output)
     return fla_rule.FlaSSD()
 
 
