@@ -3,9 +3,10 @@
     python3 benchmarks/bench_host.py --out results.jsonl
     python3 benchmarks/bench_host.py --layers ours --cases 1x8192 --profile 25
 
-Calls are issued behind a kernel that sleeps, so the host waits for nothing. ``--profile`` then
-prints the functions in which the time goes; it runs the backward in the calling thread, where
-Python's profiler sees it, and its times are longer by what it costs itself.
+Calls are issued behind a kernel that sleeps, so the host waits for nothing. The last column has the
+backward in the calling thread: what it is less by goes into autograd's own thread. ``--profile``
+prints the functions in which the time goes, likewise in the calling thread, where Python's profiler
+sees the backward; its times are longer by what it costs itself.
 """
 
 from __future__ import annotations
@@ -49,16 +50,13 @@ def arguments() -> argparse.Namespace:
 def print_profile(of: str, run, functions: int, calls: int = 20) -> None:
     """The functions that take the most of ``calls`` calls, by their own time."""
     with torch.autograd.set_multithreading_enabled(False):
-        alone = host_ms(run)
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(calls):
             run()
         profile.disable()
         torch.cuda.synchronize()
-    print(
-        f"\n{of}: {alone['median']:.3f} ms with the backward in the calling thread; {calls} calls:"
-    )
+    print(f"\n{of}, {calls} calls with the backward in the calling thread:")
     for order in ("tottime", "cumulative"):
         pstats.Stats(profile).sort_stats(order).print_stats(functions)
 
@@ -68,7 +66,7 @@ def main() -> None:
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
     start_megatron()
     sizes = HeadSizes(*args.heads, 128, 128)
-    rows = [["case", "layer", "forward ms", "forward + backward ms", "ratio"]]
+    rows = [["case", "layer", "forward ms", "forward + backward ms", "ratio", "in one thread ms"]]
     profiles = []
     for name in args.cases:
         runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
@@ -76,14 +74,17 @@ def main() -> None:
         for layer, run in runs.items():
             both = with_backward(run, modules[layer], x)
             forward, total = host_ms(run), host_ms(both)
+            with torch.autograd.set_multithreading_enabled(False):
+                alone = host_ms(both)
             record = {"case": name, "layer": layer, "core": args.core, "heads": list(args.heads),
                       "host_forward": forward, "host_forward_backward": total,
+                      "host_in_one_thread": alone,
                       "environment": environment()}  # fmt: skip
             write_lines(args.out, [record])
             base = total["median"] if base is None else base
             rows.append([name, layer, f"{forward['median']:.3f}",
                          f"{total['median']:.3f} ({total['p10']:.3f} .. {total['p90']:.3f})",
-                         f"{total['median'] / base:.3f}"])  # fmt: skip
+                         f"{total['median'] / base:.3f}", f"{alone['median']:.3f}"])  # fmt: skip
             print("  ".join(rows[-1]), flush=True)
             if args.profile:
                 profiles.append((f"{name} {layer}", both))

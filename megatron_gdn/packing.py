@@ -39,6 +39,36 @@ class _Look(NamedTuple):
         return self.values is None or torch.equal(tensor, self.values)
 
 
+class _Resolved(NamedTuple):
+    """What the first layer of a micro-batch found, for those after it."""
+
+    layout: str | None  # qkv_format
+    looks: tuple[_Look, ...]  # at _BOUNDARIES
+    documents: Documents
+    of_streams: dict[int, Documents]  # the same, for every stream that asked
+
+    def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
+        """Whether the same tensors hold the same offsets, for the same rows."""
+        q_padded, q, kv_padded, kv = self.looks
+        return (
+            params.qkv_format == self.layout
+            and q_padded.still_holds(params.cu_seqlens_q_padded)
+            and q.still_holds(params.cu_seqlens_q)
+            and kv_padded.still_holds(params.cu_seqlens_kv_padded)
+            and kv.still_holds(params.cu_seqlens_kv)
+            and self.documents.total_tokens == tokens
+            and self.documents.device == device
+        )
+
+    def here(self) -> Documents:
+        stream = stream_of_tables()
+        found = self.of_streams.get(stream)
+        if found is None:
+            found = Documents(self.documents.offsets, self.documents.device)
+            self.of_streams[stream] = found
+        return found
+
+
 def resolve_packed_seq_params(
     params: PackedSeqParams | None, total_tokens: int, device: torch.device
 ) -> Documents | None:
@@ -71,12 +101,17 @@ def resolve_packed_seq_params(
             every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
             be captured.
     """
-    if params is None or not _is_packed(params):
+    if params is None:
         return None
-    static = static_documents_of(params)
+    static, known = static_documents_of(params), params.__dict__.get(_RESOLVED)
+    remembered = known is not None and static is None and not _is_captured(device)
+    if remembered and known.still_holds(params, total_tokens, device):
+        return known.here()
+    if not _is_packed(params):
+        return None
     if static is not None:
         return _fitting(static, total_tokens, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_captured(device):
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
             "host, and a replay would use those of the captured micro-batch. Pass "
@@ -87,21 +122,15 @@ def resolve_packed_seq_params(
     if any(source is not None and source.is_inference() for source in sources):
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
         return _resolve(*sources, total_tokens, device)
-    known = params.__dict__.get(_RESOLVED)
-    stream = stream_of_tables()
-    if known is not None:
-        seen, of_streams = known
-        documents = next(iter(of_streams.values()))
-        same = all(look.still_holds(source) for look, source in zip(seen, sources, strict=True))
-        if same and documents.total_tokens == total_tokens and documents.device == device:
-            if stream not in of_streams:
-                of_streams[stream] = Documents(documents.offsets, device)
-            return of_streams[stream]
-
     documents = _resolve(*sources, total_tokens, device)
     looks = tuple(_Look.at(source) for source in sources)
-    params.__dict__[_RESOLVED] = (looks, {stream: documents})
+    known = _Resolved(params.qkv_format, looks, documents, {stream_of_tables(): documents})
+    params.__dict__[_RESOLVED] = known
     return documents
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:

@@ -50,4 +50,4 @@ def inputs_in_one_row(inputs: RuleInputs) -> RuleInputs:
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """The reverse of :func:`in_one_row`, to ``rows`` = ``[B, S]``."""
-    return x if x.shape[:2] == tuple(rows) else x.reshape(*rows, *x.shape[2:])
+    return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])

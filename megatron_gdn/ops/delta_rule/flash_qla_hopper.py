@@ -135,7 +135,9 @@ class HopperStages:
             unread = self._blank((rows + 1,), torch.int32, like.device)
             return rows, unread, unread, -(-tokens // count)
         offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, count)
-        return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
+        if offsets.dtype != cu_seqlens.dtype:
+            offsets = offsets.to(cu_seqlens.dtype)
+        return cu_seqlens.shape[0] - 1, cu_seqlens, offsets, chunks
 
     def fused_gdr_h(
         self,
@@ -165,7 +167,10 @@ class HopperStages:
         upto = num_warmup_chunks
         if not warm and cu_seqlens is not None:
             upto = self._blank((N, H), boundaries.dtype, k.device)
-        h = k.new_empty(B, chunks if output_h else 0, H, K, V)
+        if output_h:
+            h = k.new_empty(B, chunks, H, K, V)
+        else:
+            h = self._blank((B, 0, H, K, V), k.dtype, k.device)
         final = None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)

@@ -179,7 +179,8 @@ def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Te
     T, C = B * S, H // key_heads * V
     found, tiles = _largest_of(x, key_heads, C)
     half = torch.empty_like(x, dtype=torch.float16)
-    up, down = torch.empty(2, H, dtype=torch.float32, device=x.device)
+    up = torch.empty(H, dtype=torch.float32, device=x.device)
+    down = torch.empty_like(up)
     launch = _power_launch(
         _scale_kernel, T, tiles, largest, key_heads, H // key_heads, C, _ELEMENTS
     )

@@ -173,7 +173,7 @@ def prepare_backward(
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
     plan = _backward_plan(
-        sizes, S, B, conv_weight.shape[-1], proj.stride()[:2], d_proj.stride()[:2], dq.shape[2],
+        sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
         batch_invariant, normalise_qk, factor is not None, tile,
     )  # fmt: skip
@@ -183,24 +183,25 @@ def prepare_backward(
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             dq, dk, dv, dg, dbeta, factor, d_proj, partial,
         )  # fmt: skip
-    d_weight, d_bias, d_A_log, d_dt_bias = sum_rows(partial).split(plan.sums)
-    return GDNParameterGrads(
-        d_weight.view(conv_weight.shape).to(conv_weight.dtype),
-        None if conv_bias is None else d_bias.to(conv_bias.dtype),
-        d_A_log.to(A_log.dtype),
-        d_dt_bias.to(dt_bias.dtype),
+    grads = GDNParameterGrads(
+        torch.empty_like(conv_weight),
+        None if conv_bias is None else torch.empty_like(conv_bias),
+        torch.empty_like(A_log),
+        torch.empty_like(dt_bias),
     )
+    sum_rows(partial, *[x for x in grads if x is not None])
+    return grads
 
 
 class _Backward(NamedTuple):
     launch: Launch | None  # None where there are no rows
-    partial: tuple[int, int]  # partial sums: one row of each program that walks tokens
-    sums: tuple[int, ...]  # columns of such a row: weight, bias, A_log, dt_bias
+    # Partial sums: one row of each program that walks tokens, weight | bias | A_log | dt_bias.
+    partial: tuple[int, int]
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_plan(
-    sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, int], d_strides: tuple[int, int],
+    sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
     batch_invariant: bool, normalise: bool, scaled: bool, tile: Walk | None,
 ) -> _Backward:  # fmt: skip
@@ -220,12 +221,11 @@ def _backward_plan(
         launch = Launch(
             prepare_backward_kernel,
             (1 + 2 * G + H, tiles, B),
-            S, tile.steps, *strides, *d_strides, eps,
+            S, tile.steps, *strides[:2], *d_strides[:2], eps,
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     channels = sizes.conv_width
-    sums = channels * W, channels * has_bias, H, H
-    return _Backward(launch, (B * tiles, sum(sums)), sums)
+    return _Backward(launch, (B * tiles, channels * (W + has_bias) + 2 * H))

@@ -113,6 +113,6 @@ def conv_backward(
             PACKED=documents is not None, ONE_PATH=one_path, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
-    d_weight, d_bias = sum_rows(partial).split([channels * W, with_bias])
-    d_bias = None if bias is None else d_bias.to(bias.dtype)
-    return d_weight.view(weight.shape).to(weight.dtype), d_bias
+    d_weight, d_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+    sum_rows(partial, *(x for x in (d_weight, d_bias) if x is not None))
+    return d_weight, d_bias

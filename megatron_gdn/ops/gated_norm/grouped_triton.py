@@ -82,4 +82,6 @@ class TritonGateThenNorm:
             d_out.stride(0), d_out.stride(1), eps,
             TOKENS=tokens, num_warps=4, **self._shape(o, z),
         )  # fmt: skip
-        return d_o, sum_rows(partial).to(gamma.dtype)
+        d_gamma = torch.empty_like(gamma)
+        sum_rows(partial, d_gamma)
+        return d_o, d_gamma

@@ -46,17 +46,17 @@ def gated_norm_forward(
     assert o.is_contiguous() and o.shape[:2] == (B, S) and z.stop - z.start == H * V
     out = proj.new_empty(S, B, H * V) if out is None else out
     launch = _forward_launch(
-        S * H, B, H, V, proj.stride()[:2], out.stride()[:2], eps, zero_centered
+        S * H, B, H, V, z.start, proj.stride(), out.stride(), eps, zero_centered
     )
     if launch is not None:
-        launch(o, proj[..., z.start :], gamma, out)
+        launch(o, proj, gamma, out)
     return out
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
-    rows: int, B: int, H: int, V: int, strides: tuple[int, int], out_strides: tuple[int, int],
-    eps: float, zero_centered: bool,
+    rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
+    out_strides: tuple[int, ...], eps: float, zero_centered: bool,
 ) -> Launch | None:  # fmt: skip
     """None where there are no rows."""
     if not rows * B:
@@ -65,7 +65,7 @@ def _forward_launch(
     return Launch(
         gated_norm_forward_kernel,
         (triton.cdiv(rows, tile.rows), B),
-        rows, *strides, *out_strides, eps,
+        rows, z, *strides[:2], *out_strides[:2], eps,
         H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=zero_centered,
         num_warps=tile.warps,
     )  # fmt: skip
@@ -97,21 +97,23 @@ def gated_norm_backward(
     if d_out.stride(2) != 1:
         d_out = d_out.contiguous()
     programs, launch = _backward_launch(
-        S * H, B, H, V, proj.stride()[:2], d_proj.stride()[:2], d_out.stride()[:2], eps,
+        S * H, B, H, V, z.start, proj.stride(), d_proj.stride(), d_out.stride(), eps,
         zero_centered, tile,
     )  # fmt: skip
     d_o = torch.empty_like(o, dtype=proj.dtype)
     partial = torch.empty(B * programs, V, dtype=torch.float32, device=o.device)
     if launch is not None:
-        columns = slice(z.start, None)
-        launch(o, proj[..., columns], gamma, d_out, d_o, d_proj[..., columns], partial)
-    return d_o, sum_rows(partial).to(gamma.dtype)
+        launch(o, proj, gamma, d_out, d_o, d_proj, partial)
+    d_gamma = torch.empty_like(gamma)
+    sum_rows(partial, d_gamma)
+    return d_o, d_gamma
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_launch(
-    rows: int, B: int, H: int, V: int, strides: tuple[int, int], d_strides: tuple[int, int],
-    out_strides: tuple[int, int], eps: float, zero_centered: bool, tile: Block | None,
+    rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
+    d_strides: tuple[int, ...], out_strides: tuple[int, ...], eps: float, zero_centered: bool,
+    tile: Block | None,
 ) -> tuple[int, Launch | None]:  # fmt: skip
     """Also how many programs share the rows of a batch row."""
     tile = norm_backward_tile(rows * B, V) if tile is None else tile
@@ -121,7 +123,7 @@ def _backward_launch(
     return programs, Launch(
         gated_norm_backward_kernel,
         (programs, B),
-        rows, *strides, *d_strides, *out_strides, eps,
+        rows, z, *strides[:2], *d_strides[:2], *out_strides[:2], eps,
         H=H, V=V, ROWS=tile.rows, REPEATS=tile.repeats, BLOCK_V=block_dim(V),
         ZERO_CENTERED=zero_centered, num_warps=tile.warps,
     )  # fmt: skip

@@ -32,19 +32,19 @@ def _at_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
 
 @triton.jit
 def gated_norm_forward_kernel(
-    o_ptr, z_ptr, gamma_ptr, out_ptr,
-    rows, stride_s, stride_b, out_stride_s, out_stride_b, eps,
+    o_ptr, proj_ptr, gamma_ptr, out_ptr,
+    rows, z, stride_s, stride_b, out_stride_s, out_stride_b, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS, B); ``rows`` = S H."""
+    """grid (tiles of ROWS, B); ``rows`` = S H; ``z``: the gate's first column."""
     first = tl.program_id(0) * ROWS
     row_R = tl.arange(0, ROWS)
     d_V = tl.arange(0, BLOCK_V)
     real_V = d_V < V
     real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
     o_ptr += (tl.cast(tl.program_id(1), tl.int64) * rows + first) * V
-    z_ptr = _at_token(z_ptr, first, stride_s, stride_b, H)
+    z_ptr = _at_token(proj_ptr + z, first, stride_s, stride_b, H)
     out_ptr = _at_token(out_ptr, first, out_stride_s, out_stride_b, H)
     z_R = _places(row_R, first, H, V, stride_s)
     out_R = _places(row_R, first, H, V, out_stride_s)
@@ -64,13 +64,14 @@ def gated_norm_forward_kernel(
 
 @triton.jit
 def gated_norm_backward_kernel(
-    o_ptr, z_ptr, gamma_ptr, dy_ptr, do_ptr, dz_ptr, partial_ptr,
-    rows, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
+    o_ptr, proj_ptr, gamma_ptr, dy_ptr, do_ptr, d_proj_ptr, partial_ptr,
+    rows, z, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr,
     BLOCK_V: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
     """With n = o * r and s = silu(z):  d_gamma = sum dy n s;  dz = dy n gamma silu'(z);
-    dn = dy gamma s;  do = r (dn - n mean(dn n)).  grid (tiles of ROWS * REPEATS, B); rows = S H.
+    dn = dy gamma s;  do = r (dn - n mean(dn n)).  grid (tiles of ROWS * REPEATS, B); rows = S H;
+    ``z``: the gate's first column.
     """
     d_V = tl.arange(0, BLOCK_V)
     real_V = d_V < V
@@ -82,8 +83,8 @@ def gated_norm_backward_kernel(
     base = (tl.cast(tl.program_id(1), tl.int64) * rows + first) * V
     o_ptr += base
     do_ptr += base
-    z_ptr = _at_token(z_ptr, first, stride_s, stride_b, H)
-    dz_ptr = _at_token(dz_ptr, first, d_stride_s, d_stride_b, H)
+    z_ptr = _at_token(proj_ptr + z, first, stride_s, stride_b, H)
+    dz_ptr = _at_token(d_proj_ptr + z, first, d_stride_s, d_stride_b, H)
     dy_ptr = _at_token(dy_ptr, first, dy_stride_s, dy_stride_b, H)
 
     row_R = tl.arange(0, ROWS)

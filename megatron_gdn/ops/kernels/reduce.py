@@ -6,8 +6,8 @@ Legend: N partial rows, M columns.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,14 +17,26 @@ from .launch import MOST_PLANS, Launch
 _ROWS_AT_ONCE = 8
 _MOST_ROWS = 256  # of one program: more are summed by several, whose sums are summed again
 _COLUMNS = 128
+_MOST_OUTS = 4
+
+
+@triton.jit
+def _put(out_ptr, sum_M, m_M, begin, end):
+    """Columns ``begin`` to ``end`` of the sums, rounded once to the dtype that ``out`` has."""
+    if out_ptr is not None:
+        rounded_M = sum_M.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + m_M - begin, rounded_M, mask=(m_M >= begin) & (m_M < end))
 
 
 @triton.jit
 def _sum_rows_kernel(
-    partial_ptr, out_ptr, N, M,
+    partial_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, M, a_end, b_end, c_end,
     ROWS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """grid (column blocks, groups of ROWS * REPEATS rows): one row of sums per group."""
+    """grid (column blocks, groups of ROWS * REPEATS rows): one row of sums per group.
+
+    Several groups have one out, which holds M columns. The columns of one group go to up to four.
+    """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
     total_NM = tl.zeros((ROWS, BLOCK_M), tl.float32)
@@ -34,31 +46,45 @@ def _sum_rows_kernel(
         total_NM += tl.load(
             partial_ptr + at_NM, mask=(n_N < N)[:, None] & (m_M < M)[None, :], other=0.0
         )
-    out_ptr += tl.cast(tl.program_id(1), tl.int64) * M
-    tl.store(out_ptr + m_M, tl.sum(total_NM, axis=0), mask=m_M < M)
+    sum_M = tl.sum(total_NM, axis=0)
+    a_ptr += tl.cast(tl.program_id(1), tl.int64) * M
+    _put(a_ptr, sum_M, m_M, 0, a_end)
+    _put(b_ptr, sum_M, m_M, a_end, b_end)
+    _put(c_ptr, sum_M, m_M, b_end, c_end)
+    _put(d_ptr, sum_M, m_M, c_end, M)
 
 
-def sum_rows(partial_NM: Tensor) -> Tensor:
-    """``partial_NM.sum(0)`` for contiguous fp32, in an order that depends on N alone."""
-    for groups, launch in _stages(*partial_NM.shape):
-        sums_NM = torch.empty(
-            groups, partial_NM.shape[1], dtype=torch.float32, device=partial_NM.device
-        )
-        launch(partial_NM, sums_NM)
+def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
+    """Write ``partial_NM.sum(0)`` to ``outs``, in an order that depends on N alone.
+
+    Args:
+        partial_NM: contiguous fp32.
+        outs: one to four contiguous tensors of any shapes and dtypes. The first has the first
+            columns, and so on; a sum is rounded once.
+    """
+    sizes = tuple([out.numel() for out in outs])
+    *earlier, (_, last) = _stages(*partial_NM.shape, sizes)
+    for groups, launch in earlier:
+        sums_NM = partial_NM.new_empty(groups, partial_NM.shape[1])
+        launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
-    return partial_NM[0]
+    last(partial_NM, *outs, *(None,) * (_MOST_OUTS - len(outs)))
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _stages(N: int, M: int) -> tuple[tuple[int, Launch], ...]:
-    """The rows that every launch leaves, down to one, and the launch."""
+def _stages(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
+    """The rows that every launch leaves, down to one, and the launch. ``sizes``: of the outs."""
+    assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
+    ends = tuple(accumulate(sizes))
+    ends += (M,) * (_MOST_OUTS - 1 - len(ends))
     stages = []
     while True:
         span = N if N <= _MOST_ROWS else 64
         repeats = triton.cdiv(span, _ROWS_AT_ONCE)
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
         launch = Launch(
-            _sum_rows_kernel, (triton.cdiv(M, _COLUMNS), groups), N, M,
+            _sum_rows_kernel, (triton.cdiv(M, _COLUMNS), groups),
+            N, M, *(ends[: _MOST_OUTS - 1] if groups == 1 else (M,) * (_MOST_OUTS - 1)),
             ROWS=_ROWS_AT_ONCE, REPEATS=repeats, BLOCK_M=_COLUMNS, num_warps=4,
         )  # fmt: skip
         stages.append((groups, launch))
