@@ -135,6 +135,18 @@ def test_dt_skip_groups_and_states_go_where_they_belong(
             torch.testing.assert_close(through_back, d_initial, rtol=1e-5, atol=1e-5)
 
 
+def test_states_of_any_strides_reach_the_kernels_dense(rule):
+    """fla's kernels take a state's address and no strides; its own entry point copies first."""
+    inputs, d_o = random_inputs(70, dtype=torch.float32)
+    initial, d_final = torch.randn(2, 1, H, V, K).mT
+    assert not initial.is_contiguous()
+    o, final, expected, _ = oracle(inputs, (70,), d_o, initial, d_final)
+    got = rule.begin(inputs, None).run(initial, final=True)
+    grads = rule.begin_backward(d_o, inputs, got.saved, None).run(initial, d_final)
+    for a, b in zip((got.o, got.final, *grads), (o, final, *expected), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
 def test_the_installed_fla_has_the_functions_that_are_called():
     assert fla_rule.why_not_callable() is None
 
