@@ -10,6 +10,7 @@ import torch
 
 from megatron_gdn.ops.rule import Saved
 from megatron_gdn.ops.ssd import fla as fla_rule
+from megatron_gdn.ops.ssd import resolve
 from megatron_gdn.ops.ssd.base import SSDInputs
 from megatron_gdn.ops.ssd.plain import PlainSSD
 from megatron_gdn.ops.ssd.resolve import resolve_ssd
@@ -160,3 +161,15 @@ def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
         resolve_ssd("fla", **cpu, deterministic=True)
     with pytest.raises(ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"):
         resolve_ssd("mamba_ssm", **cpu)
+
+
+@pytest.mark.parametrize(("size", "value"), [("state_dim", 65), ("head_dim", 33)])
+def test_odd_sizes_go_to_the_reference(monkeypatch, size, value):
+    """fla's kernel of dv refuses them in the backward, in 16 bits."""
+    monkeypatch.setattr(resolve, "why_not_fla", lambda *where: None)  # as on a GPU that has it
+    sizes = {"device": "cpu", "dtype": torch.bfloat16, "state_dim": 64, "head_dim": 32}
+    assert resolve_ssd(**sizes).rule.name == "fla"
+    sizes[size] = value
+    assert resolve_ssd(**sizes).rule.name == "reference"
+    with pytest.raises(ValueError, match=f"even {size.removesuffix('_dim')} dim, not {value}"):
+        resolve_ssd("fla", **sizes)
