@@ -16,8 +16,9 @@ def test_the_mixer_equals_megatrons_with_the_same_weights(pools):
     pools(2).run(equals_megatrons)
 
 
-def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(pools):
-    pools(2).run(checkpoints_of_megatrons)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(pools, tp):
+    pools(tp).run(checkpoints_of_megatrons, tp)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])

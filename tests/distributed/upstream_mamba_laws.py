@@ -1,5 +1,6 @@
 """Run on every rank: our Mamba2 mixer beside Megatron's MambaMixer and transformers' mixers."""
 
+import os
 from unittest.mock import patch
 
 import torch
@@ -50,9 +51,9 @@ def equals_megatrons() -> None:
             assert_close(name, found[1][name], expected, TOLERANCE)
 
 
-def _checkpoints_of_megatrons(folder: str) -> None:
-    with parallel(tp=2), without_mamba_ssm():
-        config = mamba_config(tensor_model_parallel_size=2)
+def _checkpoints_of_megatrons(folder: str, tp: int) -> None:
+    with parallel(tp=tp), without_mamba_ssm():
+        config = mamba_config(tensor_model_parallel_size=tp)
         torch.manual_seed(5 + groups_of_megatron().tp.rank())
         theirs, ours = (_theirs(config, groups_of_megatron()), build(config, groups_of_megatron()))
 
@@ -77,13 +78,11 @@ def _checkpoints_of_megatrons(folder: str) -> None:
             assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-def checkpoints_of_megatrons(folders=("theirs", "ours")) -> None:
-    import os
-
+def checkpoints_of_megatrons(tp: int) -> None:
     def with_folders(folder: str) -> None:
-        for name in folders:
+        for name in ("theirs", "ours"):
             os.makedirs(f"{folder}/{name}", exist_ok=True)
-        _checkpoints_of_megatrons(folder)
+        _checkpoints_of_megatrons(folder, tp)
 
     in_a_shared_folder(with_folders)
 
