@@ -168,7 +168,7 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
         self.micro_batches = MicroBatches(
             config, self.layout, self.dims.state, d_conv, pg_collection.cp, self.cp_layout,
             mode=linear_cp_mode,
-            choose_rule=partial(_choose_rule, backend, self.d_state, self.aligned),
+            choose_rule=partial(_choose_rule, backend, self.dims.state, self.aligned),
             mixer="Mamba2Mixer", recurrence="SSD",
         )  # fmt: skip
         self._build(submodules, conv_bias, norm_eps, name)
@@ -395,7 +395,7 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
 
 def _choose_rule(
     backend: str,
-    state_dim: int,
+    state: StateShape,
     aligned: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -403,6 +403,6 @@ def _choose_rule(
 ) -> tuple[Rule, str]:
     """:func:`resolve_ssd` for a mixer, which learns device and dtype last."""
     return resolve_ssd(
-        backend, device=device, dtype=dtype, state_dim=state_dim, deterministic=deterministic,
-        aligned=aligned,
+        backend, device=device, dtype=dtype, state_dim=state.rows, head_dim=state.columns,
+        deterministic=deterministic, aligned=aligned,
     )  # fmt: skip

@@ -39,6 +39,7 @@ from .local import (
     local_mlp_builder,
     unavailable,
 )
+from .mtp import checked_mtp_spec, local_mtp_spec
 
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
@@ -94,11 +95,15 @@ def _hybrid_stack_spec(
     modules = resolve_modules(modules)
     mixer = gated_delta_net_spec(modules, **options)
     mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
+    cp_layout = options.get("cp_layout", "zigzag")
     if modules == "te":
         submodules = _te_submodules(mixer, mamba2, qk_layernorm)
     else:
-        attention = local_attention_spec(qk_layernorm, options.get("cp_layout", "zigzag"))
+        attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention, num_moe_experts)
+    theirs = hybrid_layer_specs.hybrid_stack_spec.submodules.mtp_block_spec
+    heads = checked_mtp_spec(theirs, cp_layout) if modules == "te" else local_mtp_spec(cp_layout)
+    submodules = replace(submodules, mtp_block_spec=heads)
     return HybridStackSpec(module=HybridStack, submodules=submodules)
 
 

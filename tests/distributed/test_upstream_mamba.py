@@ -8,6 +8,7 @@ from tests.distributed.upstream_mamba_laws import (
     equals_megatrons,
     equals_transformers,
     exchange_and_refusals,
+    one_message_each_way,
 )
 
 
@@ -15,8 +16,9 @@ def test_the_mixer_equals_megatrons_with_the_same_weights(pools):
     pools(2).run(equals_megatrons)
 
 
-def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(pools):
-    pools(2).run(checkpoints_of_megatrons)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(pools, tp):
+    pools(tp).run(checkpoints_of_megatrons, tp)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
@@ -29,6 +31,12 @@ def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(pool
 def test_the_exchange_is_its_definition_and_refuses_what_it_would_cut_wrong(pools, cp, groups):
     pytest.importorskip("transformers")
     pools(cp).run(exchange_and_refusals, cp, groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_all_sections_travel_in_one_message_each_way(pools, groups):
+    pytest.importorskip("transformers")
+    pools(2).run(one_message_each_way, 2, groups)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """Run on every rank: our Mamba2 mixer beside Megatron's MambaMixer and transformers' mixers."""
 
+import os
+from unittest.mock import patch
+
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 
+from megatron_gdn import Documents
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
 from tests.distributed.mixer_laws import groups_of_megatron, in_a_shared_folder
 from tests.examples.spec_laws import _leaves
+from tests.host_reads import no_host_reads
 from tests.mamba_mixers import LOCAL, D, alone, build, mamba_config, randomise_
 from tests.ops.ssd.oracle import SSDInputs, token_by_token
 from tests.parallel import assert_close, parallel
@@ -46,9 +51,9 @@ def equals_megatrons() -> None:
             assert_close(name, found[1][name], expected, TOLERANCE)
 
 
-def _checkpoints_of_megatrons(folder: str) -> None:
-    with parallel(tp=2), without_mamba_ssm():
-        config = mamba_config(tensor_model_parallel_size=2)
+def _checkpoints_of_megatrons(folder: str, tp: int) -> None:
+    with parallel(tp=tp), without_mamba_ssm():
+        config = mamba_config(tensor_model_parallel_size=tp)
         torch.manual_seed(5 + groups_of_megatron().tp.rank())
         theirs, ours = (_theirs(config, groups_of_megatron()), build(config, groups_of_megatron()))
 
@@ -73,13 +78,11 @@ def _checkpoints_of_megatrons(folder: str) -> None:
             assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-def checkpoints_of_megatrons(folders=("theirs", "ours")) -> None:
-    import os
-
+def checkpoints_of_megatrons(tp: int) -> None:
     def with_folders(folder: str) -> None:
-        for name in folders:
+        for name in ("theirs", "ours"):
             os.makedirs(f"{folder}/{name}", exist_ok=True)
-        _checkpoints_of_megatrons(folder)
+        _checkpoints_of_megatrons(folder, tp)
 
     in_a_shared_folder(with_folders)
 
@@ -191,6 +194,36 @@ def exchange_and_refusals(cp_size: int, groups: int) -> None:
         assert "got 2 batch rows" in message(cp.pre_conv_ssm, two, odd)
         assert f"[B, tokens, {width}]" in message(cp.pre_conv_ssm, two[..., 1:])
         assert f"{40 // cp_size}]" in message(cp.post_conv_ssm, two)
+
+
+def one_message_each_way(cp_size: int, groups: int) -> None:
+    """All sections travel in one all-to-all per direction, and with
+    the tables made the host reads no tensor."""
+    sent = []
+    exchange = torch.distributed.all_to_all_single
+
+    def counted(*args, **kwargs):
+        sent.append(1)
+        return exchange(*args, **kwargs)
+
+    with parallel(cp=cp_size), patch.object(torch.distributed, "all_to_all_single", counted):
+        mixer, group = hf_mixer("mamba2", groups), groups_of_megatron().cp
+        cp = MambaContextParallel(group, 8, 5, groups, 6, mixer)
+        lengths = (2 * cp_size, 0, 6 * cp_size)
+        packed = Documents.from_cu_seqlens(
+            [0, *torch.tensor(lengths).cumsum(0).tolist()], 8 * cp_size
+        )
+        for documents, batch in ((None, (2, 8)), (packed, (8,))):
+            rows = torch.randn(*batch, 88 + 12 * groups, requires_grad=True)
+            cp.pre_conv_ssm(rows, documents)  # makes the tables, from lengths on the host
+            sent.clear()
+            with no_host_reads():
+                opened = cp.pre_conv_ssm(rows, documents)
+                closed = cp.post_conv_ssm(opened[..., : 40 // cp_size].contiguous(), documents)
+            assert sent == [1, 1]
+            closed.sum().backward()
+            assert sent == [1] * 4
+            sent.clear()
 
 
 def run_with(cp: MambaContextParallel, mixer, x, cu_seqlens=None):

@@ -8,7 +8,9 @@ import megatron.core
 import pytest
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
 from megatron_gdn import GatedDeltaNet, Mamba2Mixer, specs
@@ -21,6 +23,7 @@ from megatron_gdn.specs import (
     hybrid_stack_spec,
     mamba2_spec,
 )
+from megatron_gdn.specs.mtp import HybridMTPLayer, checked_mtp_spec
 from tests.examples import spec_laws
 from tests.parallel import make_config
 
@@ -171,7 +174,19 @@ def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeyp
     for place, symbol in (("moe_layer", "E"), ("csa_layer", "csa_layer")):
         with pytest.raises(NotImplementedError, match=f"no layer for {symbol!r}"):
             build_module(getattr(layers, place))
-    assert layers.mtp_block_spec is None
+    assert layers.mtp_block_spec.module is MultiTokenPredictionBlock
+
+
+def test_transformer_engines_prediction_heads_keep_their_parts_and_are_checked():
+    theirs = hybrid_layer_specs.hybrid_stack_spec.submodules.mtp_block_spec
+    ours = checked_mtp_spec(theirs, "contiguous")
+    assert ours.module is theirs.module
+    for layer, original in zip(
+        ours.submodules.layer_specs, theirs.submodules.layer_specs, strict=True
+    ):
+        assert layer.module is HybridMTPLayer and layer.params == {"cp_layout": "contiguous"}
+        assert layer.submodules is original.submodules
+        assert original.module is not HybridMTPLayer  # Megatron's own spec stays as it was
 
 
 def test_the_installed_stack_has_every_place_filled():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import inverse, local_indices, rank_order_of_sequence
 
-cp_sizes = st.integers(1, 5)
+cp_sizes = st.integers(1, 5) | st.just(8)
 units = st.lists(st.integers(0, 4), min_size=1, max_size=6)
 
 
@@ -67,6 +67,29 @@ def test_every_token_is_held_by_exactly_one_rank(cp, units, layout):
 def test_goldens():
     assert local_indices([8], 2, 0).tolist() == [0, 1, 6, 7]
     assert local_indices([8], 2, 1).tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_torchs_own_context_parallelism_cuts_sequences_likewise(cp):
+    """What ``torch.distributed.tensor.experimental.context_parallel`` shards buffers by."""
+    module = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+    balancer = getattr(pytest.importorskip(module), "_HeadTailLoadBalancer", None)
+    if balancer is None:
+        pytest.skip("this torch keeps it elsewhere")
+    order = balancer(24 * cp, cp, "cpu")._generate_indices()
+    held = [local_indices([24 * cp], cp, rank) for rank in range(cp)]
+    assert torch.equal(order.flatten(), torch.cat(held))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cp", [2, 4])
+def test_transformer_engine_cuts_documents_likewise(cp):
+    engine = pytest.importorskip("transformer_engine_torch")
+    lengths = [2 * cp * n for n in (6, 10, 1)]
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    for rank in range(cp):
+        theirs = engine.thd_get_partitioned_indices(offsets, sum(lengths), cp, rank)
+        assert torch.equal(theirs.long().cpu(), local_indices(lengths, cp, rank))
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 10), (8, 2)])

@@ -119,6 +119,11 @@ def _rows(inputs: SSDInputs, documents: Documents | None) -> SSDInputs:
     return inputs if documents is None else SSDInputs(*map(in_one_row, inputs))
 
 
+def _dense(state: Tensor | None) -> Tensor | None:
+    """A state as the kernels read it, whatever its strides; fla's own entry does the same."""
+    return None if state is None else state.contiguous()
+
+
 class _Operands:
     """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``, contiguous."""
 
@@ -166,7 +171,7 @@ class FlaForward:
     ) -> RuleOutput:
         of, inputs = self._operands, self._inputs
         h, last = stages().chunk_fwd_h(
-            k=of.k, v=of.v, g=self._g_sum, h0=initial, output_final_state=final,
+            k=of.k, v=of.v, g=self._g_sum, h0=_dense(initial), output_final_state=final,
             cu_seqlens=self._boundaries["cu_seqlens"], chunk_size=CHUNK, states_in_fp32=False,
         )  # fmt: skip
         o = output(of, h, self._g_sum, self._boundaries)
@@ -199,6 +204,7 @@ class FlaBackward:
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
         of, inputs, d_o, fla = self._operands, self._inputs, self._d_o, stages()
+        initial, d_final = _dense(initial), _dense(d_final)
         # Where the gates' gradient runs in TileLang, that reads states in the operands' dtype, as
         # fla's forward writes them. chunk_simple_gla_bwd keeps them in fp32 and raises there.
         sequences = {"cu_seqlens": self._boundaries["cu_seqlens"], "chunk_size": CHUNK}

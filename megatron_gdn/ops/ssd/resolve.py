@@ -13,12 +13,17 @@ from .plain import PlainSSD
 RULES = ("fla", "reference")
 
 
-def _why_not_fla(device: torch.device, dtype: torch.dtype, state_dim: int) -> Obstacle | None:
+def _why_not_fla(
+    device: torch.device, dtype: torch.dtype, state_dim: int, head_dim: int | None
+) -> Obstacle | None:
     obstacle = why_not_fla(device, dtype)
     if obstacle is not None:
         return obstacle
     if state_dim > 256:
         return Obstacle(f"fla takes a state dim up to 256, not {state_dim}")
+    for name, size in (("state", state_dim), ("head", head_dim)):
+        if size is not None and size % 2:
+            return Obstacle(f"fla's backward takes an even {name} dim, not {size}")
     from .fla import why_not_callable
 
     why = why_not_callable()
@@ -31,6 +36,7 @@ def resolve_ssd(
     device: torch.device | str,
     dtype: torch.dtype,
     state_dim: int,
+    head_dim: int | None = None,
     deterministic: bool = False,
     aligned: bool = False,
 ) -> Choice:
@@ -39,6 +45,7 @@ def resolve_ssd(
     Args:
         backend: ``"fla"`` (its ``simple_gla`` kernels), ``"reference"`` (plain torch) or
             ``"auto"``, the first of these that fits. A name is never replaced by another.
+        state_dim, head_dim: rows and columns of a state.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: the reference. fla is refused, since it picks its kernels by timing.
         aligned: training and generation give a token the same bits, see :mod:`..aligned`: the
@@ -66,7 +73,7 @@ def resolve_ssd(
             )
         return Choice(PlainSSD(), "deterministic mode")
     device = torch.device(device)
-    obstacle = _why_not_fla(device, dtype, state_dim)
+    obstacle = _why_not_fla(device, dtype, state_dim, head_dim)
     if obstacle is None:
         from .fla import FlaSSD
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_gdn.ops.rule import Saved
 from megatron_gdn.ops.ssd import fla as fla_rule
+from megatron_gdn.ops.ssd import resolve
 from megatron_gdn.ops.ssd.base import SSDInputs
 from megatron_gdn.ops.ssd.plain import PlainSSD
 from megatron_gdn.ops.ssd.resolve import resolve_ssd
@@ -135,6 +136,18 @@ def test_dt_skip_groups_and_states_go_where_they_belong(
             torch.testing.assert_close(through_back, d_initial, rtol=1e-5, atol=1e-5)
 
 
+def test_states_of_any_strides_reach_the_kernels_dense(rule):
+    """fla's kernels take a state's address and no strides; its own entry point copies first."""
+    inputs, d_o = random_inputs(70, dtype=torch.float32)
+    initial, d_final = torch.randn(2, 1, H, V, K).mT
+    assert not initial.is_contiguous()
+    o, final, expected, _ = oracle(inputs, (70,), d_o, initial, d_final)
+    got = rule.begin(inputs, None).run(initial, final=True)
+    grads = rule.begin_backward(d_o, inputs, got.saved, None).run(initial, d_final)
+    for a, b in zip((got.o, got.final, *grads), (o, final, *expected), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
 def test_the_installed_fla_has_the_functions_that_are_called():
     assert fla_rule.why_not_callable() is None
 
@@ -148,3 +161,15 @@ def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
         resolve_ssd("fla", **cpu, deterministic=True)
     with pytest.raises(ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"):
         resolve_ssd("mamba_ssm", **cpu)
+
+
+@pytest.mark.parametrize(("size", "value"), [("state_dim", 65), ("head_dim", 33)])
+def test_odd_sizes_go_to_the_reference(monkeypatch, size, value):
+    """fla's kernel of dv refuses them in the backward, in 16 bits."""
+    monkeypatch.setattr(resolve, "why_not_fla", lambda *where: None)  # as on a GPU that has it
+    sizes = {"device": "cpu", "dtype": torch.bfloat16, "state_dim": 64, "head_dim": 32}
+    assert resolve_ssd(**sizes).rule.name == "fla"
+    sizes[size] = value
+    assert resolve_ssd(**sizes).rule.name == "reference"
+    with pytest.raises(ValueError, match=f"even {size.removesuffix('_dim')} dim, not {value}"):
+        resolve_ssd("fla", **sizes)

@@ -15,12 +15,16 @@ from .oracle import documents_of, random_inputs
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 63, 64, 0, 65, 130)
+NAMES = ("o", "final", "final by the map", "d_initial", *SSDInputs._fields)
 
 
 def run(rule, inputs, d_o, documents, initial, d_final):
-    got = rule.begin(inputs, documents).run(initial, final=True)
+    begun = rule.begin(inputs, documents)
+    maps, got = begun.state_map(), begun.run(initial, final=True)
     backward = rule.begin_backward(d_o, inputs, got.saved, documents)
-    return (got.o, got.final, *backward.run(initial, d_final))
+    d_initial = maps.transposed(backward.d_initial()).apply(d_final)
+    made = (got.o, got.final, maps.apply(initial), d_initial)
+    return (*made, *backward.run(initial, d_final))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
@@ -42,7 +46,7 @@ def test_kernels_give_what_fp64_gives(packed):
     )  # fmt: skip
     errors = {
         name: ((a - b).square().mean() / b.square().mean()).sqrt().item()
-        for name, a, b in zip(("o", "final", *SSDInputs._fields), found, exact, strict=True)
+        for name, a, b in zip(NAMES, found, exact, strict=True)
     }
     print({name: f"{error:.1e}" for name, error in errors.items()})
     assert max(errors.values()) < 2**-7, errors

@@ -1,0 +1,133 @@
+"""Multi-token prediction (MTP) in a hybrid stack: what stands behind '/' in its layer pattern.
+
+``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of the layers ``M*``. A head's layers come from
+the same stack spec as the model's; around them stand two norms, a projection and a last norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_gdn.context_parallel import SequenceLayout
+from megatron_gdn.local_norm import TorchRMSNorm
+
+
+class HybridMTPLayer(MultiTokenPredictionLayer):
+    """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
+
+    Tokens, labels and loss masks are shifted by one token per head, by Megatron and document by
+    document. It takes each document to begin at ``cu_seqlens_q`` and to lie in the zigzag layout,
+    on the context-parallel ranks of the model. Anything else would give tokens another one's label.
+
+    Args:
+        config, submodules, **others: as for Megatron's layer.
+        pg_collection: process groups (``cp`` and ``tp`` are used).
+        cp_layout: how the data loader cuts sequences over context-parallel ranks.
+
+    Raises:
+        ValueError: another layout than zigzag over several ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        **others: Any,
+    ) -> None:
+        layout, ranks = SequenceLayout.parse(cp_layout), pg_collection.cp.size()
+        if ranks > 1 and layout is not SequenceLayout.ZIGZAG:
+            raise ValueError(
+                f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
+                f"cp_layout={layout.value!r} over {ranks} ranks is another: labels would be those "
+                f"of other tokens. Use cp_layout='zigzag', one context-parallel rank, or a layer "
+                f"pattern without '/'."
+            )
+        super().__init__(config, submodules, pg_collection=pg_collection, **others)
+
+    def forward(
+        self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
+    ) -> tuple[Tensor, ...]:
+        """As Megatron's.
+
+        Raises:
+            ValueError: documents in padded slots.
+            NotImplementedError: a micro-batch with a context-parallel group of its own.
+        """
+        require_shiftable(packed_seq_params, self.cp_group)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+
+
+def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
+    """Refuse packed documents whose labels Megatron would shift across their ends.
+
+    Offsets in two tensors are compared, which on a GPU waits for it.
+
+    Raises:
+        ValueError: slots (``cu_seqlens_q_padded``) that are longer than their documents.
+        NotImplementedError: a context-parallel group other than the model's.
+    """
+    if packed is None:
+        return
+    documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    if slots is not None and not (slots is documents or _equal(slots, documents)):
+        raise ValueError(
+            "multi-token prediction with padded slots: Megatron shifts labels between the offsets "
+            "of cu_seqlens_q, and the rows lie at those of cu_seqlens_q_padded. Make the padding "
+            "part of its document, or a document of its own, with one cu_seqlens_q for all, and "
+            "mask its loss."
+        )
+    ranks = 1 if packed.cp_group is None else packed.cp_group.size()
+    given = packed.cp_group is not None or packed.local_cp_size is not None
+    if given and packed.cp_group is not cp_group and (ranks, cp_group.size()) != (1, 1):
+        raise NotImplementedError(
+            f"multi-token prediction over a context-parallel group of {ranks} ranks that "
+            f"packed_seq_params brings: Megatron shifts labels over the model's group of "
+            f"{cp_group.size()}. Leave cp_group and local_cp_size None, or use a layer pattern "
+            f"without '/'."
+        )
+
+
+def _equal(slots: Tensor, documents: Tensor | None) -> bool:
+    return documents is not None and slots.tolist() == documents.tolist()
+
+
+def local_mtp_spec(cp_layout: str | SequenceLayout) -> ModuleSpec:
+    """Heads over local modules, whose checkpoints load into Transformer Engine models and back."""
+    parts = MultiTokenPredictionLayerSubmodules(
+        enorm=TorchRMSNorm,
+        hnorm=TorchRMSNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=None,  # Megatron builds it from the pattern and the stack's spec
+        layer_norm=TorchRMSNorm,
+    )
+    layer = ModuleSpec(module=HybridMTPLayer, params={"cp_layout": cp_layout}, submodules=parts)
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+    )
+
+
+def checked_mtp_spec(theirs: ModuleSpec, cp_layout: str | SequenceLayout) -> ModuleSpec:
+    """A spec of heads with each layer a :class:`HybridMTPLayer` of the same parts."""
+    layers = [
+        replace(layer, module=HybridMTPLayer, params={**layer.params, "cp_layout": cp_layout})
+        for layer in theirs.submodules.layer_specs
+    ]
+    return replace(theirs, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers))
