@@ -1,5 +1,8 @@
 """Run on every rank of a nccl world: the layer in bf16, whole and in parallel."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -10,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
+from tests import mamba_mixers
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.parallel import group_of_one, make_config, parallel, share_of
 
@@ -27,6 +31,35 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16, **GPU}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # to try the laws themselves
 
 
+class Kind(NamedTuple):
+    """A mixer that is held to the laws."""
+
+    sizes: dict
+    build: Callable  # of config, groups and a dict of options
+    share_of: Callable
+    fp32: tuple[str, ...]
+    fastest: str  # the backend that a Hopper GPU takes
+
+
+KINDS = {
+    "gdn": Kind(GPU, build_layer, share_of, ("A_log", "dt_bias"), "flash_qla"),
+    "mamba2": Kind(
+        {
+            "hidden_size": 256,
+            "mamba_num_heads": 16,
+            "mamba_num_groups": 2,
+            "mamba_head_dim": 64,
+            "mamba_state_dim": 128,
+            "use_cpu_initialization": False,
+        },
+        lambda config, groups, options: mamba_mixers.build(config, groups, **options).to(DEVICE),
+        mamba_mixers.share_of,
+        ("A_log", "dt_bias", "D"),
+        "fla",
+    ),
+}
+
+
 def _rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
@@ -37,29 +70,32 @@ def _packed(lengths):
 
 def _forward_backward(layer, x, weight, lengths) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
-    out, _ = layer(x, None, packed_seq_params=_packed(lengths))
+    out, _ = layer(x, packed_seq_params=_packed(lengths))
     (out.float() * weight).sum().backward()
     return {"output": out.detach(), "dx": x.grad}
 
 
 def errors_of_one_rank_and_of_all(
-    tp: int, cp: int, sp: bool, lengths, mode: str = "auto", layout: str = "zigzag", **options
-) -> dict:
+    tp: int, cp: int, sp: bool, lengths, mode: str = "auto", layout: str = "zigzag",
+    mixer: str = "gdn", **options,
+) -> dict:  # fmt: skip
     """Relative rms error against fp32, of everything a layer gives.
 
     Returns:
-        backend: the delta rule that ran.
+        backend: the rule that ran, and the one that a Hopper GPU takes.
         errors: by name, of the parallel layer, of one rank, and over how many numbers.
     """
     tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
+    kind = KINDS[mixer]
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **kind.sizes}
     with parallel(tp=tp, cp=cp):
         alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
         torch.manual_seed(7)
-        exact = build_layer(make_config(**GPU), alone, {"backend": "reference"})
+        exact = kind.build(make_config(**kind.sizes), alone, {"backend": "reference"})
         randomise_(exact)
         with torch.no_grad():
             for name, parameter in exact.named_parameters():
-                if name not in ("A_log", "dt_bias"):
+                if name not in kind.fp32:
                     parameter.copy_(parameter.bfloat16())
         x = torch.randn(tokens, batch, 256, device=DEVICE).bfloat16()
         weight = torch.randn(tokens, batch, 256, device=DEVICE)
@@ -69,25 +105,23 @@ def errors_of_one_rank_and_of_all(
             return found | {name: p.grad for name, p in layer.named_parameters()}
 
         truth = everything(exact, x.float())
-        one = build_layer(make_config(**BF16), alone, options)
+        one = kind.build(make_config(**bf16), alone, options)
         with torch.no_grad():
             for name, parameter in one.named_parameters():
                 parameter.copy_(exact.get_parameter(name))
         single = everything(one, x)
 
         config = make_config(
-            tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp, **BF16
+            tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp, **bf16
         )
         groups = ProcessGroupCollection(
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
         )
-        layer = build_layer(
-            config, groups, {"linear_cp_mode": mode, "cp_layout": layout, **options}
-        )
+        layer = kind.build(config, groups, {"linear_cp_mode": mode, "cp_layout": layout, **options})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
-                parameter.copy_(share_of(name, exact.get_parameter(name), layer))
+                parameter.copy_(kind.share_of(name, exact.get_parameter(name), layer))
         ddp = DistributedDataParallel(
             config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
         )
@@ -116,10 +150,10 @@ def errors_of_one_rank_and_of_all(
             compare(
                 name,
                 parameter.main_grad,
-                share_of(name, single[name], layer),
-                share_of(name, truth[name], layer),
+                kind.share_of(name, single[name], layer),
+                kind.share_of(name, truth[name], layer),
             )
-        return {"backend": layer.backend, "errors": report}
+        return {"backend": (layer.backend, kind.fastest), "errors": report}
 
 
 def _chunkwise_pass(lengths, layout="zigzag", **changes):

@@ -19,7 +19,8 @@ def as_exact_as_one(pool, *case, **options):
     quadrature to the error that one rank has).
     """
     for answer in pool.run(laws.errors_of_one_rank_and_of_all, *case, **options):
-        assert answer["backend"] == "flash_qla"
+        ran, fastest = answer["backend"]
+        assert ran == fastest
         for name, (parallel, one, numbers) in answer["errors"].items():
             print(f"{name}: all ranks {parallel:.2e} one rank {one:.2e} of {numbers}")
             spread = 1.2 * (1 + 2 / numbers**0.5)
@@ -43,6 +44,16 @@ def as_exact_as_one(pool, *case, **options):
 )
 def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
     as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode)
+
+
+@BATCH_AND_PACKED
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp", "mode"),
+    [(2, 1, True, "auto"), (1, 2, False, "headwise"), (1, 2, False, "chunkwise")],
+    ids=lambda value: str(value),
+)
+def test_mamba2_too(gpus, tp, cp, sp, mode, lengths):
+    as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode, mixer="mamba2")
 
 
 @BATCH_AND_PACKED
