@@ -9,8 +9,8 @@ and what it raises is raised in the test, with the rank's traceback.
 import contextlib
 import multiprocessing
 import os
+import queue
 import signal
-import tempfile
 import threading
 import time
 import traceback
@@ -27,6 +27,7 @@ _IMPORTED_ONCE = [
     "megatron.core.models.gpt",
     "megatron.core.models.hybrid.hybrid_model",
     "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
 ]
 
 
@@ -65,7 +66,34 @@ def _share_one_device() -> None:
     c10d.ProcessGroupGloo = ProcessGroupGloo
 
 
-def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: float) -> None:
+def _write_in_this_process() -> None:
+    """Megatron's writers of checkpoints hand over what they wrote in a queue of this process.
+
+    They run in it, and are done when `save` returns. Megatron's own queue is for writers in other
+    processes: each rank that writes starts one more process, which imports torch.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if getattr(filesystem_async, "_results_queue", queue) is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _store(rank: int, size: int, pipe, timeout: timedelta):
+    """Where ranks find each other: rank 0 serves it at a free port, which the others are told.
+
+    A file would do too, but those who wait for a key in it sleep and look again, and Megatron's
+    parallel state makes dozens of groups.
+    """
+    from torch.distributed import TCPStore
+
+    if rank == 0:
+        store = TCPStore("localhost", 0, size, True, timeout, wait_for_workers=False)
+        pipe.send(store.port)
+        return store
+    return TCPStore("localhost", pipe.recv(), size, False, timeout, wait_for_workers=False)
+
+
+def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float) -> None:
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     import torch
@@ -82,13 +110,10 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str, timeout_s: floa
         _share_one_device()
         # Megatron's small fused functions would be compiled by a C++ compiler, shape by shape.
         torch.compiler.set_stance("force_eager")
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+        _write_in_this_process()
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(rank, size, pipe, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     pipe.send(("ready", None))
     while True:
         function, args, kwargs = pipe.recv()
@@ -118,23 +143,26 @@ class RankPool:
 
     def _start(self) -> None:
         context = _context(self.backend)
-        store = tempfile.mktemp(prefix="gloo-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, store, theirs, self.backend, self.timeout_s),
+                args=(rank, self.size, theirs, self.backend, self.timeout_s),
                 daemon=False,
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        (port,) = self._answers(self._pipes[:1])
+        for pipe in self._pipes[1:]:
+            pipe.send(port)
         self._collect()
 
-    def _collect(self) -> list[Any]:
+    def _answers(self, pipes: list[Any]) -> list[Any]:
+        """What ranks 0, 1, ... of these pipes sent."""
         answers, deadline = [], time.monotonic() + self.timeout_s
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
                     raise EOFError(f"no answer within {self.timeout_s} s")
@@ -143,6 +171,10 @@ class RankPool:
                 earlier = [text for kind, text in answers if kind == "raised"]
                 self.stop()
                 raise RankError(f"rank {rank}: {error}\n" + "\n".join(earlier)) from None
+        return answers
+
+    def _collect(self) -> list[Any]:
+        answers = self._answers(self._pipes)
         failures = [
             f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(answers) if kind == "raised"
         ]
