@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -6,6 +7,13 @@ from tests.ranks import RankPool
 
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
+# What the test files import stays, half a million objects: they are not searched for garbage.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
