@@ -1,4 +1,4 @@
-"""The pretraining run, launched as a user launches it: torchrun, two processes, gloo."""
+"""The pretraining run: two processes, gloo; by torchrun, as a user launches it, it is the same."""
 
 import os
 import re
@@ -29,9 +29,15 @@ def torchrun(*flags: object) -> str:
 @pytest.fixture(scope="module")
 def packed_run(text, tmp_path_factory) -> tuple[Path, str]:
     output_dir = tmp_path_factory.mktemp("packed")
-    return output_dir, torchrun(
-        *TINY, "--data", text, "--output-dir", output_dir, "--save-interval=6"
-    )
+    flags = [*TINY, "--data", text, "--output-dir", output_dir, "--save-interval=6"]
+    return output_dir, run(*flags, cwd=tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.mark.slow
+def test_torchrun_launches_the_same_run(packed_run, text, tmp_path):
+    printed = torchrun(*TINY, "--data", text, "--output-dir", tmp_path / "out", "--save-interval=6")
+    assert metrics(tmp_path / "out") == metrics(packed_run[0])
+    assert f"--resume --output-dir {tmp_path}/out --train-iters 24" in printed.splitlines()[-1]
 
 
 def test_packed_documents_with_two_context_parallel_ranks_are_learned(packed_run):
