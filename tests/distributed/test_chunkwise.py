@@ -29,13 +29,26 @@ def test_every_exchange_gives_the_product_of_the_maps_before(pools, size, layout
 
 
 @exchanges
-@pytest.mark.parametrize("lengths", [None, (16, 0, 48, 32)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param(None, marks=pytest.mark.slow), (16, 0, 48, 32)],
+    ids=["batch", "packed"],
+)
 def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, exchange):
     equal(pools, 1, 8, lengths=lengths, exchange=exchange, sizes=TWO_KEY_HEADS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(
+    ("cp", "layout"),
+    [  # at 4 the rows before come from several ranks
+        pytest.param(2, "zigzag", marks=pytest.mark.slow),
+        (2, "zigzag_buffer"),
+        pytest.param(2, "contiguous", marks=pytest.mark.slow),
+        (4, "zigzag"),
+        pytest.param(4, "zigzag_buffer", marks=pytest.mark.slow),
+        (4, "contiguous"),
+    ],
+)
 def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
     chunks = cp if layout == "contiguous" else 2 * cp
     for tokens in (chunks, 2 * chunks):

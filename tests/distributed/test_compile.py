@@ -5,18 +5,21 @@ import pytest
 from tests.distributed.compile_laws import compiled_equals_eager
 
 RECOMPUTE = {"recompute_qkv": True, "recompute_norm_out": True}
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize(
-    ("cp", "options"),
+    ("cp", "options", "packed"),
     [
-        (1, {}),
-        pytest.param(1, RECOMPUTE, marks=pytest.mark.slow),
-        pytest.param(2, {"linear_cp_mode": "headwise"}, marks=pytest.mark.slow),
-        (2, {"linear_cp_mode": "chunkwise"}),
+        pytest.param(1, {}, False, id="one rank-batch"),
+        pytest.param(1, {}, True, id="one rank-packed", marks=slow),
+        pytest.param(1, RECOMPUTE, False, id="recompute-batch", marks=slow),
+        pytest.param(1, RECOMPUTE, True, id="recompute-packed", marks=slow),
+        pytest.param(2, {"linear_cp_mode": "headwise"}, False, id="headwise-batch", marks=slow),
+        pytest.param(2, {"linear_cp_mode": "headwise"}, True, id="headwise-packed", marks=slow),
+        pytest.param(2, {"linear_cp_mode": "chunkwise"}, False, id="chunkwise-batch", marks=slow),
+        pytest.param(2, {"linear_cp_mode": "chunkwise"}, True, id="chunkwise-packed"),
     ],
-    ids=["one rank", "recompute", "headwise", "chunkwise"],
 )
 def test_a_compiled_layer_equals_the_layer(pools, cp, options, packed):
     pools(cp).run(compiled_equals_eager, cp, packed, **options)

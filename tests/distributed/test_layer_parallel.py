@@ -15,23 +15,28 @@ TWO_RANKS = [(2, 1, False), (2, 1, True), (1, 2, False)]
 FOUR_RANKS = [(2, 2, False), (2, 2, True), (4, 1, True), (1, 4, False)]
 COMBINATIONS = TWO_RANKS + FOUR_RANKS
 ids = [f"tp{tp}-cp{cp}{'-sp' if sp else ''}" for tp, cp, sp in COMBINATIONS]
-with_cp = pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 2, False), (2, 2, True), (1, 4, False)])
+slow = pytest.mark.slow
+with_cp = pytest.mark.parametrize(
+    ("tp", "cp", "sp"), [(1, 2, False), (2, 2, True), pytest.param(1, 4, False, marks=slow)]
+)
 
 modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 BY_MODE = [(*c, m) for c in COMBINATIONS for m in ("headwise", "chunkwise")[: 1 + (c[1] > 1)]]
-in_every_mode = pytest.mark.parametrize(
-    ("tp", "cp", "sp", "mode"),
-    BY_MODE,
-    ids=[f"{ids[COMBINATIONS.index(c[:3])]}{f'-{c[3]}' if c[1] > 1 else ''}" for c in BY_MODE],
-)
+IDS_BY_MODE = [f"{ids[COMBINATIONS.index(c[:3])]}{f'-{c[3]}' if c[1] > 1 else ''}" for c in BY_MODE]
 
 
-@in_every_mode
+def in_every_mode(quick=COMBINATIONS):
+    """Every combination in every mode; those that are not ``quick`` are left out of `make test`."""
+    params = [pytest.param(*c, marks=[] if c[:3] in quick else slow) for c in BY_MODE]
+    return pytest.mark.parametrize(("tp", "cp", "sp", "mode"), params, ids=IDS_BY_MODE)
+
+
+@in_every_mode(quick=[*TWO_RANKS, (2, 2, True)])
 def test_a_batch_of_sequences_equals_one_rank(pools, tp, cp, sp, mode):
     pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, batch=2, linear_cp_mode=mode)
 
 
-@in_every_mode
+@in_every_mode()
 def test_packed_unequal_documents_equal_one_rank(pools, tp, cp, sp, mode):
     pools(tp * cp).run(parallel_equals_one_rank, tp, cp, sp, lengths=UNEQUAL, linear_cp_mode=mode)
 

@@ -25,6 +25,7 @@ from megatron_gdn.hf.checkpoint_files import CheckpointReader
 from megatron_gdn.hf.compare import open_weights
 from megatron_gdn.hf.safetensors_reader import SafetensorsFolder
 from tests.hf.model_laws import load_and_save
+from tests.hf.tiny_models import FOLDERS
 
 
 def digests(folder):
@@ -35,12 +36,19 @@ def digests(folder):
     }
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
-def test_export_gives_the_source_files_back_byte_for_byte(any_folder, tmp_path, kind):
-    import_folder(any_folder, tmp_path / "imported", kind)
-    export_folder(tmp_path / "imported", tmp_path / "back", like=any_folder)
-    assert digests(tmp_path / "back") == digests(any_folder)
-    assert list(compare_folders(any_folder, tmp_path / "imported")) == []
+AS_GPT = ("next dense layer", "moe packed")
+KINDS = [(name, "hybrid") for name in FOLDERS] + [
+    pytest.param(name, "gpt", marks=[] if name in AS_GPT else pytest.mark.slow) for name in FOLDERS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, name, kind):
+    folder = hf_folder(name)
+    import_folder(folder, tmp_path / "imported", kind)
+    export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
+    assert digests(tmp_path / "back") == digests(folder)
+    assert list(compare_folders(folder, tmp_path / "imported")) == []
 
 
 @pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])

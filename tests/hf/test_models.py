@@ -89,8 +89,15 @@ def test_a_wrapped_model_loads_and_saves_too(pools, hf_folder, tmp_path):
     assert found == []
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
-@pytest.mark.parametrize("name", ["dense", "next dense layer"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("dense", "hybrid"),
+        pytest.param("dense", "gpt", marks=pytest.mark.slow),
+        pytest.param("next dense layer", "hybrid", marks=pytest.mark.slow),
+        ("next dense layer", "gpt"),
+    ],
+)
 def test_two_ranks_share_a_model(pools, hf_folder, tmp_path, name, kind):
     folder = hf_folder(name)
     dense = {"sequence_parallel": name != "dense", "tensor_model_parallel_size": 2}

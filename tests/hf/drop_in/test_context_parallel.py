@@ -12,21 +12,32 @@ ANY = (5, 1, 23, 19)
 CUT = (16, 8, 24)
 
 
+FEW = [
+    ("scattered", "headwise", None, 1),
+    ("zigzag_buffer", "headwise", ANY, 1),
+    ("contiguous", "chunkwise", ANY, 1),
+]
+MORE = [
+    ("zigzag_buffer", "chunkwise", None, 2),
+    ("contiguous", "headwise", None, 2),
+    ("interleaved", "chunkwise", None, 2),
+    ("zigzag", "chunkwise", CUT, 1),
+    ("interleaved", "chunkwise", ANY, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "ranks"),
-    [("Qwen3_5ForCausalLM", 2), ("Qwen3_5ForCausalLM", 4), ("Qwen3NextForCausalLM", 2)],
+    ("family", "ranks", "cases"),
+    [
+        (DENSE, 2, FEW + MORE),
+        (NEXT, 2, FEW),
+        pytest.param(NEXT, 2, MORE, marks=pytest.mark.slow),
+        (DENSE, 4, FEW),
+        pytest.param(DENSE, 4, MORE, marks=pytest.mark.slow),
+    ],
+    ids=["dense-2", "next-2", "next-2-more", "dense-4", "dense-4-more"],
 )
-def test_a_layer_equals_one_rank(pools, family, ranks):
-    cases = [
-        ("zigzag_buffer", "chunkwise", None, 2),
-        ("contiguous", "headwise", None, 2),
-        ("interleaved", "chunkwise", None, 2),
-        ("scattered", "headwise", None, 1),
-        ("zigzag_buffer", "headwise", ANY, 1),
-        ("zigzag", "chunkwise", CUT, 1),
-        ("contiguous", "chunkwise", ANY, 1),
-        ("interleaved", "chunkwise", ANY, 1),
-    ]
+def test_a_layer_equals_one_rank(pools, family, ranks, cases):
     pools(ranks).run(laws.layers_equal_one_rank, family, cases)
 
 
@@ -42,7 +53,7 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
     pools(ranks).run(laws.models_equal_one_rank, "Qwen3_5ForCausalLM", cases)
 
 
-@pytest.mark.parametrize("family", [NEXT, MOE, VISION])
+@pytest.mark.parametrize("family", [NEXT, pytest.param(MOE, marks=pytest.mark.slow), VISION])
 def test_other_models_equal_one_rank(pools, family):
     cases = [
         ("zigzag_buffer", "auto", None, None),
