@@ -27,7 +27,13 @@ from ..ops.delta_rule.flash_qla_plan import stages
 from ..ops.delta_rule.obstacles import why_not_heads
 from ..ops.documents import Documents
 from ..ops.head_sizes import HeadSizes
-from .hopper import ARCH, MULTIPROCESSORS, record_flash_qla, stand_in_for_hopper
+from .hopper import (
+    ARCH,
+    MULTIPROCESSORS,
+    import_flash_qla,
+    record_flash_qla,
+    stand_in_for_hopper,
+)
 from .tasks import Task
 
 _HEAD_DIM = 128
@@ -60,6 +66,7 @@ def flash_qla_tasks(
             f"flash-qla 0.1.3, or give --kernels triton."
         )
     stand_in_for_hopper(multiprocessors)
+    import_flash_qla()
     stages()  # puts the fences in, before the kernels are noted
     noted: dict[CacheEntry, Task] = {}
     lock = lock_path(heads)
