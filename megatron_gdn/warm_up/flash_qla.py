@@ -69,10 +69,12 @@ def flash_qla_tasks(
     import_flash_qla()
     stages()  # puts the fences in, before the kernels are noted
     noted: dict[CacheEntry, Task] = {}
+    needed: dict[str, dict[CacheEntry, None]] = {part: {} for part in parts}
     lock = lock_path(heads)
 
     def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
+        needed[part][entry] = None
         if entry not in noted:
             compile = partial(_compile, entry, kernel, args, kwargs)
             soon = part == parts[0]
@@ -85,6 +87,8 @@ def flash_qla_tasks(
         for part in parts:
             for count in _counts(heads.value, multiprocessors):
                 _CALLS[part](heads, count)
+    for part, entries in needed.items():
+        heads.needed(part, multiprocessors).note(entries)
     return list(noted.values())
 
 
