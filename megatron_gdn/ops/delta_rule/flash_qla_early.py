@@ -32,13 +32,14 @@ _latest: AheadOfRun | None = None
 def compile_early(heads: Heads, part: str) -> None:
     """Have the kernels compiled that are not there, by other processes, and do not wait for them.
 
-    Does nothing if they are all there, if another process of the machine compiles for these heads,
-    if this one still has others compiled, without a Hopper GPU, without a cache on disk, and under
-    ``MEGATRON_GDN_COMPILE_AHEAD=0``.
+    Does nothing if those of this part are all there, if another process of the machine compiles
+    for these heads, if this one still has others compiled, without a Hopper GPU, without a cache on
+    disk, and under ``MEGATRON_GDN_COMPILE_AHEAD=0``.
 
     Args:
         heads: of the rule's inputs.
-        part: one of :data:`.flash_qla_builds.PARTS`, to be compiled first.
+        part: one of :data:`.flash_qla_builds.PARTS`, to be compiled first. The others follow: the
+            first batch may be another than a layer expects.
     """
     global _latest
     if _latest is not None and not _latest.ended:
@@ -60,6 +61,8 @@ def compile_early(heads: Heads, part: str) -> None:
                 "before a run.",
                 heads, len(os.sched_getaffinity(0)), cache_folder(), shown(heads),
             )  # fmt: skip
-            _latest = AheadOfRun(command(heads, part), lock)
+            # Without a list the kernels may be there all the same, in a cache from elsewhere.
+            ahead = [*command(heads, part), "--unless-first-part-is-there"]
+            _latest = AheadOfRun(ahead, lock)
     finally:
         lock.release()
