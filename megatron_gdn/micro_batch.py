@@ -30,7 +30,7 @@ from .ops import Documents, StaticDocuments
 from .ops.documents import require_one_row
 from .ops.host_tables import keep_if_captured, stream_of_tables
 from .ops.layout import Layout
-from .ops.rule import Rule
+from .ops.rule import PreparedRule, Rule
 from .ops.state_maps.state_map import StateShape
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 
@@ -125,7 +125,13 @@ class MicroBatches:
         self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
-        self._schemes_of(group, self.latest_rule)
+        self._prepare(self.latest_rule, self._schemes_of(group, self.latest_rule).only())
+
+    def _prepare(self, rule: Rule, scheme: Scheme | None) -> None:
+        """Tell the expected rule what it will run on, if every micro-batch has the same scheme."""
+        if scheme is not None and isinstance(rule, PreparedRule):
+            states = isinstance(scheme, Chunkwise)
+            rule.prepare(scheme.layout, _expected_dtype(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor) -> MicroBatch:
         """What the micro-batch of these projection rows is.

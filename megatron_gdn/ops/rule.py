@@ -17,12 +17,13 @@ Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .documents import Documents
+from .layout import Layout
 from .state_maps.state_map import StateMap
 
 
@@ -129,4 +130,19 @@ class Rule(Protocol):
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
         """Begin a backward. The rule owns ``d_o`` and may free it."""
+        ...
+
+
+@runtime_checkable
+class PreparedRule(Protocol):
+    """A rule that has something to do before its first call."""
+
+    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
+        """Called when a layer is built that will run this rule. Returns at once.
+
+        Args:
+            layout: projection columns where the rule runs; its heads are the rule's.
+            dtype: of the rule's inputs, if the rule does not have them in another.
+            states: whether states enter and leave it.
+        """
         ...

@@ -79,6 +79,7 @@ _FLAGS: dict[str, dict[str, dict]] = {
         },
         "--dry-run": {"action": "store_true", "help": "say what is there and what is missing"},
         "--for-a-run": {"action": "store_true", "help": argparse.SUPPRESS},
+        "--unless-first-part-is-there": {"action": "store_true", "help": argparse.SUPPRESS},
     },
 }
 

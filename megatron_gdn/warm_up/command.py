@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments.dry_run:
         return _show(tasks)
+    wanted = any(task.soon for task in _surely_missing(tasks))
+    if arguments.unless_first_part_is_there and not wanted:
+        print("the kernels of FlashQLA that a first step takes are there")
+        return 0
     try:
         status = _compile(tasks, arguments, began)
     except KeyboardInterrupt:
@@ -70,8 +74,13 @@ def _missing(tasks: list[Task]) -> list[Task]:
     return [task for task in tasks if task.found is None or not task.found()]
 
 
+def _surely_missing(tasks: list[Task]) -> list[Task]:
+    """Those that are known to be missing."""
+    return [task for task in _missing(tasks) if task.found is not None]
+
+
 def _show(tasks: list[Task]) -> int:
-    missing = [task for task in _missing(tasks) if task.found is not None]
+    missing = _surely_missing(tasks)
     for task in missing:
         print(f"missing: {task.name}")
     known = sum(task.found is not None for task in tasks)

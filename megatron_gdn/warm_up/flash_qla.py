@@ -27,7 +27,13 @@ from ..ops.delta_rule.flash_qla_plan import stages
 from ..ops.delta_rule.obstacles import why_not_heads
 from ..ops.documents import Documents
 from ..ops.head_sizes import HeadSizes
-from .hopper import ARCH, MULTIPROCESSORS, record_flash_qla, stand_in_for_hopper
+from .hopper import (
+    ARCH,
+    MULTIPROCESSORS,
+    import_flash_qla,
+    record_flash_qla,
+    stand_in_for_hopper,
+)
 from .tasks import Task
 
 _HEAD_DIM = 128
@@ -60,12 +66,15 @@ def flash_qla_tasks(
             f"flash-qla 0.1.3, or give --kernels triton."
         )
     stand_in_for_hopper(multiprocessors)
+    import_flash_qla()
     stages()  # puts the fences in, before the kernels are noted
     noted: dict[CacheEntry, Task] = {}
+    needed: dict[str, dict[CacheEntry, None]] = {part: {} for part in parts}
     lock = lock_path(heads)
 
     def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
+        needed[part][entry] = None
         if entry not in noted:
             compile = partial(_compile, entry, kernel, args, kwargs)
             soon = part == parts[0]
@@ -78,6 +87,8 @@ def flash_qla_tasks(
         for part in parts:
             for count in _counts(heads.value, multiprocessors):
                 _CALLS[part](heads, count)
+    for part, entries in needed.items():
+        heads.needed(part, multiprocessors).note(entries)
     return list(noted.values())
 
 

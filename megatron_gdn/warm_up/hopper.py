@@ -39,6 +39,25 @@ def stand_in_for_hopper(multiprocessors: int = MULTIPROCESSORS) -> None:
     nvcc.get_target_compute_version = lambda target=None: "9.0"
 
 
+def import_flash_qla() -> None:
+    """Import flash_qla without torch's compiler.
+
+    It decorates functions of its own with ``torch.compile`` and ``torch.compiler.disable``, which
+    import that compiler: seconds in which nothing is compiled yet. No kernel comes from them, and
+    this process calls none of them.
+    """
+    usual = torch.compile, torch.compiler.disable
+    torch.compile = torch.compiler.disable = _leave_as_it_is
+    try:
+        import flash_qla  # pyright: ignore[reportMissingImports]  # noqa: F401
+    finally:
+        torch.compile, torch.compiler.disable = usual
+
+
+def _leave_as_it_is(function: Callable | None = None, **options: Any) -> Callable:
+    return _leave_as_it_is if function is None else function
+
+
 @contextmanager
 def record_flash_qla(called: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
     """Inside, FlashQLA's kernels are not run: ``called`` gets each one and its arguments."""

@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
+from megatron_gdn.warm_up import needs
 from megatron_gdn.warm_up.command import main
+from megatron_gdn.warm_up.tasks import Task
 from tests.examples.commands import commands_of
 from tests.warm_up.test_needs import CONFIG, LAUNCH
 
@@ -48,3 +50,22 @@ def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capsys, hidden):
         assert main(argv.split()) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_before_a_step_nothing_is_compiled_where_its_own_kernels_are_there(
+    monkeypatch, capsys, hidden
+):
+    def tasks(soon_is_there: bool) -> list[Task]:
+        return [
+            Task("soon", lambda: True, found=lambda: soon_is_there, soon=True),
+            Task("other", lambda: False, found=lambda: False),
+            Task("Triton's", lambda: True, soon=True),
+        ]
+
+    def run(soon_is_there: bool) -> str:
+        monkeypatch.setattr(needs, "tasks_of", lambda *of: tasks(soon_is_there))
+        assert main(["--heads", "16:32", "--unless-first-part-is-there"]) == 0
+        return capsys.readouterr().out
+
+    assert "a first step takes are there" in run(True)
+    assert "2 were compiled" in run(False)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..layout import Layout
 from ..rule import RuleOutput, Saved
 from ..state_maps.fold import compose, initial_gradients, leaving_gradients
 from ..state_maps.state_map import StateMap
@@ -19,6 +21,7 @@ from ..static_documents import StaticDocuments
 from . import flash_qla_states
 from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
 from .flash_qla_builds import Heads, expect
+from .flash_qla_early import compile_early
 from .flash_qla_hopper import HopperStages
 from .flash_qla_plan import Plan, plan_of, stages
 from .flash_qla_static import static_plan_of
@@ -63,6 +66,11 @@ class FlashQlaRule:
         else:
             offsets = None
         return plan_of(offsets, inputs.v.shape[2], self.batch_invariant, inputs.k.device)
+
+    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
+        heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
+        # A row of a usual length is cut. Kernels for other batches are compiled after those.
+        compile_early(heads, "states" if states else "cut")
 
     def why_not_heads(self, heads: int) -> str | None:
         return why_not_heads(self.name, heads)

@@ -25,6 +25,7 @@ from ..build_lock import BuildLock, build_once
 from .flash_qla_cache import (
     HOPPER,
     CacheEntry,
+    Needed,
     cache_folder,
     cache_is_used,
     in_tilelangs_cache,
@@ -53,6 +54,9 @@ class Heads(NamedTuple):
     def operands(self) -> str:
         return "fp16" if self.dtype == torch.float16 else "bf16"
 
+    def needed(self, part: str, multiprocessors: int) -> Needed:
+        return Needed(str(self), part, multiprocessors)
+
     def __str__(self) -> str:
         return f"{self.key}:{self.value} heads in {self.operands}"
 
@@ -76,6 +80,11 @@ def expect(heads: Heads, part: str) -> None:
 def lock_path(heads: Heads | None) -> Path:
     name = "other" if heads is None else f"{heads.key}-{heads.value}-{heads.operands}"
     return cache_folder() / "megatron_gdn" / f"flash_qla-{name}.lock"
+
+
+def first_try(heads: Heads) -> bool:
+    """Whether this process has not started others for these heads; from here on it has."""
+    return heads not in _tried and not _tried.add(heads)
 
 
 def watch_builds(kernels: list[Any]) -> None:
@@ -123,14 +132,13 @@ def _look_up(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[CacheEnt
 
 
 def _build(here: Callable[[], None], entry: CacheEntry, what: str, lock: BuildLock) -> None:
-    if _heads is not None and _heads not in _tried and _can_compile_ahead():
-        _tried.add(_heads)
+    if _heads is not None and can_compile_ahead() and first_try(_heads):
         logger.warning(
             "%s is not compiled yet. All of FlashQLA's kernels and Triton's for %s are compiled "
             "now, on %d cores, into %s. `%s` does this before a run.",
             what, _heads, len(os.sched_getaffinity(0)), cache_folder(), shown(_heads),
         )  # fmt: skip
-        AheadOfRun(command(_heads), lock).wait_for(entry.is_there)
+        AheadOfRun(command(_heads, _part), lock).wait_for(entry.is_there)
     if not entry.is_there():
         began = time.monotonic()
         logger.warning("compiles %s in this process, which takes up to a minute", what)
@@ -150,18 +158,19 @@ def shown(heads: Heads) -> str:
     )
 
 
-def command(heads: Heads) -> list[str]:
+def command(heads: Heads, part: str) -> list[str]:
+    """It compiles the kernels of this part first."""
     *_, arguments = shown(heads).partition("--heads")
     processors = torch.cuda.get_device_properties().multi_processor_count
-    first = [_part, *(part for part in PARTS if part not in (_part, "states"))]
+    parts = [part, *(other for other in PARTS if other not in (part, "states"))]
     return [
         sys.executable, "-m", "megatron_gdn.warm_up", "--heads", *arguments.split(),
-        "--parts", *first,
+        "--parts", *parts,
         "--multiprocessors", str(processors), "--for-a-run",
     ]  # fmt: skip
 
 
-def _can_compile_ahead() -> bool:
+def can_compile_ahead() -> bool:
     """Kernels can be compiled for Hopper by processes that use no GPU."""
     if os.environ.get(_SWITCH, "1") == "0":
         return False
@@ -210,6 +219,10 @@ class AheadOfRun:
                 "where it is needed. It said:\n%s", took, code, "\n".join(lines),
             )  # fmt: skip
         self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
 
     def wait_for(self, found: Callable[[], bool]) -> None:
         """Return when ``found()``, or when the processes have ended."""

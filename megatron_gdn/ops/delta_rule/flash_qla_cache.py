@@ -2,12 +2,16 @@
 
 tilelang finds a kernel in its cache by the program that the kernel's Python function writes, which
 takes up to two seconds per kernel. Beside that cache lies a small file per kernel here, named after
-the function's source and arguments; it holds the path of tilelang's entry.
+the function's source and arguments; it holds the path of tilelang's entry. Another file lists those
+that a layer takes, so that a process finds out whether they are there before it imports tilelang.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,16 +22,17 @@ HOPPER = (9, 0)
 
 
 def cache_folder() -> Path:
-    """tilelang's cache: TILELANG_CACHE_DIR, or ~/.tilelang/cache."""
-    from tilelang import env  # pyright: ignore[reportMissingImports]
-
-    return Path(env.TILELANG_CACHE_DIR)
+    """tilelang's cache: TILELANG_CACHE_DIR, or ~/.tilelang/cache. Does not import tilelang."""
+    if "tilelang" in sys.modules:  # a program may have set another folder there
+        return Path(sys.modules["tilelang"].env.TILELANG_CACHE_DIR)
+    return Path(os.environ.get("TILELANG_CACHE_DIR", os.path.expanduser("~/.tilelang/cache")))
 
 
 def cache_is_used() -> bool:
-    from tilelang import env  # pyright: ignore[reportMissingImports]
-
-    return env.is_cache_enabled()
+    """Whether tilelang keeps its kernels there. Does not import tilelang."""
+    if "tilelang" in sys.modules:
+        return sys.modules["tilelang"].env.is_cache_enabled()
+    return os.environ.get("TILELANG_DISABLE_CACHE", "0").lower() not in ("1", "true", "yes", "on")
 
 
 class CacheEntry(NamedTuple):
@@ -59,10 +64,51 @@ class CacheEntry(NamedTuple):
         place = getattr(made, "_tilelang_cache_path", None)
         if place is None or not os.path.isdir(place) or self.is_there():
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        own = self.file.with_suffix(f".{os.getpid()}")
-        own.write_text(str(place))
-        own.replace(self.file)
+        _write(self.file, str(place))
+
+
+class Needed(NamedTuple):
+    """What a layer takes of FlashQLA, and the list of it beside tilelang's cache.
+
+    Attributes:
+        heads: as text.
+        part: one of the parts of ``python -m megatron_gdn.warm_up``.
+        multiprocessors: of the GPU; FlashQLA chooses among its kernels by their number.
+    """
+
+    heads: str
+    part: str
+    multiprocessors: int
+
+    @property
+    def file(self) -> Path:
+        versions = _version("tilelang"), _version("flash-qla")
+        digest = sha256(repr((self, versions)).encode()).hexdigest()[:32]
+        return cache_folder() / "megatron_gdn" / f"needed-{digest}"
+
+    def note(self, entries: Iterable[CacheEntry]) -> None:
+        """Write the list. Its kernels need not be there yet.
+
+        In a folder that cannot be written there is no list. Every run then has others look.
+        """
+        with suppress(OSError):
+            _write(self.file, "\n".join(entry.file.name for entry in entries))
+
+    def is_there(self) -> bool:
+        """Whether all kernels of the list are there; False if nobody wrote it."""
+        try:
+            names = self.file.read_text().split()
+        except OSError:
+            return False
+        return all(CacheEntry("", self.file.with_name(name)).is_there() for name in names)
+
+
+def _write(path: Path, text: str) -> None:
+    """At once: another process reads all of it, or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(text)
+    own.replace(path)
 
 
 def in_tilelangs_cache(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

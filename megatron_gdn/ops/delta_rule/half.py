@@ -42,7 +42,8 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..rule import Rule, RuleForward, Saved, ScalableBackward
+from ..layout import Layout
+from ..rule import PreparedRule, Rule, RuleForward, Saved, ScalableBackward
 from . import half_torch
 from .base import RuleGrads, RuleInputs
 
@@ -67,6 +68,10 @@ class HalfOperands:
     def __init__(self, rule: Rule) -> None:
         assert not rule.batch_invariant
         self.name, self.reads_again, self._rule = rule.name, rule.reads_again, rule
+
+    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
+        if isinstance(self._rule, PreparedRule):
+            self._rule.prepare(layout, self.operand_dtype, states)
 
     def why_not_heads(self, heads: int) -> str | None:
         return self._rule.why_not_heads(heads)

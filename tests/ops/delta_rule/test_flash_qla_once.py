@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(flash_qla_builds, "cache_is_used", lambda: True)
     monkeypatch.setattr(flash_qla_builds, "arch_here", lambda: "9.0")
     monkeypatch.setattr(flash_qla_builds, "in_tilelangs_cache", lambda *call: False)
-    monkeypatch.setattr(flash_qla_builds, "_can_compile_ahead", lambda: False)
+    monkeypatch.setattr(flash_qla_builds, "can_compile_ahead", lambda: False)
     monkeypatch.setattr(flash_qla_builds, "_tried", set())
     expect(HEADS, "cut")
     return tmp_path
@@ -80,7 +80,7 @@ def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch, c
         def wait_for(self, found) -> None:
             Kernel(cache).compile(32)
 
-    monkeypatch.setattr(flash_qla_builds, "_can_compile_ahead", lambda: True)
+    monkeypatch.setattr(flash_qla_builds, "can_compile_ahead", lambda: True)
     monkeypatch.setattr(flash_qla_builds, "AheadOfRun", Ahead)
     properties = SimpleNamespace(multi_processor_count=78)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)

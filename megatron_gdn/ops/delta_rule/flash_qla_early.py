@@ -1,0 +1,68 @@
+"""FlashQLA's kernels begin to be compiled when a layer that takes them is built.
+
+Between a layer's constructor and its first step a run builds the rest of the model, the optimizer
+and the data, loads a checkpoint, and imports tilelang and flash_qla. The processes that compile
+work meanwhile (:mod:`.flash_qla_builds`); the first step waits for what they have not done by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from ..build_lock import BuildLock
+from .flash_qla_builds import (
+    AheadOfRun,
+    Heads,
+    can_compile_ahead,
+    command,
+    first_try,
+    lock_path,
+    shown,
+)
+from .flash_qla_cache import cache_folder, cache_is_used
+
+logger = logging.getLogger(__name__)
+
+_latest: AheadOfRun | None = None
+
+
+def compile_early(heads: Heads, part: str) -> None:
+    """Have the kernels compiled that are not there, by other processes, and do not wait for them.
+
+    Does nothing if those of this part are all there, if another process of the machine compiles
+    for these heads, if this one still has others compiled, without a Hopper GPU, without a cache on
+    disk, and under ``MEGATRON_GDN_COMPILE_AHEAD=0``.
+
+    Args:
+        heads: of the rule's inputs.
+        part: one of :data:`.flash_qla_builds.PARTS`, to be compiled first. The others follow: the
+            first batch may be another than a layer expects.
+    """
+    global _latest
+    if _latest is not None and not _latest.ended:
+        return
+    if not (torch.cuda.is_available() and can_compile_ahead() and cache_is_used()):
+        return
+    multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    if heads.needed(part, multiprocessors).is_there():
+        return
+    try:
+        lock = BuildLock(lock_path(heads))
+    except OSError:  # a folder that cannot be written; the first call says so
+        return
+    try:
+        if lock.take(f"process {os.getpid()} (FlashQLA's kernels)") and first_try(heads):
+            logger.warning(
+                "FlashQLA's kernels and Triton's for %s are compiled from here on, while the run "
+                "starts, on %d cores, into %s; those that are there are kept. `%s` does this "
+                "before a run.",
+                heads, len(os.sched_getaffinity(0)), cache_folder(), shown(heads),
+            )  # fmt: skip
+            # Without a list the kernels may be there all the same, in a cache from elsewhere.
+            ahead = [*command(heads, part), "--unless-first-part-is-there"]
+            _latest = AheadOfRun(ahead, lock)
+    finally:
+        lock.release()
