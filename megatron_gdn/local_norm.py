@@ -11,8 +11,8 @@ class TorchRMSNorm(nn.Module):
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
     Statistics and the product with gamma are fp32 (fp64 for fp64); the result has the dtype of
-    ``x``. The weight carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over the
-    tensor-parallel group when each rank sees only a part of the sequence.
+    ``x``. The weight carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over
+    the tensor-parallel group when each rank sees only a part of the sequence.
 
     Args:
         config: reads ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel``,
