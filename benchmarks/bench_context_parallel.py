@@ -16,13 +16,12 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from layers import DEVICE, our_layer, thd, transformer_config, upstream_layer
-from measure import environment, memory_mib, slowest, table, time_ms, write_lines
+from measure import captured, environment, memory_mib, slowest, table, time_ms, write_lines
 from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
@@ -89,21 +88,6 @@ def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:
                 dist.all_to_all_single(target, source)
 
     return tuple(slowest(time_ms(lambda n=n: exchange(n), repeats=repeats)) for n in (1, 2))
-
-
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """``run`` as a CUDA graph: no host between its launches."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    return graph.replay
 
 
 def build(name: str, args, sizes: HeadSizes):
@@ -189,7 +173,9 @@ def main() -> None:
                           "forward_backward": total, "off": off, **memory, **setting}  # fmt: skip
                 write_lines(args.out, [record])
             if args.graphs and not case.document:  # documents cannot be captured
-                replays = [slowest(time_ms(captured(f), repeats=args.repeats)) for f in (run, both)]
+                replays = [
+                    slowest(time_ms(captured(f)[0], repeats=args.repeats)) for f in (run, both)
+                ]
                 graphed = tuple(times["median"] for times in replays)
                 rows.append([case.name, f"{name}, graph", *(f"{t:.3f}" for t in graphed),
                              *(f"{a / b:.3f}" for a, b in zip(graphed, base, strict=True)),

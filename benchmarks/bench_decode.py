@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.measure import captured  # noqa: E402
+
 SIZES = {  # of a layer of Qwen3-Next, and of a Mamba2 mixer
     "gdn": {
         "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -94,19 +96,6 @@ def milliseconds(run, repeats: int, on_gpu: bool) -> float:
     return statistics.median(times[3:])
 
 
-def graph_of(run):
-    """A CUDA graph of ``run``, which has run before, and what it returned."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
-
-
 def copy_rate(on_gpu: bool, repeats: int) -> float:
     """Bytes read and written per millisecond by a copy of 1 GiB (1 MiB without a GPU)."""
     size = 1 << (30 if on_gpu else 20)
@@ -151,13 +140,13 @@ def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: flo
         line[f"{name}_eager_ms"] = milliseconds(run, repeats, on_gpu)
     if on_gpu:
         for name, run in runs.items():
-            graph, out = graph_of(run)
-            line[f"{name}_graph_ms"] = milliseconds(graph.replay, repeats, on_gpu)
+            replay, out = captured(run)
+            line[f"{name}_graph_ms"] = milliseconds(replay, repeats, on_gpu)
             before = [t.clone() for t in memory]
             expected, moved = run().clone(), [t.clone() for t in memory]
             for tensor, was in zip(memory, before, strict=True):
                 tensor.copy_(was)
-            graph.replay()
+            replay()
             same = [torch.equal(out, expected)]
             same += [torch.equal(a, b) for a, b in zip(memory, moved, strict=True)]
             line[f"{name}_replay_equals_eager"] = all(same)

@@ -13,10 +13,9 @@ import argparse
 import os
 
 import torch
-from bench_context_parallel import captured
 from bench_layer import with_backward
 from layers import Case, our_layer, start_megatron, thd, upstream_layer
-from measure import environment, table, time_ms, write_lines
+from measure import captured, environment, table, time_ms, write_lines
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.ops.head_sizes import HeadSizes
@@ -89,7 +88,7 @@ def main() -> None:
                     )  # fmt: skip
                 both()
                 expected = results(x, module)
-                replay = captured(both)
+                replay, _ = captured(both)
                 captured_at = x.grad  # where replays write
                 replay()
                 found = [captured_at, *(p.grad for p in module.parameters())]

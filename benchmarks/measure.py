@@ -84,6 +84,24 @@ def host_ms(run: Callable[[], object], *, rounds: int = 8, calls: int = 3) -> di
     }
 
 
+def captured[Made](run: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+    """``run`` as a CUDA graph: a call that replays it, and what ``run`` returned.
+
+    Replays have no host between the launches. They write the tensors that were returned.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = run()
+    return graph.replay, made
+
+
 def slowest(times: dict[str, float]) -> dict[str, float]:
     """Each entry of :func:`time_ms`, the largest of all ranks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -47,13 +47,18 @@ def _module(name: str, seen: dict[int, str]) -> str:
         else:
             parts.append(_entry("###", public, found))
             if inspect.isclass(found):
-                parts += [_entry("####", f"{public}.{n}", x) for n, x in _methods(found)]
+                parts += [_entry("####", f"{public}.{n}", x) for n, x in _methods(found, seen)]
     return "\n".join(parts)
 
 
-def _methods(cls: type) -> list[tuple[str, Any]]:
-    """The public methods and properties that the class itself defines and documents."""
-    own = {n: x for n, x in vars(cls).items() if not n.startswith("_")}
+def _methods(cls: type, seen: dict[int, str]) -> list[tuple[str, Any]]:
+    """The public methods and properties that the class defines and documents.
+
+    Those of a base of this package too, unless the page has had the base already.
+    """
+    ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith("megatron_gdn")]
+    bases = [base for base in ours if base is cls or id(base) not in seen]
+    own = {n: x for base in bases for n, x in vars(base).items() if not n.startswith("_")}
     unwrapped = {
         n: property(x.func) if isinstance(x, cached_property) else getattr(x, "__func__", x)
         for n, x in own.items()

@@ -7,6 +7,7 @@ from typing import Any
 
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
+from .ops.state_maps.state_map import StateShape
 
 
 def require_sizes(dims: Any) -> None:
@@ -89,6 +90,11 @@ class GDNDims:
     def layout(self) -> Layout:
         """The columns of the input projection."""
         return self.heads.layout
+
+    @property
+    def state(self) -> StateShape:
+        """The states of these heads."""
+        return self.heads.state
 
     def shard(self, ranks: int) -> GDNDims:
         """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.

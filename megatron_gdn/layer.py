@@ -11,38 +11,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from .checkpoint import mixer_sharded_state_dict
 from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
 from .graphs import in_layer_graph, refuse_packed
-from .inference.generating import GeneratingMixer
 from .inference.layer import mix_inference
 from .inference.mixers import rows_of_gdn
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
-from .micro_batch import MicroBatches
 from .mixer import Mixer
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.recompute import RefilledOutput
-from .ops.rule import Rule
-from .ops.state_maps.state_map import StateShape
-from .parameter_marks import MarkedParameters
-from .precision import Fp32Parameters, mark_keep_in_fp32
+from .recurrent_mixer import RecurrentMixer
 from .tensor_parallel import mark_sharded
 from .upstream_names import UpstreamNames
 
@@ -64,9 +55,7 @@ class GatedDeltaNetSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class GatedDeltaNet(
-    GeneratingMixer, UpstreamNames, MarkedParameters, Fp32Parameters, MegatronModule
-):
+class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -122,10 +111,10 @@ class GatedDeltaNet(
         ImportError: the requested backend is not available.
     """
 
-    in_proj: Any
     conv1d: Any
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
     out_norm: Any
-    out_proj: Any
     norm_out_checkpoint: RefilledOutput | None
 
     uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
@@ -154,77 +143,31 @@ class GatedDeltaNet(
         recompute_qkv: bool = False,
         recompute_norm_out: bool = False,
     ) -> None:
-        super().__init__(config)
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
                 f"A_log starts as the logarithm of a number drawn from it."
             )
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        dims = GDNDims.from_config(config)
+        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         self.in_layer_graph = in_layer_graph(config)
-        self.config, self.layer_number = config, layer_number
-        self.pp_layer_offset = pp_layer_offset or 0
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        self.tp_size = pg_collection.tp.size()
-        self.cp_size = pg_collection.cp.size()
-        self.sp_size = self.tp_size if config.sequence_parallel else 1
-        self.cp_layout = SequenceLayout.parse(cp_layout)
-
-        self.aligned = config.batch_invariant_mode
-        self._name_sizes(GDNDims.from_config(config))
-        sizes = self.dims.heads
-        self.micro_batches = MicroBatches(
-            config, sizes.layout, sizes.state, self.conv_kernel_dim, pg_collection.cp,
-            self.cp_layout, mode=linear_cp_mode,
-            choose_rule=partial(
-                choose_rule, backend, sizes, operands=rule_operands, normalise_qk=use_qk_l2norm,
-                aligned=self.aligned,
+        self._name_sizes()
+        self._choose_by(
+            partial(
+                choose_rule, backend, self.dims.heads, operands=rule_operands,
+                normalise_qk=use_qk_l2norm, aligned=self.aligned,
             ),
+            linear_cp_mode,
         )  # fmt: skip
-        self._build(submodules, name, device_for(config))
+        self._build(submodules, name)
         selective = config.recompute_granularity == "selective"
         by_config = selective and "gdn_norm_out" in (config.recompute_modules or ())
         self.recompute_norm_out = recompute_norm_out or by_config
         self.norm_out_checkpoint = None  # of the last forward; under upstream's name, for tools
         self.mixer = Mixer(self.recompute_norm_out, recompute_qkv)
         self.reset_parameters()
-
-    def _name_sizes(self, dims: GDNDims) -> None:
-        """Set ``dims`` (this tensor-parallel rank's sizes) and the names other tools look up."""
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)
-        if self.config.fp8:
-            from megatron.core.fp8_utils import get_fp8_align_size
-
-            recipe: Any = self.config.fp8_recipe
-            self.dims.check_fp8_alignment(get_fp8_align_size(recipe))
-        self.hidden_size = dims.hidden_size
-        self.num_key_heads, self.num_value_heads = dims.num_key_heads, dims.num_value_heads
-        self.key_head_dim, self.value_head_dim = dims.key_head_dim, dims.value_head_dim
-        self.conv_kernel_dim = dims.conv_kernel_dim
-        self.qk_dim, self.v_dim = dims.qk_dim, dims.v_dim
-        self.in_proj_dim, self.conv_dim = dims.layout.width, dims.layout.conv_width
-        self.qk_dim_local_tp, self.v_dim_local_tp = self.dims.qk_dim, self.dims.v_dim
-        self.conv_dim_local_tp = self.dims.layout.conv_width
-        self.num_v_heads_local_tp = self.dims.num_value_heads
-        self.in_proj_split_sections = self.dims.layout.widths
-        self.in_proj_split_names = list(self.dims.layout.names)
-        self.act_fn, self.activation = F.silu, "silu"
-
-    @property
-    def rule(self) -> Rule:
-        """The delta rule of the last forward; before the first, what is expected to run."""
-        return self.micro_batches.latest_rule
-
-    @property
-    def backend(self) -> str:
-        return self.rule.name
-
-    @property
-    def state_shape(self) -> StateShape:
-        return self.dims.heads.state
 
     @property
     def conv_weight(self) -> Tensor:
@@ -233,24 +176,9 @@ class GatedDeltaNet(
     def row_mixer(self, proj: Tensor) -> RowMixer:
         return rows_of_gdn(self, proj)
 
-    def _build(
-        self, submodules: GatedDeltaNetSubmodules, name: str | None, device: torch.device
-    ) -> None:
+    def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:
         config, dims = self.config, self.dims
-        self.in_proj = build_module(
-            submodules.in_proj,
-            self.hidden_size,
-            self.in_proj_dim,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=self.bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
-            name=None if name is None else f"{name}.in_proj",
-        )
+        self._build_in_proj(submodules.in_proj, name, self.bias)
         channels = dims.layout.conv_width
         # Without torch's own initialisation: it would draw one number per local weight, and every
         # later number would depend on the tensor-parallel size.
@@ -262,17 +190,12 @@ class GatedDeltaNet(
             groups=channels,
             bias=self.conv_bias,
             padding=self.conv_kernel_dim - 1,
-            device=device,
+            device=device_for(config),
             dtype=config.params_dtype,
         )
         for parameter in self.conv1d.parameters():
             mark_sharded(parameter, dims.layout.conv_widths)
-        heads = dims.num_value_heads
-        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
-        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
-        for parameter in (self.dt_bias, self.A_log):
-            mark_sharded(parameter, (heads,))
-            mark_keep_in_fp32(parameter)
+        self._add_fp32(dt_bias=dims.num_value_heads, A_log=dims.num_value_heads)
         self.out_norm = build_module(
             submodules.out_norm,
             config=config,
@@ -281,20 +204,7 @@ class GatedDeltaNet(
         )
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.v_dim,
-            self.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=self.bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
-            name=None if name is None else f"{name}.out_proj",
-        )
+        self._build_out_proj(submodules.out_proj, name, self.bias)
         self.remember_marks()
 
     def reset_parameters(self) -> None:
@@ -380,37 +290,3 @@ class GatedDeltaNet(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         return out_sBD, out_bias
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
-        tp_group: Any = None,
-    ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under upstream's keys.
-
-        in_proj and conv1d are stored section by section, so a checkpoint loads at any
-        tensor-parallel size; A_log and dt_bias are stored in fp32.
-        """
-        return mixer_sharded_state_dict(
-            self, self.dims.layout, self._keep_in_float32_parameter_names,
-            prefix, sharded_offsets, metadata, tp_group,
-        )  # fmt: skip
-
-    def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
-        from megatron.core.extensions.transformer_engine import set_save_original_input
-
-        set_save_original_input(self.in_proj)
-
-    def backward_dw(self) -> None:
-        """Compute the delayed weight gradients of both projections."""
-        self._backward_in_proj()
-        self._backward_out_proj()
-
-    def _backward_in_proj(self) -> None:
-        self.in_proj.backward_dw()
-
-    def _backward_out_proj(self) -> None:
-        self.out_proj.backward_dw()

@@ -10,9 +10,9 @@ class TorchRMSNorm(nn.Module):
 
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
-    Statistics and the product with gamma are fp32; the result has the dtype of ``x``. The weight
-    carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over the
-    tensor-parallel group when each rank sees only a part of the sequence.
+    Statistics and the product with gamma are fp32 (fp64 for fp64); the result has the dtype of
+    ``x``. The weight carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over
+    the tensor-parallel group when each rank sees only a part of the sequence.
 
     Args:
         config: reads ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel``,
@@ -51,10 +51,11 @@ class TorchRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape ``[..., hidden_size]``; same shape and dtype come back."""
-        gamma = self.weight.float()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gamma = self.weight.to(wide)
         if self.zero_centered_gamma:
             gamma = gamma + 1.0
-        return nn.functional.rms_norm(x.float(), (self.hidden_size,), gamma, self.eps).to(x.dtype)
+        return nn.functional.rms_norm(x.to(wide), (self.hidden_size,), gamma, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

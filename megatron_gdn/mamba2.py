@@ -16,24 +16,20 @@ from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, Scheme, SequenceLayout
 from .forward_arguments import the_context
 from .grouped_norm import GroupedRMSNorm
-from .inference.generating import GeneratingMixer
 from .inference.layer import mix_inference
 from .inference.mixers import rows_of_mamba2
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
 from .mamba2_dims import Mamba2Dims
-from .micro_batch import MicroBatch, MicroBatches
-from .mixer import require_wide_gates
+from .micro_batch import MicroBatch
 from .module_hooks import wait_for_parameters
 from .observe import span
 from .ops.aligned import by_token
@@ -41,12 +37,10 @@ from .ops.front.gdn_front import why_not_triton
 from .ops.front.mamba2 import UNLIMITED, Mamba2Front
 from .ops.gated_norm.grouped import gate_then_norm, grouped_rms_norm
 from .ops.mixer import GatedNorm, mix
-from .ops.rule import Rule
-from .ops.ssd.resolve import resolve_ssd
-from .ops.state_maps.state_map import StateShape
+from .ops.ssd.resolve import choose_ssd
 from .ops.uncompiled import uncompiled
-from .parameter_marks import MarkedParameters
-from .precision import Fp32Parameters, mark_keep_in_fp32
+from .precision import require_wide_gates
+from .recurrent_mixer import RecurrentMixer
 from .tensor_parallel import mark_sharded
 
 
@@ -62,7 +56,7 @@ class Mamba2MixerSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule):
+class Mamba2Mixer(RecurrentMixer):
     """Mamba2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
         z, x, B, C, dt = in_proj(u)
@@ -146,60 +140,31 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
         dt_limit: tuple[float, float] = UNLIMITED,
         norm_eps: float = 1e-5,
     ) -> None:
-        super().__init__(config)
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        self.config, self.layer_number = config, layer_number
-        self.pp_layer_offset = pp_layer_offset or 0
+        dims = Mamba2Dims.from_config(config, d_model, d_conv, expand)
+        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
-        self.dt_init_floor, self.dt_limit, self.chunk_size = (
-            dt_init_floor,
-            tuple(dt_limit),
-            chunk_size,
-        )
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        self.cp_layout, self.aligned = SequenceLayout.parse(cp_layout), config.batch_invariant_mode
-        self._name_sizes(Mamba2Dims.from_config(config, d_model, d_conv, expand))
-        self.layout = self.dims.layout
-        self.micro_batches = MicroBatches(
-            config, self.layout, self.dims.state, d_conv, pg_collection.cp, self.cp_layout,
-            mode=linear_cp_mode,
-            choose_rule=partial(_choose_rule, backend, self.dims.state, self.aligned),
-            mixer="Mamba2Mixer", recurrence="SSD",
+        self.dt_init_floor, self.dt_limit = dt_init_floor, tuple(dt_limit)
+        self.chunk_size = chunk_size
+        self._name_sizes()
+        self._choose_by(
+            partial(choose_ssd, backend, self.dims.state, aligned=self.aligned),
+            linear_cp_mode, mixer="Mamba2Mixer", recurrence="SSD",
         )  # fmt: skip
         self._build(submodules, conv_bias, norm_eps, name)
         self.reset_parameters()
 
-    def _name_sizes(self, dims: Mamba2Dims) -> None:
-        """Set ``dims`` (this tensor-parallel rank's sizes) and the names other tools look up."""
-        tp_size = self.tp_group.size()
-        self.global_dims, self.dims = dims, dims.shard(tp_size)
-        if self.config.fp8:
-            from megatron.core.fp8_utils import get_fp8_align_size
-
-            self.dims.check_fp8_alignment(get_fp8_align_size(self.config.fp8_recipe))
-        self.d_state, self.headdim = dims.state_dim, dims.head_dim
-        self.nheads, self.ngroups, self.d_inner = dims.num_heads, dims.num_groups, dims.d_inner
-        self.nheads_local_tp, self.ngroups_local_tp = self.dims.num_heads, self.dims.num_groups
-        self.d_inner_local_tp = self.dims.d_inner
+    def _name_sizes(self) -> None:
+        """Set the sizes that other tools look up, under the names of Megatron's mixer."""
+        whole, local = self.global_dims, self.dims
+        self.d_state, self.headdim = whole.state_dim, whole.head_dim
+        self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
+        self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
+        self.d_inner_local_tp, self.layout = local.d_inner, local.layout
         self.activation = "silu"
-
-    @property
-    def rule(self) -> Rule:
-        """The recurrence of the last forward; before the first, what is expected to run."""
-        return self.micro_batches.latest_rule
-
-    @property
-    def backend(self) -> str:
-        return self.rule.name
-
-    @property
-    def state_shape(self) -> StateShape:
-        return self.dims.state
 
     @property
     def conv_weight(self) -> Tensor:
@@ -209,48 +174,22 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
         return rows_of_mamba2(self, proj)
 
     def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
-        config, sizes, device = self.config, self.dims, device_for(self.config)
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            self.d_model,
-            self.global_dims.layout.width,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=None if name is None else f"{name}.in_proj",
-            **linear,
-        )
-        channels, widths = self.layout.conv_width, self.layout.conv_widths
-        kind = {"device": device, "dtype": config.params_dtype}
+        sizes = self.dims
+        self._build_in_proj(submodules.in_proj, name)
+        kind = {"device": device_for(self.config), "dtype": self.config.params_dtype}
+        channels = sizes.layout.conv_width
         self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, self.d_conv, **kind))
         self.conv1d_bias = nn.Parameter(torch.empty(channels, **kind)) if conv_bias else None
         for parameter in (self.conv1d_weight, self.conv1d_bias):
             if parameter is not None:
-                mark_sharded(parameter, widths)
-        rows = {"dt_bias": sizes.num_heads, "A_log": sizes.num_heads}
-        rows["D"] = sizes.d_inner if self.D_has_hdim else sizes.num_heads
-        for own, count in rows.items():
-            parameter = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32))
-            setattr(self, own, parameter)
-            mark_sharded(parameter, (count,))
-            mark_keep_in_fp32(parameter)
+                mark_sharded(parameter, sizes.layout.conv_widths)
+        heads = sizes.num_heads
+        self._add_fp32(dt_bias=heads, A_log=heads, D=sizes.d_inner if self.D_has_hdim else heads)
         if self.rmsnorm:
             self.norm = GroupedRMSNorm(
                 sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, **kind
             )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.d_inner,
-            self.d_model,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            name=None if name is None else f"{name}.out_proj",
-            **linear,
-        )
+        self._build_out_proj(submodules.out_proj, name)
         if getattr(self.in_proj, "weight", None) is not None:
             self.in_proj.weight.partition_sizes = list(self.layout.widths)
         self.remember_marks()
@@ -374,35 +313,3 @@ class Mamba2Mixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronMod
         if scheme.moves_rows and groups * scheme.size != self.ngroups_local_tp:
             return gate_then_norm(None, triton), None, True
         return gate_then_norm(groups, triton), scheme.local(self.norm.weight), False
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
-        tp_group: Any = None,
-    ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under its MambaMixer's keys.
-
-        in_proj and the convolution are stored section by section, so a checkpoint loads at any
-        tensor-parallel size; A_log, dt_bias and D are stored in fp32.
-        """
-        return mixer_sharded_state_dict(
-            self, self.layout, self._keep_in_float32_parameter_names,
-            prefix, sharded_offsets, metadata, tp_group,
-        )  # fmt: skip
-
-
-def _choose_rule(
-    backend: str,
-    state: StateShape,
-    aligned: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    deterministic: bool,
-) -> tuple[Rule, str]:
-    """:func:`resolve_ssd` for a mixer, which learns device and dtype last."""
-    return resolve_ssd(
-        backend, device=device, dtype=dtype, state_dim=state.rows, head_dim=state.columns,
-        deterministic=deterministic, aligned=aligned,
-    )  # fmt: skip

@@ -21,30 +21,10 @@ from .ops.mixer import Plan, gated_delta_plan, require_fitting_rows
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.uncompiled import uncompiled
 from .out_norm import apply_gated_norm, plain_norm, summing_group
-from .precision import Fp32Parameters
+from .precision import require_wide_gates
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
-
-
-def require_wide_gates(layer: Fp32Parameters) -> None:
-    """Refuse a layer's fp32 parameters that were rounded before they reached it.
-
-    Casts of the module leave them fp32 (:mod:`megatron_gdn.precision`). Sharded data parallelism
-    with a dtype of its own puts other tensors in their place, which only this check sees.
-
-    Raises:
-        ValueError: one of them is narrower than fp32.
-    """
-    for name in layer._keep_in_float32_parameter_names:
-        dtype = getattr(layer, name).dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): the "
-                f"recurrence compounds what it rounds. Under torch's "
-                f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
-                f"elsewhere, do not replace the layer's parameters by rounded ones."
-            )
 
 
 class Mixer:

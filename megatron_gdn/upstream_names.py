@@ -1,6 +1,7 @@
-"""What tools look up on megatron-core's layer by name: the steps of its forward, one by one.
+"""What Megatron and tools look up on megatron-core's layer by name.
 
-The forward of :class:`megatron_gdn.GatedDeltaNet` calls none of them; they compute what it does.
+Its sizes, what Megatron calls beside the forward, and the steps of the forward one by one: the
+forward of :class:`megatron_gdn.GatedDeltaNet` calls none of these, which compute what it does.
 
 Legend: S tokens, B batch, G key heads, H value heads, K key dim, V value dim.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from .ops import (
@@ -27,6 +29,40 @@ if TYPE_CHECKING:
 
 class UpstreamNames:
     """Mixin of the layer, with the names of ``megatron.core.ssm.gated_delta_net``."""
+
+    def _name_sizes(self: GatedDeltaNet) -> None:
+        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names."""
+        whole, local = self.global_dims, self.dims
+        self.cp_size = self.pg_collection.cp.size()
+        self.sp_size = self.tp_size if self.config.sequence_parallel else 1
+        self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
+        self.num_key_heads, self.num_value_heads = whole.num_key_heads, whole.num_value_heads
+        self.key_head_dim, self.value_head_dim = whole.key_head_dim, whole.value_head_dim
+        self.qk_dim, self.v_dim = whole.qk_dim, whole.v_dim
+        self.in_proj_dim, self.conv_dim = whole.layout.width, whole.layout.conv_width
+        self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
+        self.conv_dim_local_tp = local.layout.conv_width
+        self.num_v_heads_local_tp = local.num_value_heads
+        self.in_proj_split_sections = local.layout.widths
+        self.in_proj_split_names = list(local.layout.names)
+        self.act_fn, self.activation = F.silu, "silu"
+
+    def set_for_recompute_input_layernorm(self: GatedDeltaNet) -> None:
+        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        set_save_original_input(self.in_proj)
+
+    def backward_dw(self: GatedDeltaNet) -> None:
+        """Compute the delayed weight gradients of both projections."""
+        self._backward_in_proj()
+        self._backward_out_proj()
+
+    def _backward_in_proj(self: GatedDeltaNet) -> None:
+        self.in_proj.backward_dw()
+
+    def _backward_out_proj(self: GatedDeltaNet) -> None:
+        self.out_proj.backward_dw()
 
     @property
     def gated_delta_rule(self: GatedDeltaNet) -> Callable:

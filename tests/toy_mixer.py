@@ -14,13 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron_gdn.checkpoint import mixer_sharded_state_dict
-from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.micro_batch import MicroBatches
 from megatron_gdn.ops.by_autograd import AutogradFront, AutogradRule
 from megatron_gdn.ops.front.gdn_torch import convolve_rows
 from megatron_gdn.ops.gated_norm import norm_torch
@@ -28,7 +24,7 @@ from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.out_norm import read_norm
-from megatron_gdn.precision import Fp32Parameters, mark_keep_in_fp32
+from megatron_gdn.recurrent_mixer import RecurrentMixer
 from megatron_gdn.tensor_parallel import mark_sharded
 
 G, H, K, V, TAPS, HIDDEN = 2, 4, 3, 5, 3, 24
@@ -96,36 +92,42 @@ def through(inputs: Inputs, documents) -> Tensor:
 RULE = AutogradRule("linear attention", run, through, Inputs)
 
 
-class ToyMixer(Fp32Parameters, MegatronModule):
+class Dims(NamedTuple):
+    layout: Layout = LAYOUT
+    hidden_size: int = HIDDEN
+    conv_kernel_dim: int = TAPS
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.layout.state_heads, K, V, diagonal=True)
+
+    def shard(self, ranks: int) -> "Dims":
+        return self._replace(layout=self.layout.share(ranks))
+
+
+def choose_rule(device, dtype, deterministic):
+    return RULE, "the only one"
+
+
+class ToyMixer(RecurrentMixer):
     """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it is."""
 
     _keep_in_float32_parameter_names = ("decay_bias",)
 
     def __init__(self, config, pg_collection, *, cp_layout="zigzag", linear_cp_mode=None) -> None:
-        super().__init__(config)
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        self.layout = LAYOUT.share(pg_collection.tp.size())
-        heads = self.layout.state_heads
-        self.micro_batches = MicroBatches(
-            config, self.layout, StateShape(heads, K, V, diagonal=True), TAPS, pg_collection.cp,
-            SequenceLayout.parse(cp_layout), mode=linear_cp_mode,
-            choose_rule=lambda device, dtype, deterministic: (RULE, "the only one"),
-        )  # fmt: skip
-        linear = {"config": config, "init_method": config.init_method, "is_expert": False,
-                  "tp_group": pg_collection.tp}  # fmt: skip
-        self.in_proj = ColumnParallelLinear(
-            HIDDEN, LAYOUT.width, bias=False, gather_output=False, **linear
-        )
-        channels = self.layout.conv_width
+        super().__init__(config, Dims(), pg_collection=pg_collection, cp_layout=cp_layout)
+        self._choose_by(choose_rule, linear_cp_mode, mixer="ToyMixer", recurrence="attention")
+        self._build_in_proj(ColumnParallelLinear, None)
+        layout = self.dims.layout
+        channels = layout.conv_width
         self.conv1d = nn.Conv1d(channels, channels, TAPS, groups=channels, bias=False,
                                 dtype=config.params_dtype)  # fmt: skip
-        mark_sharded(self.conv1d.weight, self.layout.conv_widths)
-        self.decay_bias = nn.Parameter(torch.zeros(heads))
-        mark_sharded(self.decay_bias, (heads,))
-        mark_keep_in_fp32(self.decay_bias)
+        mark_sharded(self.conv1d.weight, layout.conv_widths)
+        self._add_fp32(decay_bias=layout.state_heads)
+        nn.init.zeros_(self.decay_bias)
         self.out_norm = TorchRMSNorm(config, V)
-        self.out_proj = RowParallelLinear(H * V, HIDDEN, bias=False, input_is_parallel=True,
-                                          skip_bias_add=True, **linear)  # fmt: skip
+        self._build_out_proj(RowParallelLinear, None)
+        self.remember_marks()
 
     def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
         proj, _ = self.in_proj(hidden_states)
@@ -140,8 +142,3 @@ class ToyMixer(Fp32Parameters, MegatronModule):
             neighbours=passage.neighbours,
         )  # fmt: skip
         return self.out_proj(passage.close(mixed))
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
-        return mixer_sharded_state_dict(
-            self, self.layout, ("decay_bias",), prefix, sharded_offsets, metadata, tp_group
-        )

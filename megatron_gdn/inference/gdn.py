@@ -54,9 +54,9 @@ def gdn_rows(
     aligned = getattr(rule, "in_steps", False)
     if aligned:
         norm_kernels = AlignedNorm(norm_kernels)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
     in_slots = None
     if front_kernels.__name__.endswith(".gdn"):  # Triton's
-        parameters = conv_weight, conv_bias, A_log, dt_bias
         in_slots = partial(_in_slots, parameters, sizes, normalise_qk)
     if isinstance(norm, GatedNorm):
         norm = partial(_gated_norm, norm, norm_kernels, sizes.layout.columns("z"))
@@ -65,7 +65,7 @@ def gdn_rows(
             sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant
         ),
         rule=rule,
-        parameters=(conv_weight, conv_bias, A_log, dt_bias),
+        parameters=parameters,
         state=sizes.state,
         finish=norm,
         step_rule=RecurrentRule(),

@@ -25,7 +25,8 @@ class GeneratingMixer:
             it asks all recurrent layers of a model for the same.
         state_transposed: whether Megatron stores this mixer's states as ``[H, V, K]``.
         aligned: a token's bits do not depend on how it comes, see :mod:`megatron_gdn.ops.aligned`.
-        dims: of this tensor-parallel rank, with the ``layout`` of a projection row.
+        dims: of this tensor-parallel rank: the ``layout`` of a projection row, the ``state`` of its
+            heads.
     """
 
     config: Any
@@ -40,7 +41,7 @@ class GeneratingMixer:
     @property
     def state_shape(self) -> StateShape:
         """The states of this rank's heads."""
-        raise NotImplementedError
+        return self.dims.state
 
     @property
     def conv_weight(self) -> Tensor:

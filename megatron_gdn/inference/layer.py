@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..forward_arguments import require_causal
-from ..mixer import require_wide_gates
 from ..observe import span
 from ..ops.documents import Documents
 from ..packing import resolve_packed_seq_params
+from ..precision import require_wide_gates
 from .carry import CarryShape
 from .dynamic import mix_dynamic
 from .generating import GeneratingMixer

@@ -2,11 +2,13 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
@@ -18,14 +20,16 @@ VOCABULARY = 32
 LENGTHS = (8, 24, 16)
 
 
-def build_model(tp=1, cp=1, pp=1, sequence_parallel=False, **options) -> HybridModel:
+def build_model(
+    tp=1, cp=1, pp=1, sequence_parallel=False, dtype=torch.float32, **options
+) -> HybridModel:
     config = make_config(
         num_layers=len(PATTERN),
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
         sequence_parallel=sequence_parallel,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         ffn_hidden_size=32,
@@ -110,13 +114,26 @@ def join(model, name: str, parts: list[torch.Tensor], parameter) -> torch.Tensor
 
 
 def one_step(
-    folder: str, tp=1, cp=1, pp=1, sequence_parallel=False, packed=False, **options
+    folder: str,
+    dtype: torch.dtype,
+    tp=1,
+    cp=1,
+    pp=1,
+    sequence_parallel=False,
+    packed=False,
+    **options,
 ) -> dict[str, float]:
-    """Loss and squared norm of every gradient of one step through Megatron's schedule."""
+    """Loss and squared norm of every gradient of one step through Megatron's schedule.
+
+    Everything is computed in ``dtype``; so the loss is torch's, of logits gathered whole:
+    Megatron's rounds to fp32.
+    """
     with parallel(tp=tp, cp=cp, pp=pp):
-        model = build_model(tp, cp, pp, sequence_parallel, **options)
+        model = build_model(tp, cp, pp, sequence_parallel, dtype, **options)
         state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
         model.load_state_dict(state)
+        for parameter in model.parameters():  # a cast of the module leaves A_log fp32
+            parameter.data = parameter.data.to(dtype)
         config = model.config
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         config.finalize_model_grads_func = finalize_model_grads
@@ -128,20 +145,21 @@ def one_step(
 
         def forward_step(batches, model):
             batch = next(batches)
-            logits_loss = model(
+            labels = batch[:, 1:][:, held]
+            made = model(
                 batch[:, :-1][:, held],
                 held[None],
                 None,
-                labels=batch[:, 1:][:, held],
                 packed_seq_params=thd(LENGTHS) if packed else None,
             )
 
-            def loss_function(losses):
-                total = losses.float().sum()
-                count = torch.tensor(losses.numel(), dtype=torch.int)
-                return total, count, {"loss": torch.stack([total.detach(), count.float()])}
+            def loss_function(logits_bsv):
+                whole_bsV = gather_from_tensor_model_parallel_region(logits_bsv)
+                total = F.cross_entropy(whole_bsV.transpose(1, 2), labels, reduction="sum")
+                count = torch.tensor(labels.numel(), dtype=torch.int)
+                return total, count, {"loss": torch.stack([total.detach(), count.to(total)])}
 
-            return logits_loss, loss_function
+            return made, loss_function
 
         steps = 4 if packed else 2
         reports = get_forward_backward_func()(
@@ -153,7 +171,11 @@ def one_step(
             micro_batch_size=1 if packed else 2,
             forward_only=False,
         )
-        total = torch.stack([r["loss"] for r in reports]).sum(0) if reports else torch.zeros(2)
+        total = (
+            torch.stack([r["loss"] for r in reports]).sum(0)
+            if reports
+            else torch.zeros(2, dtype=dtype)
+        )
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
         squares = {}
         first = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from benchmarks.measure import captured
 from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import build_layer, randomise_, thd
@@ -47,24 +48,15 @@ def offsets_of(lengths: Sequence[int], device="cuda") -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
-def captured(run: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
-    """``run`` as a CUDA graph; a call replays it and returns copies of what it returned."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        made = run()
+def replay_of(run: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
+    """A replay of ``run`` as a CUDA graph; it returns copies of what the graph writes."""
+    replay, made = captured(run)
 
-    def replay() -> dict[str, torch.Tensor]:
-        graph.replay()
+    def call() -> dict[str, torch.Tensor]:
+        replay()
         return {name: value.clone() for name, value in made.items()}
 
-    return replay
+    return call
 
 
 class Step:
@@ -120,7 +112,7 @@ def boundaries_can_be_filled_in_the_graph(**changes) -> None:
             set_documents(packed, offsets)
             return step.run(packed)
 
-        replay = captured(fill_and_run)
+        replay = replay_of(fill_and_run)
         for lengths in SETS:
             given = offsets_of(lengths)
             offsets.fill_(TOKENS)[: len(given)].copy_(given)
@@ -133,7 +125,7 @@ def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> N
     with over_ranks(cp) as group:
         step = Step(2048, rows, cp, group, **changes)
         eager = {name: value.clone() for name, value in step.run().items()}
-        replay = captured(step.run)
+        replay = replay_of(step.run)
         for _ in range(3):
             assert_same(replay(), eager, "dense")
         with torch.no_grad():
@@ -151,7 +143,7 @@ def a_packed_graph_replays_eager_bits(
     with over_ranks(cp) as group:
         step = Step(TOKENS, 1, cp, group, options=options, **changes)
         packed = static_packed_seq_params(TOKENS, MOST)
-        replay = captured(lambda: step.run(packed))
+        replay = replay_of(lambda: step.run(packed))
         for lengths in sets:
             mine = local_indices(lengths, cp, group.rank(), SequenceLayout(layout))
             step.take(mine.cuda())

@@ -14,6 +14,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.init import take_share
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
 from tests.distributed.model_laws import global_name
@@ -65,9 +66,7 @@ def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -
 
 
 def _fill(model: HybridModel, first_layer: int) -> None:
-    gdn = [m for m in model.modules() if hasattr(m, "in_proj_split_sections")]
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole_name = global_name(name, first_layer)
@@ -77,20 +76,26 @@ def _fill(model: HybridModel, first_layer: int) -> None:
                 scale, offset = 0.1, 1.0
             else:
                 scale, offset = 0.06, 0.0
-            shape, dim = list(parameter.shape), None
+            shape = list(parameter.shape)
             if getattr(parameter, "tensor_model_parallel", False):
-                dim = parameter.partition_dim
-                shape[dim] *= tp
+                shape[parameter.partition_dim] *= tp
             seed = torch.Generator().manual_seed(sum(map(ord, whole_name)))
             whole = torch.randn(shape, generator=seed) * scale + offset
             whole = whole.bfloat16().float()  # what models of both dtypes can hold
-            if dim is not None:
-                sections = _sections(name, parameter, gdn)
-                parts = [
-                    p.chunk(tp, dim)[rank] for p in whole.split([n * tp for n in sections], dim)
-                ]
-                whole = torch.cat(parts, dim)
-            parameter.copy_(whole)
+            parameter.copy_(_share_of(whole, name, parameter, model))
+
+
+def _share_of(
+    whole: torch.Tensor, name: str, parameter: torch.Tensor, model: HybridModel
+) -> torch.Tensor:
+    """This tensor-parallel rank's share of a whole parameter, or of its gradient."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    gdn = [m for m in model.modules() if hasattr(m, "in_proj_split_sections")]
+    dim, sections = parameter.partition_dim, _sections(name, parameter, gdn)
+    return take_share(whole, dim, [n * tp for n in sections], rank, tp)
 
 
 def _sections(name: str, parameter: torch.Tensor, gdn: list) -> list[int]:
@@ -108,13 +113,18 @@ def one_step(
     packed: bool,
     layout: dict | None = None,
     options: dict | None = None,
+    truth: dict[str, torch.Tensor] | None = None,
 ) -> dict:
     """One step through Megatron's schedule.
+
+    Args:
+        truth: the whole gradient of every parameter.
 
     Returns:
         losses: ``[micro-batch, b, s]`` per token on the last pipeline stage, else None.
         held: where in the sequence this rank's s tokens stand.
-        squares: by parameter, the squared norm of its whole gradient.
+        gradients: by parameter, of this rank, fp32.
+        errors: by parameter, the norm of its whole gradient's difference from the truth.
     """
     layout, options = layout or {}, options or {}
     sizes = {k: v for k, v in layout.items() if k in ("tp", "cp", "pp")}
@@ -162,11 +172,16 @@ def one_step(
         )
         pp = layout.get("pp", 1)
         first = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()
-        squares = {}
+        gradients, errors = {}, {}
         for name, parameter in model.named_parameters():
-            square = parameter.main_grad.double().square().sum()
+            whole_name = global_name(name, first)
+            gradients[whole_name] = parameter.main_grad.float().cpu()
+            if truth is None:
+                continue
+            true = _share_of(truth[whole_name], name, parameter, model).to(DEVICE).double()
+            square = (parameter.main_grad - true).square().sum()
             if getattr(parameter, "tensor_model_parallel", False):
                 dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
-            squares[global_name(name, first)] = square.item()
+            errors[whole_name] = square.sqrt().item()
         losses = torch.stack(kept) if kept else None
-        return {"losses": losses, "held": held.cpu(), "squares": squares}
+        return {"losses": losses, "held": held.cpu(), "gradients": gradients, "errors": errors}

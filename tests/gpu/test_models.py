@@ -13,7 +13,6 @@ LAYOUTS = [
     {"pp": 2, "cp": 2},
     {"cp": 4},
 ]
-BF16_EPS = 2**-9
 
 
 def rms(x: torch.Tensor) -> float:
@@ -28,10 +27,9 @@ def one_gpu(gpus):
     def answers(packed: bool):
         if packed not in made:
             exact = {"backend": "reference"}
-            made[packed] = (
-                gpus(1).run(laws.one_step, "te", torch.float32, packed, None, exact)[0],
-                gpus(1).run(laws.one_step, "te", torch.bfloat16, packed)[0],
-            )
+            truth = gpus(1).run(laws.one_step, "te", torch.float32, packed, None, exact)[0]
+            bf16 = torch.bfloat16, packed, None, None, truth["gradients"]
+            made[packed] = truth, gpus(1).run(laws.one_step, "te", *bf16)[0]
         return made[packed]
 
     return answers
@@ -43,21 +41,21 @@ def one_gpu(gpus):
 def test_a_step_on_four_gpus_is_as_exact_as_on_one(gpus, one_gpu, layout, mode, packed):
     pytest.importorskip("transformer_engine")
     truth, one = one_gpu(packed)
-    options = {"linear_cp_mode": mode}
-    ranks = gpus(4).run(laws.one_step, "te", torch.bfloat16, packed, layout, options)
+    options, true = {"linear_cp_mode": mode}, truth["gradients"]
+    ranks = gpus(4).run(laws.one_step, "te", torch.bfloat16, packed, layout, options, true)
     error = rms(one["losses"] - truth["losses"])
     print(f"loss: mean {truth['losses'].mean():.4f}, error of one GPU {error:.2e}")
-    squares = {}
+    errors = {}
     for rank in ranks:
-        squares |= rank["squares"]
+        errors |= rank["errors"]
         if rank["losses"] is None:
             continue
         here = rms(rank["losses"] - truth["losses"][..., rank["held"]])
         print(f"  of a rank {here:.2e}")
-        # Two draws of the same error over some 256 tokens or more: as in test_parallel.
-        spread = 1.2 * (1 + 2 / rank["losses"].numel() ** 0.5)
-        assert here <= spread * error + BF16_EPS * rms(truth["losses"]) / 8
-    assert squares.keys() == truth["squares"].keys()
-    for name, true in truth["squares"].items():
-        # A gradient that one rank did not add, or added twice, is off by a factor.
-        assert squares[name] == pytest.approx(true, rel=0.1), name
+        # One GPU's error is the yardstick; another draw of it may be up to twice as large.
+        assert here <= 2 * error
+    assert errors.keys() == one["errors"].keys()
+    ratios = {name: errors[name] / alone for name, alone in one["errors"].items()}
+    worst = max(ratios, key=ratios.__getitem__)
+    print(f"  of gradients, over one GPU's: {ratios[worst]:.2f} in {worst}")
+    assert ratios[worst] <= 2, {name: ratio for name, ratio in ratios.items() if ratio > 2}

@@ -8,6 +8,7 @@ from ..aligned import AlignedRule
 from ..delta_rule.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
 from ..delta_rule.resolve import IN_STEPS, Choice, why_not_aligned
 from ..once import say_once
+from ..state_maps.state_map import StateShape
 from .plain import PlainSSD
 
 RULES = ("fla", "reference")
@@ -83,3 +84,19 @@ def resolve_ssd(
     if device.type == "cuda":
         say_once(f"Mamba2 takes the plain-torch rule ({obstacle.why}).", device.type)
     return Choice(PlainSSD(), f"not fla: {obstacle.why}")
+
+
+def choose_ssd(
+    backend: str,
+    state: StateShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    *,
+    aligned: bool = False,
+) -> Choice:
+    """:func:`resolve_ssd` for a mixer, which learns device and dtype last."""
+    return resolve_ssd(
+        backend, device=device, dtype=dtype, state_dim=state.rows, head_dim=state.columns,
+        deterministic=deterministic, aligned=aligned,
+    )  # fmt: skip
