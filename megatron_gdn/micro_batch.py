@@ -130,7 +130,7 @@ class MicroBatches:
     def _prepare(self, rule: Rule, scheme: Scheme | None) -> None:
         """Tell the expected rule what it will run on, if every micro-batch has the same scheme."""
         if scheme is not None and isinstance(rule, PreparedRule):
-            states = isinstance(scheme, Chunkwise)
+            states = scheme.name == LinearCpMode.CHUNKWISE
             rule.prepare(scheme.layout, _expected_dtype(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor) -> MicroBatch:
