@@ -1,4 +1,4 @@
-"""Bars from the JSON lines of bench_layer.py: forward+backward and saved memory per case.
+"""Bars from the JSON lines of bench_layer.py or bench_model.py: times and memory per case.
 
 python3 benchmarks/plot.py results.jsonl layer.png
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -20,11 +21,17 @@ ROW = 0.22  # inches of one bar
 GAP = 0.8  # bars that would fit between two cases
 
 
-def draw(records: list[dict], image: str | Path) -> Figure:
-    """Draw one bar for every layer that was run in a case, and none for one that was not.
+class Panel(NamedTuple):
+    """One value of every record: a plot of bars."""
 
-    Bars lie, each in a row of its own with its figure at its foot, so no label meets another.
-    """
+    title: str
+    value: Callable[[dict], float]
+    label: str  # how its number is printed
+    floors: dict[tuple[str, str], float] = {}  # of cases that have one
+
+
+def draw(records: list[dict], image: str | Path) -> Figure:
+    """Draw one bar for every layer that was run in a case, and none for one that was not."""
     timed = [r for r in records if "layer" in r]
     if not timed:
         raise SystemExit("no line of bench_layer.py among these records")
@@ -33,28 +40,74 @@ def draw(records: list[dict], image: str | Path) -> Figure:
     for (case, core, _), record in latest.items():
         cases.setdefault((case, core), []).append(record)
     floors = {(r["case"], r["core"]): r["floor"]["total"][1] for r in records if "floor" in r}
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["layer"] for r in timed))}
+    first = timed[0]
 
-    height = ROW * (len(latest) + GAP * len(cases)) + 1.3
-    figure, axes = plt.subplots(1, 2, figsize=(12, height), layout="constrained", sharey=True)
-    _bars(axes[0], cases, colours, lambda r: r["forward_backward"]["median"], "%.1f", floors)
-    axes[0].set_title("forward + backward, ms")
-    _bars(axes[1], cases, colours, lambda r: r["saved"], "%.0f", {})
-    axes[1].set_title("left by the forward, MiB")
+    def total(record: dict) -> float:
+        return record["forward_backward"]["median"]
+
+    return _draw(
+        cases, "layer",
+        [
+            Panel("forward + backward, ms", total, "%.1f", floors),
+            Panel("left by the forward, MiB", lambda r: r["saved"], "%.0f"),
+        ],
+        f"Gated DeltaNet layer, hidden {first['hidden']}, heads {first['heads']}, d 128, bf16, "
+        f"{first['environment']['gpu']}",
+        image,
+    )  # fmt: skip
+
+
+def draw_models(records: list[dict], image: str | Path) -> Figure:
+    """Draw one bar for the step of every whole model."""
+    latest = {(r["case"], r["graphs"], r["mixer"]): r for r in records}
+    cases: dict[tuple[str, str], list[dict]] = {}
+    for (case, graphs, _), record in latest.items():
+        how = "eager" if graphs == "none" else f"{graphs} graphs"
+        cases.setdefault((case, how), []).append(record)
+    first = records[0]
+    return _draw(
+        cases, "mixer",
+        [
+            Panel("step, ms", lambda r: r["step_ms"], "%.0f"),
+            Panel("peak memory, MiB", lambda r: r["peak"], "%.0f"),
+        ],
+        f"Hybrid model, {first['layers']} layers, hidden {first['hidden']}, "
+        f"{first['micro_batches']} x {first['tokens']} tokens, bf16, {first['environment']['gpu']}",
+        image,
+    )  # fmt: skip
+
+
+def _draw(
+    cases: dict[tuple[str, str], list[dict]],
+    name: str,
+    panels: list[Panel],
+    title: str,
+    image: str | Path,
+) -> Figure:
+    """Bars lie, each in a row of its own with its figure at its foot, so no label meets another.
+
+    Args:
+        cases: the records of each.
+        name: under which a record says whose bar it is.
+    """
+    bars = [r for records in cases.values() for r in records]
+    colours = {who: f"C{i}" for i, who in enumerate(dict.fromkeys(r[name] for r in bars))}
+    height = ROW * (len(bars) + GAP * len(cases)) + 1.3
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(12, height), layout="constrained", sharey=True
+    )
+    for axis, panel in zip(axes, panels, strict=True):
+        _bars(axis, cases, [[colours[r[name]] for r in of] for of in cases.values()], panel)
+        axis.set_title(panel.title)
     axes[0].invert_yaxis()
 
     keys = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     names = list(colours)
-    if floors:
+    if any(panel.floors for panel in panels):
         keys.append(plt.Line2D([], [], color="black", ls="--", lw=1))
         names.append("floor")
     figure.legend(keys, names, loc="outside lower center", ncols=len(names))
-    first = timed[0]
-    figure.suptitle(
-        f"Gated DeltaNet layer, hidden {first['hidden']}, heads {first['heads']}, d 128, bf16, "
-        f"{first['environment']['gpu']}",
-        fontsize=10,
-    )
+    figure.suptitle(title, fontsize=10)
     figure.savefig(image, dpi=150)
     return figure
 
@@ -62,28 +115,26 @@ def draw(records: list[dict], image: str | Path) -> Figure:
 def _bars(
     axis: plt.Axes,
     cases: dict[tuple[str, str], list[dict]],
-    colours: dict[str, str],
-    value: Callable[[dict], float],
-    label: str,
-    floors: dict[tuple[str, str], float],
+    colours: list[list[str]],
+    panel: Panel,
 ) -> None:
     row, middles = 0.0, []
-    largest = max(value(r) for records in cases.values() for r in records)
-    for case, records in cases.items():
+    largest = max(panel.value(r) for records in cases.values() for r in records)
+    for (case, records), of_bars in zip(cases.items(), colours, strict=True):
         rows = [row + i for i in range(len(records))]
-        values = [value(r) for r in records]
-        axis.barh(rows, values, 0.9, color=[colours[r["layer"]] for r in records])
+        values = [panel.value(r) for r in records]
+        axis.barh(rows, values, 0.9, color=of_bars)
         for at, number in zip(rows, values, strict=True):
             fits = number > 0.1 * largest  # else beside its bar
             axis.text(
-                0 if fits else number, at, f" {label % number}",
+                0 if fits else number, at, f" {panel.label % number}",
                 color="white" if fits else "black", va="center", fontsize=8,
             )  # fmt: skip
-        if case in floors:
-            axis.vlines(floors[case], rows[0] - 0.5, rows[-1] + 0.5, "black", "--", lw=1)
+        if case in panel.floors:
+            axis.vlines(panel.floors[case], rows[0] - 0.5, rows[-1] + 0.5, "black", "--", lw=1)
         middles.append((rows[0] + rows[-1]) / 2)
         row += len(records) + GAP
-    axis.set_yticks(middles, [f"{case}\n{core}" for case, core in cases])
+    axis.set_yticks(middles, ["\n".join(case) for case in cases])
     axis.tick_params(axis="y", length=0)
     axis.set_xlim(left=0)
 
@@ -93,7 +144,8 @@ def main() -> None:
     parser.add_argument("lines")
     parser.add_argument("image")
     args = parser.parse_args()
-    draw([json.loads(line) for line in Path(args.lines).read_text().splitlines()], args.image)
+    records = [json.loads(line) for line in Path(args.lines).read_text().splitlines()]
+    (draw_models if "mixer" in records[0] else draw)(records, args.image)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from plot import draw
+from plot import draw, draw_models
 
 HERE = Path(__file__).parent
 LAYERS = {
@@ -167,6 +167,7 @@ def main() -> None:
     made = {"repeats": repeats_table(determinism), "cost": cost_table(determinism)}
     fill(HERE.parent / "docs" / "determinism.md", made)
     draw(layer, HERE / "results" / "layer.png")
+    draw_models(read("model.jsonl"), HERE / "results" / "model.png")
 
 
 if __name__ == "__main__":
