@@ -84,7 +84,9 @@ def lock_path(heads: Heads | None) -> Path:
 
 def first_try(heads: Heads) -> bool:
     """Whether this process has not started others for these heads; from here on it has."""
-    return heads not in _tried and not _tried.add(heads)
+    first = heads not in _tried
+    _tried.add(heads)
+    return first
 
 
 def watch_builds(kernels: list[Any]) -> None:

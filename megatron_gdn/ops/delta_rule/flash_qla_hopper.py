@@ -1,10 +1,8 @@
 """FlashQLA's stages on Hopper with their kernels held: the same kernels and results, less host.
 
 FlashQLA's own functions look a kernel up in each call, by some twenty arguments, and allocate for
-every argument, also for those that the kernel does not read. tilelang then checks and repacks the
-arguments before the compiled function does so again. Here a kernel is looked up by what differs
-between calls, and the compiled function is called. An argument that is not read is some tensor of
-the right shape and dtype, or memory that was allocated once.
+every argument, also for those that the kernel does not read. How it is done instead:
+:mod:`.flash_qla_held`.
 
 Functions have FlashQLA's names and its order of calls, see
 ``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of flash-qla 0.1.3.
@@ -14,18 +12,19 @@ Legend: B batch, S tokens, G key heads, H value heads, K key dim, V value dim, P
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .flash_qla_held import HeldKernels
+
 _F32 = torch.float32
 
 
-class HopperStages:
+class HopperStages(HeldKernels):
     """Args:
     library: FlashQLA's module of stages.
     homes: its modules for Hopper, by the stage's name there.
@@ -34,22 +33,10 @@ class HopperStages:
     CHUNK_SIZE = 64
 
     def __init__(self, library: ModuleType, homes: dict[str, ModuleType]) -> None:
-        self._library, self._homes = library, homes
+        super().__init__(homes)
+        self._library = library
         self.build_cp_context = library.build_cp_context
         self.FlashQLACPContext = library.FlashQLACPContext
-        # One cache for each object, so that kernels do not outlive it.
-        self._kernel = lru_cache(maxsize=256)(self._find_kernel)
-        self._blank = lru_cache(maxsize=64)(_blank)
-
-    def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
-        """The compiled function of one of FlashQLA's factories; ``args`` are the factory's."""
-        return bare(getattr(self._homes[stage], factory)(*args))
-
-    @cached_property
-    def _index(self) -> ModuleType:
-        from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
-
-        return index
 
     @cached_property
     def _cache_of_parts(self) -> type:
@@ -125,19 +112,6 @@ class HopperStages:
         )  # fmt: skip
         run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, of, *made)
         return made
-
-    def _places(
-        self, like: Tensor, cu_seqlens: Tensor | None, count: int
-    ) -> tuple[int, Tensor, Tensor, int]:
-        """Sequences, their boundaries, their first chunks, and all chunks."""
-        if cu_seqlens is None:
-            rows, tokens = like.shape[:2]
-            unread = self._blank((rows + 1,), torch.int32, like.device)
-            return rows, unread, unread, -(-tokens // count)
-        offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, count)
-        if offsets.dtype != cu_seqlens.dtype:
-            offsets = offsets.to(cu_seqlens.dtype)
-        return cu_seqlens.shape[0] - 1, cu_seqlens, offsets, chunks
 
     def fused_gdr_h(
         self,
@@ -386,24 +360,3 @@ class HopperStages:
             d_local, cp_cache.mt, cp_cache.fallback_bwd, context.seq_map_r2c, dht, backward=True
         )
         return cp_cache.h0, leaving
-
-
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that a kernel is handed and neither reads nor writes, on any stream."""
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def bare(kernel: Any) -> Callable[..., Any]:
-    """The compiled function under a tilelang kernel, which checks its arguments itself.
-
-    The kernel as it is, if tilelang runs it in a way that is not known here.
-    """
-    adapter = getattr(kernel, "adapter", None)
-    if adapter is None or getattr(adapter, "result_idx", True):
-        return kernel
-    try:
-        executable = adapter.get_exportable_executable()
-        module = executable.jit() if "jit" in dir(type(executable)) else executable
-        return module.main
-    except AttributeError:
-        return kernel
