@@ -49,13 +49,12 @@ class _Resolved(NamedTuple):
 
     def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
         """Whether the same tensors hold the same offsets, for the same rows."""
-        q_padded, q, kv_padded, kv = self.looks
         return (
             params.qkv_format == self.layout
-            and q_padded.still_holds(params.cu_seqlens_q_padded)
-            and q.still_holds(params.cu_seqlens_q)
-            and kv_padded.still_holds(params.cu_seqlens_kv_padded)
-            and kv.still_holds(params.cu_seqlens_kv)
+            and all(
+                look.still_holds(getattr(params, name))
+                for name, look in zip(_BOUNDARIES, self.looks, strict=True)
+            )
             and self.documents.total_tokens == tokens
             and self.documents.device == device
         )
