@@ -25,14 +25,16 @@ from .context_parallel import LinearCpMode, SequenceLayout
 from .dims import GDNDims
 from .forward_arguments import refuse_unsupported, require_causal, the_context
 from .graphs import in_layer_graph, refuse_packed
+from .inference.gdn import gdn_rows
 from .inference.layer import mix_inference
-from .inference.mixers import rows_of_gdn
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .mixer import Mixer
+from .module_hooks import run_pre_hooks
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.recompute import RefilledOutput
+from .out_norm import apply_gated_norm, is_plain_rms_norm, read_norm
 from .recurrent_mixer import RecurrentMixer
 from .tensor_parallel import mark_sharded
 from .upstream_names import UpstreamNames
@@ -174,7 +176,21 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         return self.conv1d.weight
 
     def row_mixer(self, proj: Tensor) -> RowMixer:
-        return rows_of_gdn(self, proj)
+        conv, layout = self.conv1d, self.dims.layout
+        run_pre_hooks(conv, lambda: proj[..., layout.conv_columns].permute(1, 2, 0))
+
+        def call_norm(o: Tensor, rows: Tensor) -> Tensor:
+            z = rows[..., layout.columns("z")].unflatten(-1, o.shape[2:]).transpose(0, 1)
+            y = apply_gated_norm(self.out_norm, o.to(rows.dtype), z)
+            return y.flatten(2).transpose(0, 1).contiguous()
+
+        plain = is_plain_rms_norm(self.out_norm)
+        return gdn_rows(
+            proj, conv.weight, conv.bias, self.A_log, self.dt_bias, self.dims.heads,
+            rule=self.micro_batches.rule_for(proj.device, proj.dtype),
+            norm=read_norm(self.out_norm, None) if plain else call_norm,
+            normalise_qk=self.use_qk_l2norm,
+        )  # fmt: skip
 
     def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:
         config, dims = self.config, self.dims

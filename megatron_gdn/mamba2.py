@@ -24,7 +24,7 @@ from .context_parallel import LinearCpMode, Scheme, SequenceLayout
 from .forward_arguments import the_context
 from .grouped_norm import GroupedRMSNorm
 from .inference.layer import mix_inference
-from .inference.mixers import rows_of_mamba2
+from .inference.mamba2 import mamba2_rows
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
@@ -171,7 +171,17 @@ class Mamba2Mixer(RecurrentMixer):
         return self.conv1d_weight
 
     def row_mixer(self, proj: Tensor) -> RowMixer:
-        return rows_of_mamba2(self, proj)
+        norm = None
+        if self.rmsnorm:
+            wait_for_parameters(self.norm)
+            norm = GatedNorm(self.norm.weight, self.norm.eps)
+        return mamba2_rows(
+            proj, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias, self.D,
+            self.layout,
+            rule=self.micro_batches.rule_for(proj.device, proj.dtype),
+            norm=norm,
+            dt_limit=self.dt_limit,
+        )  # fmt: skip
 
     def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
         sizes = self.dims
