@@ -285,22 +285,31 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         context = inference_context
         if inference_params is not None:
             context = the_context(inference_context, inference_params)
-        with span("in_proj"):
-            proj_sBP, _ = self.in_proj(hidden_states)
         if context is not None:
+            proj_sBP, _ = self.in_proj(hidden_states)
             mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
             return self.out_proj(mixed_sBV)
         if packed_seq_params is not None and self.in_layer_graph:
             refuse_packed(self.config)
-        batch = self.micro_batches.of(packed_seq_params, proj_sBP)
+        # Modules compute the same, so the last micro-batch may say which way this one goes.
+        rows_moved = self.micro_batches.rows_moved
+        around = None if rows_moved else self.mixer.around(self, hidden_states)
+        rows = hidden_states
+        if around is None:
+            with span("in_proj"):
+                rows, _ = self.in_proj(hidden_states)
+        batch = self.micro_batches.of(packed_seq_params, rows)
         if attention_mask is not None:
-            require_causal(attention_mask, proj_sBP.shape[1], batch.tokens, batch.local_positions)
-        proj_SBP = proj_sBP
+            require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
+        if around is not None:
+            if not batch.scheme.moves_rows:
+                return self.mixer(self, batch, rows, around)[0], None
+            rows, _ = self.in_proj(hidden_states)
         if batch.scheme.moves_rows:
             with span("to_heads"):
-                proj_SBP = batch.passage.open(proj_sBP)
+                rows = batch.passage.open(rows)
         with span("mixer"):
-            mixed_sBV, refilled = self.mixer(self, batch, proj_SBP)
+            mixed_sBV, refilled = self.mixer(self, batch, rows)
         with span("out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:

@@ -124,6 +124,7 @@ class MicroBatches:
         self._rules: dict[tuple, Rule] = {}
         self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
+        self.rows_moved = False  # between ranks, in the last micro-batch
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
         self._prepare(self.latest_rule, self._schemes_of(group, self.latest_rule).only())
 
@@ -170,7 +171,7 @@ class MicroBatches:
             if len(self._made) >= _MOST_MICRO_BATCHES:
                 del self._made[next(iter(self._made))]
             self._made[key] = found
-        self.latest_rule = found.rule
+        self.latest_rule, self.rows_moved = found.rule, found.scheme.moves_rows
         return keep_if_captured(found)
 
     def _deterministic(self) -> bool:

@@ -6,7 +6,7 @@ B batch, P projection width, H value heads, V value dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,23 @@ from .module_hooks import has_hooks, run_pre_hooks
 from .observe import log_once
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
-from .ops.mixer import Plan, gated_delta_plan, require_fitting_rows
+from .ops.mixer import GatedNorm, Plan, gated_delta_plan, require_fitting_rows
+from .ops.mixer_function import Projections
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.uncompiled import uncompiled
 from .out_norm import apply_gated_norm, plain_norm, summing_group
 from .precision import require_wide_gates
+from .projections import PlainProjections
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
+
+
+class Around(NamedTuple):
+    """What stands around the mixer, computed in its function."""
+
+    projections: Projections
+    norm: GatedNorm
 
 
 class Mixer:
@@ -39,6 +48,23 @@ class Mixer:
 
     def __init__(self, recompute_norm: bool, recompute_qkv: bool) -> None:
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
+        self._projections = PlainProjections()
+
+    def around(self, layer: GatedDeltaNet, rows: Tensor) -> Around | None:
+        """The layer's linears and its norm, if all of them are computed with the mixer.
+
+        They are where all of the layer is plain (:class:`.PlainProjections`, :func:`.plain_norm`)
+        and no row moves between the linears and the mixer. Not with ``recompute_norm``, which drops
+        what a module has saved, and not under ``torch.compile``, which takes in the modules.
+
+        Args:
+            rows: ``[s, B, D]``, the layer's input.
+        """
+        if self.recompute_norm or torch.compiler.is_compiling() or has_hooks(layer.conv1d):
+            return None
+        weights = self._projections.weights(layer.in_proj, layer.out_proj, rows)
+        norm = None if weights is None else plain_norm(layer.out_norm, None)
+        return None if weights is None or norm is None else Around(weights, norm)
 
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def __call__(
@@ -46,17 +72,20 @@ class Mixer:
         layer: GatedDeltaNet,
         batch: MicroBatch,
         proj_SBP: Tensor,
+        around: Around | None = None,
     ) -> tuple[Tensor, RefilledOutput | None]:
         """Projection rows, where the mixer runs, to rows for out_proj.
 
         Args:
             layer: whose parameters are used.
             batch: how it runs.
-            proj_SBP: rows that ``batch.passage`` has opened.
+            proj_SBP: rows that ``batch.passage`` has opened; with ``around`` the layer's input.
+            around: of :meth:`around`, where nothing is exchanged.
 
         Returns:
-            ``[s, B, H * V]`` over this rank's tokens, and what is to be told out_proj's output, so
-            that it frees what the backward will compute again; None if that is nothing.
+            ``[s, B, H * V]`` over this rank's tokens, with ``around`` the layer's output; and what
+            is to be told out_proj's output, so that it frees what the backward will compute again;
+            None if that is nothing.
 
         Raises:
             ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
@@ -72,9 +101,12 @@ class Mixer:
         layer.norm_out_checkpoint = refilled = RefilledOutput() if recompute_norm else None
         scheme, close, group = batch.scheme, batch.passage.close, summing_group(layer)
         conv = layer.conv1d
-        if has_hooks(conv):  # before any parameter is read
-            run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
-        norm_here = plain_norm(layer.out_norm, group)
+        if around is None:
+            if has_hooks(conv):  # before any parameter is read
+                run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
+            norm_here, projections = plain_norm(layer.out_norm, group), None
+        else:
+            projections, norm_here = around
         weight, bias, A_log, dt_bias = conv.weight, conv.bias, layer.A_log, layer.dt_bias
         if not A_log.dtype == dt_bias.dtype == torch.float32:
             require_wide_gates(layer)
@@ -85,10 +117,11 @@ class Mixer:
             A_log, dt_bias = scheme.local(A_log), scheme.local(dt_bias)
         kind = weight.shape[-1], layer.use_qk_l2norm, self.recompute_qkv
         sizes, plan = batch.held.get(kind) or self._hold(batch, kind, proj_SBP)
-        require_fitting_rows(sizes, proj_SBP, weight)
+        if around is None:
+            require_fitting_rows(sizes, proj_SBP, weight)
         mixed = plan.mix(
             proj_SBP, (weight, bias, A_log, dt_bias), norm_here,
-            None if norm_here is None else refilled,
+            None if norm_here is None else refilled, projections,
         )  # fmt: skip
 
         if isinstance(mixed, Tensor):

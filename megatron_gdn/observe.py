@@ -18,6 +18,11 @@ def span(name: str) -> AbstractContextManager[None]:
     return _range(name) if getattr(utils, "_nvtx_enabled", True) else _NOTHING
 
 
+def watched() -> bool:
+    """Whether Megatron's profiling is switched on."""
+    return getattr(utils, "_nvtx_enabled", True)
+
+
 @contextmanager
 def _range(name: str) -> Iterator[None]:
     """The range is closed also when the body raises.

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .aligned import AlignedFront, AlignedNorm
 from .documents import Documents, require_one_row
@@ -30,11 +30,11 @@ from .front.gdn_front import GDNFront, kernels_for
 from .front.history import ContinuedFront
 from .hand_over import HandOver
 from .head_sizes import HeadSizes
+from .mixer_function import Call, MixerFunction, ProjectedMixerFunction, Projections
 from .neighbours import Neighbours
 from .no_tokens import mix_no_tokens
 from .recompute import RefilledOutput
-from .rule import Rule, Saved
-from .unfilled import leaves_memory_unfilled
+from .rule import Rule
 
 
 class GatedNorm(NamedTuple):
@@ -94,138 +94,44 @@ class Plan:
 
     def mix(
         self,
-        proj: Tensor,
+        rows: Tensor,
         parameters: Sequence[Tensor | None],
         norm: GatedNorm | None,
         refilled: RefilledOutput | None = None,
+        around: Projections | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :func:`mix`."""
-        if refilled is not None and norm is None:
-            raise ValueError("refilled repeats the gated norm, so it needs norm.")
+        """See :func:`mix`.
+
+        Args:
+            around: the projections, if the mixer computes them too. Then ``rows`` are hidden states
+                ``[S, B, D]``, and so is what is returned.
+        """
+        if norm is None and (refilled is not None or around is not None):
+            raise ValueError("refilled repeats the gated norm, so it needs norm; around does too.")
         gamma, eps, zero_centered = (None, None, False) if norm is None else norm
-        if not proj.numel():
+        if not rows.numel():
             # On every rank that shares the sequences, so nobody waits for rows of them.
-            return mix_no_tokens(
+            proj = rows if around is None else F.linear(rows, around.into)
+            mixed = mix_no_tokens(
                 proj, gamma, *parameters, z=self.z, heads=self.heads, with_norm=norm is not None
             )
+            return mixed if around is None else F.linear(cast(Tensor, mixed), around.out)
         front, history = self.front, self.neighbours.history
         if history is not None:
             front = ContinuedFront(front, history)
-        keep = torch.is_grad_enabled() and (
-            proj.requires_grad
-            or any(x is not None and x.requires_grad for x in (gamma, *parameters))
-        )
-        if norm is None or not keep:
-            call = _Call(self, front, eps, zero_centered, keep, refilled, None)
-            return _Mixer.apply(call, proj, gamma, *parameters)
-        hand_over = HandOver()
-        call = _Call(self, front, eps, zero_centered, keep, refilled, hand_over)
-        return hand_over.behind(_Mixer.apply(call, proj, gamma, *parameters))
+        keep = torch.is_grad_enabled() and _wanted(rows, gamma, *parameters, *(around or ()))
+        hand_over = HandOver() if keep and norm is not None else None
+        call = Call(self, front, eps, zero_centered, keep, refilled, hand_over)
+        if around is None:
+            out = MixerFunction.apply(call, rows, gamma, *parameters)
+        else:
+            out = ProjectedMixerFunction.apply(call, rows, *around, gamma, *parameters)
+        return out if hand_over is None else hand_over.behind(out)
 
 
 def _wanted(*tensors: Tensor | None) -> bool:
+    """Whether any of them needs a gradient."""
     return any(x is not None and x.requires_grad for x in tensors)
-
-
-class _Call(NamedTuple):
-    plan: Plan
-    front: Front
-    eps: float | None  # of the output norm; None: no norm here
-    zero_centered: bool
-    keep: bool
-    refilled: RefilledOutput | None
-    hand_over: HandOver | None  # of the gradient of the mixed rows
-
-
-class _Mixer(torch.autograd.Function):
-    @staticmethod
-    @leaves_memory_unfilled
-    def forward(ctx, call: _Call, proj: Tensor, gamma: Tensor | None, *parameters: Tensor | None):
-        plan, front, eps, zero_centered, keep, refilled, _ = call
-        rule, neighbours, norm = plan.rule, plan.neighbours, plan.norm_kernels
-        inputs = front.forward(proj, parameters, neighbours.documents)
-        begun = rule.begin(inputs, neighbours.of_rule)
-        initial, linked = None, ()
-        if neighbours.states is not None:
-            initial, linked = neighbours.states.entering(rule, begun, inputs)
-        o, _, saved = begun.run(initial, keep=keep)
-        del begun
-        if keep:
-            kept = [x if save else None for save, x in zip(plan.saved, inputs, strict=True)]
-            with_norm = None if eps is None else o
-            ctx.save_for_backward(
-                proj, gamma, with_norm, *parameters, *kept, *linked, *saved.tensors
-            )
-            ctx.call, ctx.rule_plan, ctx.counts = call, saved.plan, (len(parameters), len(linked))
-        if eps is None:
-            z = proj[..., plan.z]
-            return o.to(proj.dtype), z.unflatten(-1, (plan.heads, -1)).transpose(0, 1)
-        mixed = norm.gated_norm_forward(
-            o, proj, gamma, plan.z, eps=eps, zero_centered=zero_centered
-        )
-        if refilled is not None:
-
-            def refill(out: Tensor) -> None:
-                norm.gated_norm_forward(
-                    o, proj, gamma, plan.z, eps=eps, zero_centered=zero_centered, out=out
-                )
-
-            refilled.remember(mixed, refill)
-        return mixed
-
-    @staticmethod
-    @once_differentiable
-    @leaves_memory_unfilled
-    def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
-        plan, front, eps, zero_centered, _, _, hand_over = ctx.call
-        rule, neighbours = plan.rule, plan.neighbours
-        proj, gamma, o, *rest = ctx.saved_tensors
-        # From here on each tensor lives as long as it is read, if no second backward will come.
-        ctx.maybe_clear_saved_tensors()
-        parameters, kept, linked, saved = _split(rest, ctx.counts, len(front.names))
-        del rest
-        if hand_over is not None:
-            d_out = hand_over.take(d_out)
-        d_proj = proj.new_empty(proj.shape)
-        d_gamma = None
-        if eps is None:
-            z_rows = d_proj[..., plan.z]
-            if d_z is None:
-                z_rows.zero_()
-            else:
-                z_rows.copy_(d_z.transpose(0, 1).flatten(2))
-            d_o = d_out.contiguous()
-        else:
-            d_o, d_gamma = plan.norm_kernels.gated_norm_backward(
-                d_out, o, proj, gamma, plan.z, d_proj, eps=eps, zero_centered=zero_centered
-            )
-        del d_out, d_z, o
-        gradient = [d_o]
-        del d_o
-        made = front.forward(proj, parameters, neighbours.documents, plan.again)
-        inputs = type(made)(*[x if y is None else y for x, y in zip(kept, made, strict=True)])
-        del made, kept
-        # No reference stays here, so that a rule which makes another form of d_o can free this one.
-        begun = rule.begin_backward(
-            gradient.pop(), inputs, Saved(saved, ctx.rule_plan), neighbours.of_rule
-        )
-        del inputs, saved
-        initial = d_final = None
-        if neighbours.states is not None:
-            initial, d_final = neighbours.states.leaving(begun, linked)
-        grads = begun.run(initial, d_final)
-        del begun
-        of_parameters = front.backward(proj, parameters, grads, d_proj, neighbours.documents)
-        return None, d_proj, d_gamma, *of_parameters
-
-
-def _split(
-    tensors: Sequence[Tensor | None], counts: tuple[int, int], inputs: int
-) -> tuple[Any, Any, Any, Any]:
-    """Saved tensors as parameters, inputs of the rule, what a state link kept, the rule's own."""
-    parameters, linked = counts
-    a, b, c = parameters, parameters + inputs, parameters + inputs + linked
-    return tuple(tensors[:a]), tuple(tensors[a:b]), tuple(tensors[b:c]), tuple(tensors[c:])
 
 
 def mix(

@@ -99,6 +99,11 @@ def test_two_runs_are_bitwise_equal(pools, lengths):
     pools(4).run(laws.two_runs_are_bitwise_equal, 4, lengths)
 
 
+@pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
+def test_projections_inside_the_mixer_change_no_bit(pools, lengths):
+    pools(2).run(laws.projections_inside_change_no_bit, 2, lengths)
+
+
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 def test_training_works_after_an_evaluation_in_inference_mode(pools, mode):
     pools(2).run(laws.trains_after_inference_mode, 2, mode)
