@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from layers import DEVICE, our_layer, thd, transformer_config, upstream_layer
-from measure import captured, environment, memory_mib, slowest, table, time_ms, write_lines
+from measure import captured, environment, host_ms, memory_mib, slowest, table, time_ms, write_lines
 from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
@@ -48,6 +48,7 @@ CASES = {
     for case in (
         Case("131072", 131072),
         Case("32768", 32768),
+        Case("16384", 16384),
         Case("thd32768", 32768, document=4096),
         Case("thd32768x512", 32768, document=512),
     )
@@ -56,7 +57,9 @@ CASES = {
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=["131072", "32768", "thd32768", "thd32768x512"]
+    )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--core", choices=("flash_qla", "fla", "reference"), default="flash_qla")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -159,22 +162,25 @@ def main() -> None:
             off = ((out - truth).norm() / truth.norm()).item()
             forward = slowest(time_ms(run, repeats=args.repeats))
             total = slowest(time_ms(both, repeats=args.repeats))
+            host = slowest(host_ms(both))
             x.grad = None
             memory = memory_mib(run)
             here = (forward["median"], total["median"])
             base = here if base is None else base
             rows.append([case.name, name, *(f"{t:.3f}" for t in here),
                          *(f"{a / b:.3f}" for a, b in zip(here, base, strict=True)),
-                         f"{total['host']:.3f}", f"{memory['saved']:.0f}",
+                         f"{host['median']:.3f}", f"{memory['saved']:.0f}",
                          f"{off:.1e}"])  # fmt: skip
             if rank == 0:
                 print("  ".join(rows[-1]), f"at {time.monotonic() - began:.0f} s", flush=True)
                 record = {"case": case.name, "layer": name, "forward": forward,
-                          "forward_backward": total, "off": off, **memory, **setting}  # fmt: skip
+                          "forward_backward": total, "host_forward_backward": host,
+                          "off": off, **memory, **setting}  # fmt: skip
                 write_lines(args.out, [record])
             if args.graphs and not case.document:  # documents cannot be captured
                 replays = [
-                    slowest(time_ms(captured(f)[0], repeats=args.repeats)) for f in (run, both)
+                    slowest(time_ms(captured(f)[0].replay, repeats=args.repeats))
+                    for f in (run, both)
                 ]
                 graphed = tuple(times["median"] for times in replays)
                 rows.append([case.name, f"{name}, graph", *(f"{t:.3f}" for t in graphed),

@@ -140,13 +140,13 @@ def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: flo
         line[f"{name}_eager_ms"] = milliseconds(run, repeats, on_gpu)
     if on_gpu:
         for name, run in runs.items():
-            replay, out = captured(run)
-            line[f"{name}_graph_ms"] = milliseconds(replay, repeats, on_gpu)
+            graph, out = captured(run)
+            line[f"{name}_graph_ms"] = milliseconds(graph.replay, repeats, on_gpu)
             before = [t.clone() for t in memory]
             expected, moved = run().clone(), [t.clone() for t in memory]
             for tensor, was in zip(memory, before, strict=True):
                 tensor.copy_(was)
-            replay()
+            graph.replay()
             same = [torch.equal(out, expected)]
             same += [torch.equal(a, b) for a, b in zip(memory, moved, strict=True)]
             line[f"{name}_replay_equals_eager"] = all(same)

@@ -88,14 +88,14 @@ def main() -> None:
                     )  # fmt: skip
                 both()
                 expected = results(x, module)
-                replay, _ = captured(both)
+                graph, _ = captured(both)
                 captured_at = x.grad  # where replays write
-                replay()
+                graph.replay()
                 found = [captured_at, *(p.grad for p in module.parameters())]
                 same = sum(map(torch.equal, found, expected))
-                graph = time_ms(replay, repeats=args.repeats)
-                record |= {"graph": graph, "same": same, "tensors": len(expected)}
-                row[-2:] = [f"{graph['median']:.3f}", f"{same} of {len(expected)}"]
+                times = time_ms(graph.replay, repeats=args.repeats)
+                record |= {"graph": times, "same": same, "tensors": len(expected)}
+                row[-2:] = [f"{times['median']:.3f}", f"{same} of {len(expected)}"]
             write_lines(args.out, [record])
             rows.append(row)
             print("  ".join(row), flush=True)

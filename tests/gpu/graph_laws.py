@@ -48,12 +48,16 @@ def offsets_of(lengths: Sequence[int], device="cuda") -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
+_graphs: list[torch.cuda.CUDAGraph] = []
+
+
 def replay_of(run: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
     """A replay of ``run`` as a CUDA graph; it returns copies of what the graph writes."""
-    replay, made = captured(run)
+    graph, made = captured(run)
+    _graphs.append(graph)
 
     def call() -> dict[str, torch.Tensor]:
-        replay()
+        graph.replay()
         return {name: value.clone() for name, value in made.items()}
 
     return call
@@ -96,8 +100,13 @@ def assert_same(found: dict, expected: dict, what: object) -> None:
 
 @contextmanager
 def over_ranks(cp: int):
+    """The context-parallel group. Its graphs end first: NCCL ends no group that a graph holds."""
     with parallel(cp=cp):
-        yield group_of_one() if cp == 1 else parallel_state.get_context_parallel_group()
+        try:
+            yield group_of_one() if cp == 1 else parallel_state.get_context_parallel_group()
+        finally:
+            while _graphs:
+                _graphs.pop().reset()
 
 
 def boundaries_can_be_filled_in_the_graph(**changes) -> None:
