@@ -1,6 +1,7 @@
 """Run on every rank: chains of affine maps, and what is said of schemes and modes."""
 
 import logging
+import os
 import sys
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import SequenceLayout, observe
 from megatron_gdn import layer as layer_module
-from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel import agreement, local_indices
 from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
@@ -202,11 +203,12 @@ def recomputing_the_norm_inside_a_checkpoint_changes_nothing(cp: int, mode: str)
 
 
 def no_exchange_where_no_document_is_cut() -> None:
-    """Documents that end where ranks do: chunkwise sends nothing at all."""
+    """Documents that end where ranks do: chunkwise sends nothing but what ranks compare."""
     with parallel(cp=2):
         layer = _layer(2, linear_cp_mode="chunkwise", cp_layout="contiguous")
         refuse = AssertionError("a collective")
         with (
+            patch.dict(os.environ, {agreement.SWITCH: "0"}),
             patch.object(dist, "all_to_all_single", side_effect=refuse),
             patch.object(dist, "all_gather_into_tensor", side_effect=refuse),
         ):
