@@ -286,14 +286,15 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         if inference_params is not None:
             context = the_context(inference_context, inference_params)
         if context is not None:
-            proj_sBP, _ = self.in_proj(hidden_states)
+            with span("in_proj"):
+                proj_sBP, _ = self.in_proj(hidden_states)
             mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
             return self.out_proj(mixed_sBV)
         if packed_seq_params is not None and self.in_layer_graph:
             refuse_packed(self.config)
-        # Modules compute the same, so the last micro-batch may say which way this one goes.
-        rows_moved = self.micro_batches.rows_moved
-        around = None if rows_moved else self.mixer.around(self, hidden_states)
+        # Where linears are computed with the mixer, hidden states stand for projection rows.
+        always_move = self.micro_batches.always_move_rows
+        around = None if always_move else self.mixer.around(self, hidden_states)
         rows = hidden_states
         if around is None:
             with span("in_proj"):

@@ -98,6 +98,9 @@ class MicroBatches:
         choose_rule: from device, dtype and deterministic or not to a rule and the reason.
         mixer, recurrence: as the log calls them.
 
+    Attributes:
+        always_move_rows: whether ranks exchange rows in every micro-batch over ``group``.
+
     Raises:
         ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
             ``choose_rule`` raises for what is expected.
@@ -121,10 +124,11 @@ class MicroBatches:
         self._group, self._sequence_layout = group, sequence_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
+        headwise = self._mode is LinearCpMode.HEADWISE
+        self.always_move_rows = headwise and group is not None and group.size() > 1
         self._rules: dict[tuple, Rule] = {}
         self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
-        self.rows_moved = False  # between ranks, in the last micro-batch
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
         self._prepare(self.latest_rule, self._schemes_of(group, self.latest_rule).only())
 
@@ -139,7 +143,8 @@ class MicroBatches:
 
         Args:
             packed: the documents' boundaries, and maybe a group that goes before the layer's.
-            proj_sBP: ``[s, B, P]``, this rank's tokens.
+            proj_sBP: ``[s, B, P]``, this rank's tokens; or other rows of as many tokens, of the
+                same dtype and device.
 
         Raises:
             TypeError, ValueError: boundaries that do not fit, see
@@ -171,7 +176,7 @@ class MicroBatches:
             if len(self._made) >= _MOST_MICRO_BATCHES:
                 del self._made[next(iter(self._made))]
             self._made[key] = found
-        self.latest_rule, self.rows_moved = found.rule, found.scheme.moves_rows
+        self.latest_rule = found.rule
         return keep_if_captured(found)
 
     def _deterministic(self) -> bool:

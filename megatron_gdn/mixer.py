@@ -17,7 +17,13 @@ from .module_hooks import has_hooks, run_pre_hooks
 from .observe import log_once
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
-from .ops.mixer import GatedNorm, Plan, gated_delta_plan, require_fitting_rows
+from .ops.mixer import (
+    GatedNorm,
+    Plan,
+    gated_delta_plan,
+    require_fitting_rows,
+    require_fitting_weights,
+)
 from .ops.mixer_function import Projections
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.uncompiled import uncompiled
@@ -117,8 +123,10 @@ class Mixer:
             A_log, dt_bias = scheme.local(A_log), scheme.local(dt_bias)
         kind = weight.shape[-1], layer.use_qk_l2norm, self.recompute_qkv
         sizes, plan = batch.held.get(kind) or self._hold(batch, kind, proj_SBP)
-        if around is None:
+        if projections is None:
             require_fitting_rows(sizes, proj_SBP, weight)
+        else:
+            require_fitting_weights(sizes, projections.into, weight)
         mixed = plan.mix(
             proj_SBP, (weight, bias, A_log, dt_bias), norm_here,
             None if norm_here is None else refilled, projections,

@@ -1,4 +1,4 @@
-"""Forward pre-hooks of modules whose parameters are read without a call of the module."""
+"""Hooks of modules whose parameters are read without a call of the module."""
 
 from __future__ import annotations
 

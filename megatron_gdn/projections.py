@@ -11,14 +11,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
 from .module_hooks import any_global_hooks, has_hooks
 from .observe import watched
 from .ops.mixer_function import Projections
 
-_PLAIN_FORWARDS = {cls: cls.forward for cls in (ColumnParallelLinear, RowParallelLinear)}
+
+def _what_a_call_runs() -> tuple[Any, ...]:
+    """The functions of Megatron that a call of such a linear runs, as they are at this moment."""
+    column, row = layers.ColumnParallelLinear, layers.RowParallelLinear
+    return (
+        column.forward, column._forward_impl, row.forward, row._forward_impl,
+        layers.linear_with_grad_accumulation_and_async_allreduce,
+        layers.linear_with_frozen_weight,
+    )  # fmt: skip
+
+
+def _plain_classes() -> tuple[type, ...]:
+    """Megatron's linears; none if functions of another file stand in the place of theirs."""
+    try:
+        files = {function.__code__.co_filename for function in _what_a_call_runs()}
+    except AttributeError:
+        return ()
+    return (layers.ColumnParallelLinear, layers.RowParallelLinear) * (files == {layers.__file__})
+
+
+_PLAIN_CLASSES = _plain_classes()
+_KNOWN = _what_a_call_runs() if _PLAIN_CLASSES else ()
 
 
 class PlainProjections:
@@ -34,25 +55,34 @@ class PlainProjections:
     def weights(self, in_proj: nn.Module, out_proj: nn.Module, rows: Tensor) -> Projections | None:
         """The weights of the linears, if the mixer computes them over ``rows`` ``[s, B, D]``.
 
-        None unless :func:`is_plain_linear` is true of both; with hooks on them or on all modules;
-        under autocast, without tokens, and while Megatron's NVTX ranges are on, where each linear
-        has a range of its own.
+        None, so that the modules are called, if one of these holds:
+
+        - a linear is not as :func:`is_plain_linear` wants it, or a call of it would run a hook, a
+          ``forward`` of its own, a bias, an offload, or sums into ``main_grad``;
+        - a weight is no plain parameter, or of another dtype or device than ``rows``;
+        - Megatron's functions were replaced, torch has hooks for all modules, autocast is on;
+        - there are no tokens, or Megatron's NVTX ranges are on, where each linear has its own.
         """
         seen = self._seen
         if seen[0] is not in_proj or seen[1] is not out_proj:
             self._seen = seen = in_proj, out_proj
             self._plain = is_plain_linear(in_proj) and is_plain_linear(out_proj)
-        if not self._plain or any_global_hooks() or watched():
+        if not self._plain or any_global_hooks() or watched() or _what_a_call_runs() != _KNOWN:
             return None
         weights = []
         for linear in seen:
             weight = linear._parameters.get("weight")
+            own = vars(linear)
             if (
                 type(weight) is not nn.Parameter
                 or weight.dtype != rows.dtype
                 or weight.device != rows.device
-                or type(linear).forward is not _PLAIN_FORWARDS.get(type(linear))
-                or "forward" in vars(linear)
+                or linear._parameters.get("bias") is not None
+                or own["gradient_accumulation_fusion"]
+                or own["config"]._cpu_offloading_context is not None
+                or "forward" in own
+                or "_forward_impl" in own
+                or type(linear) not in _PLAIN_CLASSES
                 or has_hooks(linear)
             ):
                 return None
@@ -63,21 +93,15 @@ class PlainProjections:
 
 
 def is_plain_linear(linear: Any) -> bool:
-    """Whether ``linear`` was built to compute ``x W^T`` and nothing else.
+    """Whether ``linear`` was built as one product on one tensor-parallel rank.
 
-    Exactly Megatron's own classes, no bias, one tensor-parallel rank, and nothing of what Megatron
-    does around the product: sums into ``main_grad``, offload, gathered weights.
+    Exactly Megatron's own classes, with whole weights, not of an expert, without sequence
+    parallelism and without weight gradients that are put off.
     """
-    if type(linear) not in _PLAIN_FORWARDS:
-        return False
-    config = linear.config
-    return not (
-        linear.bias is not None
-        or linear.gradient_accumulation_fusion
-        or linear.sequence_parallel
+    return type(linear) in _PLAIN_CLASSES and not (
+        linear.sequence_parallel
         or linear.explicit_expert_comm
         or linear.tp_group.size() > 1
         or getattr(linear, "gtp_remat_size", 1) > 1
-        or config._cpu_offloading_context is not None
-        or config.defer_embedding_wgrad_compute
+        or linear.config.defer_embedding_wgrad_compute
     )

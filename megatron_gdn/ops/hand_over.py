@@ -11,20 +11,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bytes of the output. The step takes the host some 50 microseconds. A GPU has work for longer than
-# that only where the output is large, and only there the gradient counts in the peak.
+# Bytes of a gradient. The step takes the host some 50 microseconds. A GPU has work for longer than
+# that only where the rows are many, and only there the gradient counts in the peak.
 LEAST = 128 << 20
 
 
 class HandOver:
-    """One object per forward: ``out = hand_over.behind(out)``, and ``take`` in the backward."""
+    """One object per forward: ``out = hand_over.behind(out, ..)``, ``take`` in the backward."""
 
     def __init__(self) -> None:
         self._aside: dict[int, Tensor] = {}
 
-    def behind(self, out: Tensor) -> Tensor:
-        """``out`` for its readers; as it is if it is small or needs no gradient."""
-        if not out.requires_grad or out.nbytes < LEAST:
+    def behind(self, out: Tensor, nbytes: int) -> Tensor:
+        """``out`` for its readers; as it is if it needs no gradient or little is freed.
+
+        Args:
+            nbytes: of the gradient of the mixed rows, which ``out`` may be projected from.
+        """
+        if not out.requires_grad or nbytes < LEAST:
             return out
         return _PutAside.apply(out, self)
 

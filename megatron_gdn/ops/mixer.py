@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .aligned import AlignedFront, AlignedNorm
@@ -98,35 +97,38 @@ class Plan:
         parameters: Sequence[Tensor | None],
         norm: GatedNorm | None,
         refilled: RefilledOutput | None = None,
-        around: Projections | None = None,
+        projections: Projections | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`mix`.
 
         Args:
-            around: the projections, if the mixer computes them too. Then ``rows`` are hidden states
-                ``[S, B, D]``, and so is what is returned.
+            projections: computed too. Then ``rows`` are hidden states ``[S, B, D]``, at least one,
+                and so is what is returned.
         """
-        if norm is None and (refilled is not None or around is not None):
-            raise ValueError("refilled repeats the gated norm, so it needs norm; around does too.")
+        if norm is None and refilled is not None:
+            raise ValueError("refilled repeats the gated norm, so it needs norm.")
         gamma, eps, zero_centered = (None, None, False) if norm is None else norm
-        if not rows.numel():
+        if projections is None and not rows.numel():
             # On every rank that shares the sequences, so nobody waits for rows of them.
-            proj = rows if around is None else F.linear(rows, around.into)
-            mixed = mix_no_tokens(
-                proj, gamma, *parameters, z=self.z, heads=self.heads, with_norm=norm is not None
+            return mix_no_tokens(
+                rows, gamma, *parameters, z=self.z, heads=self.heads, with_norm=norm is not None
             )
-            return mixed if around is None else F.linear(cast(Tensor, mixed), around.out)
         front, history = self.front, self.neighbours.history
         if history is not None:
             front = ContinuedFront(front, history)
-        keep = torch.is_grad_enabled() and _wanted(rows, gamma, *parameters, *(around or ()))
+        into = None if projections is None else projections.into
+        keep = torch.is_grad_enabled() and _wanted(rows, into, gamma, *parameters)
         hand_over = HandOver() if keep and norm is not None else None
         call = Call(self, front, eps, zero_centered, keep, refilled, hand_over)
-        if around is None:
+        if projections is None:
             out = MixerFunction.apply(call, rows, gamma, *parameters)
         else:
-            out = ProjectedMixerFunction.apply(call, rows, *around, gamma, *parameters)
-        return out if hand_over is None else hand_over.behind(out)
+            assert norm is not None, "out_proj takes normed rows"
+            out = ProjectedMixerFunction.apply(call, rows, *projections, gamma, *parameters)
+        if hand_over is None:
+            return out
+        mixed_width = self.z.stop - self.z.start
+        return hand_over.behind(out, out.nbytes // out.shape[-1] * mixed_width)
 
 
 def _wanted(*tensors: Tensor | None) -> bool:
@@ -223,10 +225,34 @@ def require_fitting_rows(sizes: HeadSizes, proj: Tensor, conv_weight: Tensor) ->
     """Refuse rows or a convolution of other heads.
 
     Raises:
-        ValueError: as :meth:`.HeadSizes.check_projection`; ``conv_weight`` has other channels or is
-            not contiguous.
+        ValueError: as :meth:`.HeadSizes.check_projection` and :func:`require_fitting_conv`.
     """
     sizes.check_projection(proj)
+    require_fitting_conv(sizes, conv_weight)
+
+
+def require_fitting_weights(sizes: HeadSizes, into: Tensor, conv_weight: Tensor) -> None:
+    """Refuse weights that would make such rows.
+
+    Raises:
+        ValueError: ``into`` is not ``[P, D]`` with the P of these heads; as
+            :func:`require_fitting_conv`.
+    """
+    if into.shape[0] != sizes.width:
+        raise ValueError(
+            f"the weight of in_proj must be [{sizes.width}, D] for {sizes.key_heads} key heads of "
+            f"{sizes.key_dim} and {sizes.value_heads} value heads of {sizes.value_dim}, got "
+            f"{tuple(into.shape)}."
+        )
+    require_fitting_conv(sizes, conv_weight)
+
+
+def require_fitting_conv(sizes: HeadSizes, conv_weight: Tensor) -> None:
+    """Refuse a convolution of other heads.
+
+    Raises:
+        ValueError: ``conv_weight`` has other channels or is not contiguous.
+    """
     if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
         raise ValueError(
             f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "

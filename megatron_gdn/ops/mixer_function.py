@@ -85,8 +85,9 @@ class MixerFunction(torch.autograd.Function):
 class ProjectedMixerFunction(torch.autograd.Function):
     """Hidden states ``[S, B, D]`` to hidden states: the projections are computed here too.
 
-    The products are those that torch takes for ``F.linear`` of three dimensions, so they have the
-    bits of a linear that is a module.
+    A linear that is a module takes the same products, so the bits are its bits. What needs no
+    gradient is not saved for one. All gradients come at once, when the backward is over: that of
+    ``out`` lives through the rule's backward, where that of the mixed rows does not.
     """
 
     @staticmethod
@@ -100,33 +101,56 @@ class ProjectedMixerFunction(torch.autograd.Function):
         gamma: Tensor | None,
         *parameters: Tensor | None,
     ):
-        mixed, saved, ctx.kept = _forward(call, F.linear(rows, into), gamma, parameters)
-        if call.keep:
-            ctx.save_for_backward(rows, into, out, mixed, *saved)
+        _, rows_wanted, into_wanted, out_wanted, *_ = ctx.needs_input_grad
+        # As a view: F.linear looks at strides, and a view's are plain where a size is 1.
+        proj = F.linear(rows.view_as(rows), into)
+        mixed, saved, ctx.kept = _forward(call, proj, gamma, parameters)
+        ctx.save_for_backward(
+            rows if into_wanted else None, into if rows_wanted else None,
+            out if call.keep else None, mixed if out_wanted else None, *saved,
+        )  # fmt: skip
         return F.linear(mixed, out)
 
     @staticmethod
     @once_differentiable
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
+        if torch.is_autocast_enabled(d_out.device.type):  # entered after the forward
+            with torch.autocast(d_out.device.type, enabled=False):
+                return ProjectedMixerFunction._gradients(ctx, [d_out])
+        gradient = [d_out]
+        del d_out
+        return ProjectedMixerFunction._gradients(ctx, gradient)
+
+    @staticmethod
+    def _gradients(ctx, gradient: list[Tensor]) -> tuple[Tensor | None, ...]:
         kept = ctx.kept
         _, rows_wanted, into_wanted, out_wanted, *_ = ctx.needs_input_grad
         rows, into, out, mixed, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
+        d_out = gradient.pop()
+        if kept is None:  # nothing before out_proj needs a gradient
+            nothing = [None] * (len(ctx.needs_input_grad) - 4)
+            return None, None, None, _of_weight(d_out, mixed), *nothing
         if kept.call.hand_over is not None:
             d_out = kept.call.hand_over.take(d_out)
-        gradient = [d_out.matmul(out)]
+        gradient.append(_of_input(d_out, out))
         of_out = _of_weight(d_out, mixed) if out_wanted else None
         del d_out, mixed
         d_proj, d_gamma, *of_parameters = _backward(kept, saved, gradient, None)
-        d_rows = d_proj.matmul(into) if rows_wanted else None
+        d_rows = _of_input(d_proj, into) if rows_wanted else None
         of_into = _of_weight(d_proj, rows) if into_wanted else None
         return None, d_rows, of_into, of_out, d_gamma, *of_parameters
 
 
+def _of_input(d_y: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of ``x`` in ``y = x W^T``, as one product of two dimensions."""
+    return d_y.flatten(0, 1).matmul(weight).unflatten(0, d_y.shape[:2])
+
+
 def _of_weight(d_y: Tensor, x: Tensor) -> Tensor:
     """The gradient of ``W`` in ``y = x W^T``."""
-    return d_y.flatten(0, 1).t().matmul(x.flatten(0, 1))
+    return d_y.contiguous().flatten(0, 1).t().matmul(x.contiguous().flatten(0, 1))
 
 
 def _forward(

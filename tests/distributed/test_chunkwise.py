@@ -104,6 +104,10 @@ def test_projections_inside_the_mixer_change_no_bit(pools, lengths):
     pools(2).run(laws.projections_inside_change_no_bit, 2, lengths)
 
 
+def test_a_checkpoint_holds_while_auto_changes_the_scheme(pools):
+    pools(2).run(laws.a_checkpoint_holds_while_auto_changes_the_scheme)
+
+
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 def test_training_works_after_an_evaluation_in_inference_mode(pools, mode):
     pools(2).run(laws.trains_after_inference_mode, 2, mode)

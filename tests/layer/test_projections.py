@@ -6,9 +6,11 @@ from types import MethodType
 import pytest
 import torch
 from megatron.core import utils
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import randomise_, thd
@@ -29,14 +31,16 @@ def inside(layer, x) -> bool:
 
 
 def all_that_comes_out(layer, x, packed):
-    """The output and every gradient; None for what needs none."""
-    leaves = [x, *layer.parameters()]
-    for leaf in leaves:
-        leaf.grad = None
-    out, bias = layer(x, None, packed_seq_params=packed)
-    assert bias is None
-    out.float().square().sum().backward()
-    return [out, *(leaf.grad for leaf in leaves)]
+    """The output and every gradient, of a dense one and of one repeated; None if none is needed."""
+    leaves, found = [x, *layer.parameters()], []
+    for d_out in (torch.randn(x.shape, generator=torch.Generator().manual_seed(3)), torch.ones(())):
+        for leaf in leaves:
+            leaf.grad = None
+        out, bias = layer(x, None, packed_seq_params=packed)
+        assert bias is None
+        out.backward(d_out.to(out).expand(out.shape))
+        found += [out, *(leaf.grad for leaf in leaves)]
+    return found
 
 
 FROZEN = {
@@ -48,17 +52,29 @@ FROZEN = {
 }
 
 
+def freeze(layer, x, names):
+    named = {"x": x, **dict(layer.named_parameters())}
+    for name in names:
+        named[name].requires_grad_(False)
+
+
+# Strides of the input; a batch of one row that was [1, S, D] has some of no meaning.
+INPUTS = {
+    "packed": lambda dtype: torch.randn(29, 1, 24, dtype=dtype),
+    "batch": lambda dtype: torch.randn(29, 2, 24, dtype=dtype),
+    "transposed": lambda dtype: torch.randn(2, 29, 24, dtype=dtype).transpose(0, 1),
+    "one row, transposed": lambda dtype: torch.randn(1, 29, 24, dtype=dtype).transpose(0, 1),
+}
+
+
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("lengths", [None, (3, 0, 20, 6)], ids=["batch", "packed"])
-def test_the_bits_are_those_of_the_modules(lengths, dtype, frozen):
-    config = make_config(params_dtype=dtype, bf16=dtype is torch.bfloat16)
-    layer = build(config, A_init_range=(1, 16))
-    packed = None if lengths is None else thd(lengths)
-    x = torch.randn(29, 2 if lengths is None else 1, 24, dtype=dtype, requires_grad=True)
-    named = {"x": x, **dict(layer.named_parameters())}
-    for name in FROZEN[frozen]:
-        named[name].requires_grad_(False)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_the_bits_are_those_of_the_modules(kind, dtype, frozen):
+    layer = build(make_config(params_dtype=dtype, bf16=dtype is torch.bfloat16))
+    packed = thd((3, 0, 20, 6)) if kind == "packed" else None
+    x = INPUTS[kind](dtype).requires_grad_()
+    freeze(layer, x, FROZEN[frozen])
     assert inside(layer, x)
     ours = all_that_comes_out(layer, x, packed)
     layer.in_proj.register_forward_hook(lambda *_: None)
@@ -68,9 +84,16 @@ def test_the_bits_are_those_of_the_modules(lengths, dtype, frozen):
         assert one is None or torch.equal(one, other)
 
 
-def test_no_more_is_saved_than_by_the_modules():
+ALL_BUT_OUT_PROJ = (
+    "x", "in_proj.weight", "conv1d.weight", "A_log", "dt_bias", "out_norm.weight",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [*FROZEN.values(), ALL_BUT_OUT_PROJ], ids=str)
+def test_no_more_is_saved_than_by_the_modules(frozen):
     layer = build()
     x = torch.randn(29, 2, 24, requires_grad=True)
+    freeze(layer, x, frozen)
 
     def saved() -> int:
         memory = {}
@@ -109,6 +132,23 @@ def doubled(forward):
 
 def replace_forward(layer, _):
     layer.in_proj.forward = MethodType(doubled(layer.in_proj.forward), layer.in_proj)
+
+
+def replace_what_the_forward_calls(layer, _):
+    product = layer.in_proj._forward_impl
+    layer.in_proj._forward_impl = lambda *args, **kwargs: 2 * product(*args, **kwargs)
+
+
+def replace_what_every_linear_calls(_, monkeypatch):
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    product = getattr(layers, name)
+
+    def double_in_proj(input, weight, *args, **kwargs):
+        factor = 2 if weight.shape[1] == 24 else 1
+        return factor * product(input, weight, *args, **kwargs)
+
+    double_in_proj.warned = True  # Megatron keeps it there whether it has warned
+    monkeypatch.setattr(layers, name, double_in_proj)
 
 
 def replace_forward_of_the_class(_, monkeypatch):
@@ -154,6 +194,8 @@ def parametrisation(layer, _):
 
 DOUBLE_IN_PROJ = [
     replace_forward,
+    replace_what_the_forward_calls,
+    replace_what_every_linear_calls,
     replace_forward_of_the_class,
     hook,
     pre_hook,
@@ -166,6 +208,7 @@ DOUBLE_IN_PROJ = [
 @pytest.mark.parametrize("change", DOUBLE_IN_PROJ, ids=lambda change: change.__name__)
 def test_what_is_changed_after_the_first_forward_counts(change, monkeypatch):
     layer, x = build(), torch.randn(9, 2, 24)
+    assert inside(layer, x)
     layer(x, None)
     linear, weight = layer.in_proj, layer.in_proj.weight
     expected_way = 2 * linear(x)[0]
@@ -202,15 +245,27 @@ class Group:
         return 2
 
 
+def another_group(layer):
+    layer.out_proj = build().out_proj
+    layer.out_proj.tp_group = Group()
+
+
+def built_with(name):
+    def change(layer):
+        layer.in_proj = build().in_proj
+        setattr(layer.in_proj, name, True)
+
+    return change
+
+
 NOT_PLAIN = {
     "bias": lambda layer: layer.in_proj.register_parameter("bias", nn.Parameter(torch.zeros(3))),
+    "late bias": lambda layer: setattr(layer.out_proj, "bias", nn.Parameter(torch.zeros(3))),
     "main_grad": set_on("out_proj", "gradient_accumulation_fusion"),
-    "sequence parallel": set_on("in_proj", "sequence_parallel"),
-    "experts": set_on("in_proj", "explicit_expert_comm"),
-    "two ranks": lambda layer: setattr(layer.out_proj, "tp_group", Group()),
-    "gathered weights": lambda layer: setattr(layer.in_proj, "gtp_remat_size", 2),
+    "sequence parallel": built_with("sequence_parallel"),
+    "experts": built_with("explicit_expert_comm"),
+    "two ranks": another_group,
     "offload": set_on_config("_cpu_offloading_context", object()),
-    "deferred": set_on_config("defer_embedding_wgrad_compute", True),
     "another dtype": lambda layer: layer.out_proj.to(torch.bfloat16),
     "conv1d's hook": lambda layer: layer.conv1d.register_forward_pre_hook(lambda *_: None),
     "the norm's hook": lambda layer: layer.out_norm.register_forward_hook(lambda *_: None),
@@ -220,6 +275,7 @@ NOT_PLAIN = {
 @pytest.mark.parametrize("reason", NOT_PLAIN)
 def test_other_layers_call_their_linears(reason):
     layer, x = build(), torch.randn(9, 2, 24)
+    assert inside(layer, x)
     NOT_PLAIN[reason](layer)
     assert not inside(layer, x)
 
@@ -236,3 +292,47 @@ def test_so_do_layers_that_recompute_the_norm_under_autocast_without_tokens_and_
     assert not inside(layer, x)
     monkeypatch.undo()
     assert not inside(build(recompute_norm_out=True), x)
+
+
+def test_weights_of_other_heads_are_refused_as_with_the_modules():
+    x = torch.randn(9, 2, 24)
+    narrow, wide, strided = build(), build(), build()
+    narrow.in_proj.weight = nn.Parameter(narrow.in_proj.weight[:-1].clone())
+    with pytest.raises(ValueError, match=r"the weight of in_proj must be \[272, D\]"):
+        narrow(x, None)
+    weight = wide.conv1d.weight
+    wide.conv1d.weight = nn.Parameter(torch.cat([weight, weight]))
+    strides = strided.conv1d.weight.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    strided.conv1d.weight = nn.Parameter(strides)
+    for layer in (wide, strided):
+        assert inside(layer, x)
+        with pytest.raises(ValueError, match="conv_weight must be contiguous"):
+            layer(x, None)
+
+
+def test_autocast_that_is_entered_for_the_backward_changes_nothing():
+    layer = build()
+    x = torch.randn(9, 2, 24, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x, None)[0].sum(), leaves)
+    out = layer(x, None)[0].sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_layer_changes_no_bit(reentrant):
+    layer = build()
+    x = torch.randn(9, 2, 24, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+
+    def gradients(run):
+        for leaf in leaves:
+            leaf.grad = None
+        run(x).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients(lambda x: layer(x, None)[0])
+    again = gradients(lambda x: checkpoint(lambda x: layer(x, None)[0], x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))

@@ -80,14 +80,17 @@ def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
     assert rule.alive == [[False, False]]
 
 
-def test_so_is_the_gradient_of_hidden_states_where_the_projections_are_inside():
+@pytest.mark.parametrize("least", [0, 9 * (6 + 8) // 2 * 4], ids=["all", "of mixed rows"])
+def test_so_is_the_gradient_of_hidden_states_where_the_projections_are_inside(monkeypatch, least):
+    """Also where only the mixed rows, 8 wide, and not the 6 of a hidden state are large enough."""
+    monkeypatch.setattr(hand_over, "LEAST", least)
     rule, (proj, weight, A_log, dt_bias, gamma) = Watch(), leaves()
     hidden = torch.randn(9, 1, 6, requires_grad=True)
     into = torch.randn(SIZES.width, 6, requires_grad=True)
     out = torch.randn(6, gamma.numel() * SIZES.value_heads, requires_grad=True)
     plan = gated_delta_plan(proj, weight.shape[-1], SIZES, rule, Neighbours())
     parameters = (weight, None, A_log, dt_bias)
-    mixed = plan.mix(hidden, parameters, GatedNorm(gamma), around=Projections(into, out))
+    mixed = plan.mix(hidden, parameters, GatedNorm(gamma), projections=Projections(into, out))
     mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
     mixed.square().sum().backward()
     assert rule.alive == [[False, False]]
