@@ -190,7 +190,7 @@ def _forward(
 
 
 def _backward(
-    kept: _Kept, saved: list[Tensor | None], gradient: list[Tensor], d_z: Tensor | None
+    kept: _Kept, saved: list[Any], gradient: list[Tensor], d_z: Tensor | None
 ) -> tuple[Any, ...]:
     """The gradients of proj, gamma and the parameters.
 
