@@ -22,7 +22,8 @@ from megatron_gdn.warm_up.command import _end_with_the_run
 _end_with_the_run()
 folder, quick, slow = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 if os.fork() == 0:
-    (folder / "fork").write_text(str(os.getpid()))
+    (folder / "written").write_text(str(os.getpid()))
+    (folder / "written").rename(folder / "fork")  # who finds it reads all of it
     time.sleep(1000)
 time.sleep(quick)
 (folder / "quick").touch()
@@ -48,7 +49,7 @@ def until(condition) -> None:
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or read
         return False
 
 
