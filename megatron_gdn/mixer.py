@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from .micro_batch import MicroBatch
 from .module_hooks import has_hooks, run_pre_hooks
 from .observe import log_once
+from .ops.hand_over import is_handed_over
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
 from .ops.mixer import (
@@ -61,7 +62,10 @@ class Mixer:
 
         They are where all of the layer is plain (:class:`.PlainProjections`, :func:`.plain_norm`)
         and no row moves between the linears and the mixer. Not with ``recompute_norm``, which drops
-        what a module has saved, and not under ``torch.compile``, which takes in the modules.
+        what a module has saved, and not under ``torch.compile``, which takes in the modules. Nor
+        where the rows are so many that gradients are handed over (:mod:`.ops.hand_over`): there
+        the device has more to do than the host, and one function for all would keep the gradient
+        of ``out_proj``'s weight through the backward's peak.
 
         Args:
             rows: ``[s, B, D]``, the layer's input.
@@ -69,8 +73,10 @@ class Mixer:
         if self.recompute_norm or torch.compiler.is_compiling() or has_hooks(layer.conv1d):
             return None
         weights = self._projections.weights(layer.in_proj, layer.out_proj, rows)
-        norm = None if weights is None else plain_norm(layer.out_norm, None)
-        return None if weights is None or norm is None else Around(weights, norm)
+        if weights is None or is_handed_over(rows.nbytes // rows.shape[-1] * weights.out.shape[1]):
+            return None
+        norm = plain_norm(layer.out_norm, None)
+        return None if norm is None else Around(weights, norm)
 
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def __call__(

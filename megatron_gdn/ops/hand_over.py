@@ -16,19 +16,20 @@ from torch import Tensor
 LEAST = 128 << 20
 
 
+def is_handed_over(nbytes: int) -> bool:
+    """Whether a gradient is as large as that."""
+    return nbytes >= LEAST
+
+
 class HandOver:
-    """One object per forward: ``out = hand_over.behind(out, ..)``, ``take`` in the backward."""
+    """One object per forward: ``out = hand_over.behind(out)``, ``take`` in the backward."""
 
     def __init__(self) -> None:
         self._aside: dict[int, Tensor] = {}
 
-    def behind(self, out: Tensor, nbytes: int) -> Tensor:
-        """``out`` for its readers; as it is if it needs no gradient or little is freed.
-
-        Args:
-            nbytes: of the gradient of the mixed rows, which ``out`` may be projected from.
-        """
-        if not out.requires_grad or nbytes < LEAST:
+    def behind(self, out: Tensor) -> Tensor:
+        """``out`` for its readers; as it is if it needs no gradient or its gradient is small."""
+        if not out.requires_grad or not is_handed_over(out.nbytes):
             return out
         return _PutAside.apply(out, self)
 

@@ -118,17 +118,14 @@ class Plan:
             front = ContinuedFront(front, history)
         into = None if projections is None else projections.into
         keep = torch.is_grad_enabled() and _wanted(rows, into, gamma, *parameters)
+        if projections is not None:
+            assert norm is not None, "out_proj takes normed rows"
+            call = Call(self, front, eps, zero_centered, keep, refilled)
+            return ProjectedMixerFunction.apply(call, rows, *projections, gamma, *parameters)
         hand_over = HandOver() if keep and norm is not None else None
         call = Call(self, front, eps, zero_centered, keep, refilled, hand_over)
-        if projections is None:
-            out = MixerFunction.apply(call, rows, gamma, *parameters)
-        else:
-            assert norm is not None, "out_proj takes normed rows"
-            out = ProjectedMixerFunction.apply(call, rows, *projections, gamma, *parameters)
-        if hand_over is None:
-            return out
-        mixed_width = self.z.stop - self.z.start
-        return hand_over.behind(out, out.nbytes // out.shape[-1] * mixed_width)
+        out = MixerFunction.apply(call, rows, gamma, *parameters)
+        return out if hand_over is None else hand_over.behind(out)
 
 
 def _wanted(*tensors: Tensor | None) -> bool:

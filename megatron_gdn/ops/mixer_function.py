@@ -47,7 +47,7 @@ class Call(NamedTuple):
     zero_centered: bool
     keep: bool  # for a backward
     refilled: RefilledOutput | None
-    hand_over: HandOver | None  # of the gradient of the output
+    hand_over: HandOver | None = None  # of the gradient of the output
 
 
 class _Kept(NamedTuple):
@@ -86,8 +86,8 @@ class ProjectedMixerFunction(torch.autograd.Function):
     """Hidden states ``[S, B, D]`` to hidden states: the projections are computed here too.
 
     A linear that is a module takes the same products, so the bits are its bits. What needs no
-    gradient is not saved for one. All gradients come at once, when the backward is over: that of
-    ``out`` lives through the rule's backward, where that of the mixed rows does not.
+    gradient is not saved for one. All gradients come at once, when the backward is over: those of
+    ``out`` and of the output live through the rule's backward. So this is for few rows.
     """
 
     @staticmethod
@@ -117,26 +117,21 @@ class ProjectedMixerFunction(torch.autograd.Function):
     def backward(ctx, d_out: Tensor):
         if torch.is_autocast_enabled(d_out.device.type):  # entered after the forward
             with torch.autocast(d_out.device.type, enabled=False):
-                return ProjectedMixerFunction._gradients(ctx, [d_out])
-        gradient = [d_out]
-        del d_out
-        return ProjectedMixerFunction._gradients(ctx, gradient)
+                return ProjectedMixerFunction._gradients(ctx, d_out)
+        return ProjectedMixerFunction._gradients(ctx, d_out)
 
     @staticmethod
-    def _gradients(ctx, gradient: list[Tensor]) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         kept = ctx.kept
         _, rows_wanted, into_wanted, out_wanted, *_ = ctx.needs_input_grad
         rows, into, out, mixed, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
-        d_out = gradient.pop()
         if kept is None:  # nothing before out_proj needs a gradient
             nothing = [None] * (len(ctx.needs_input_grad) - 4)
             return None, None, None, _of_weight(d_out, mixed), *nothing
-        if kept.call.hand_over is not None:
-            d_out = kept.call.hand_over.take(d_out)
-        gradient.append(_of_input(d_out, out))
+        gradient = [_of_input(d_out, out)]
         of_out = _of_weight(d_out, mixed) if out_wanted else None
-        del d_out, mixed
+        del mixed
         d_proj, d_gamma, *of_parameters = _backward(kept, saved, gradient, None)
         d_rows = _of_input(d_proj, into) if rows_wanted else None
         of_into = _of_weight(d_proj, rows) if into_wanted else None

@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_gdn.ops import hand_over
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import randomise_, thd
 from tests.parallel import make_config
@@ -111,6 +112,14 @@ def test_no_more_is_saved_than_by_the_modules(frozen):
     ours = saved()
     layer.in_proj.register_forward_hook(lambda *_: None)
     assert ours <= saved()
+
+
+def test_many_rows_take_the_modules_whose_gradients_do_not_wait_for_each_other(monkeypatch):
+    layer = build()
+    mixed = layer.out_proj.weight.shape[1] * 4  # bytes of a row
+    monkeypatch.setattr(hand_over, "LEAST", 58 * mixed)
+    assert inside(layer, torch.randn(57, 1, 24))
+    assert not inside(layer, torch.randn(29, 2, 24))
 
 
 def test_a_second_backward_gives_the_same_and_a_second_derivative_is_refused():

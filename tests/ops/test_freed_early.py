@@ -11,9 +11,7 @@ import torch
 from megatron_gdn.ops import hand_over
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer, gated_delta_plan
-from megatron_gdn.ops.mixer_function import Projections
-from megatron_gdn.ops.neighbours import Neighbours
+from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.recompute import RefilledOutput
 
 SIZES = HeadSizes(1, 2, 4, 4)
@@ -75,22 +73,6 @@ def every_size(monkeypatch):
 def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
     rule, tensors = Watch(), leaves()
     mixed = mixed_by(rule, tensors)
-    mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
-    mixed.square().sum().backward()
-    assert rule.alive == [[False, False]]
-
-
-@pytest.mark.parametrize("least", [0, 9 * (6 + 8) // 2 * 4], ids=["all", "of mixed rows"])
-def test_so_is_the_gradient_of_hidden_states_where_the_projections_are_inside(monkeypatch, least):
-    """Also where only the mixed rows, 8 wide, and not the 6 of a hidden state are large enough."""
-    monkeypatch.setattr(hand_over, "LEAST", least)
-    rule, (proj, weight, A_log, dt_bias, gamma) = Watch(), leaves()
-    hidden = torch.randn(9, 1, 6, requires_grad=True)
-    into = torch.randn(SIZES.width, 6, requires_grad=True)
-    out = torch.randn(6, gamma.numel() * SIZES.value_heads, requires_grad=True)
-    plan = gated_delta_plan(proj, weight.shape[-1], SIZES, rule, Neighbours())
-    parameters = (weight, None, A_log, dt_bias)
-    mixed = plan.mix(hidden, parameters, GatedNorm(gamma), projections=Projections(into, out))
     mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
     mixed.square().sum().backward()
     assert rule.alive == [[False, False]]
