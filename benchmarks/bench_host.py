@@ -3,7 +3,8 @@
     python3 benchmarks/bench_host.py --out results.jsonl
     python3 benchmarks/bench_host.py --layers ours --cases 1x8192 --profile 25
 
-Calls are issued behind a kernel that sleeps, so the host waits for nothing. The last column has the
+Calls are issued behind a kernel that sleeps, so the host waits for nothing, and the layers take
+turns. The last column has the
 backward in the calling thread: what it is less by goes into autograd's own thread. ``--profile``
 prints the functions in which the time goes, likewise in the calling thread, where Python's profiler
 sees the backward; its times are longer by what it costs itself.
@@ -71,11 +72,12 @@ def main() -> None:
     for name in args.cases:
         runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
         base = None
-        for layer, run in runs.items():
-            both = with_backward(run, modules[layer], x)
-            forward, total = host_ms(run), host_ms(both)
-            with torch.autograd.set_multithreading_enabled(False):
-                alone = host_ms(both)
+        boths = [with_backward(run, modules[layer], x) for layer, run in runs.items()]
+        forwards_ms, totals_ms = host_ms(list(runs.values())), host_ms(boths)
+        with torch.autograd.set_multithreading_enabled(False):
+            alone_ms = host_ms(boths)
+        found = zip(runs, boths, forwards_ms, totals_ms, alone_ms, strict=True)
+        for layer, both, forward, total, alone in found:
             record = {"case": name, "layer": layer, "core": args.core, "heads": list(args.heads),
                       "host_forward": forward, "host_forward_backward": total,
                       "host_in_one_thread": alone,

@@ -6,7 +6,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,30 +58,37 @@ def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) ->
     }
 
 
-def host_ms(run: Callable[[], object], *, rounds: int = 8, calls: int = 3) -> dict[str, float]:
-    """What the host takes for a call of ``run`` that never waits for the device.
+def host_ms(
+    runs: Sequence[Callable[[], object]], *, rounds: int = 16, calls: int = 3
+) -> list[dict[str, float]]:
+    """What the host takes for a call of each of ``runs`` that never waits for the device.
 
     The stream sleeps while a few calls are issued behind it: few, since a full queue would make the
-    host wait. Collectives that wait for other ranks on the host count as well.
+    host wait. Collectives that wait for other ranks on the host count as well. The runs take turns,
+    since a host is faster at some moments than at others.
     """
-    for _ in range(5):
-        run()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(1e8))  # clock cycles, some 50 ms
-        for _ in range(calls):
-            began = time.perf_counter()
+    for run in runs:
+        for _ in range(5):
             run()
-            times.append((time.perf_counter() - began) * 1e3)
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, of_run in zip(runs, times, strict=True):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(1e8))  # clock cycles, some 50 ms
+            for _ in range(calls):
+                began = time.perf_counter()
+                run()
+                of_run.append((time.perf_counter() - began) * 1e3)
     torch.cuda.synchronize()
-    times.sort()
-    return {
-        "median": statistics.median(times),
-        "p10": times[len(times) // 10],
-        "p90": times[-1 - len(times) // 10],
-        "n": len(times),
-    }
+    return [
+        {
+            "median": statistics.median(of_run),
+            "p10": sorted(of_run)[len(of_run) // 10],
+            "p90": sorted(of_run)[-1 - len(of_run) // 10],
+            "n": len(of_run),
+        }
+        for of_run in times
+    ]
 
 
 def captured[Made](run: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:

@@ -23,7 +23,6 @@ from ..ops.documents import Documents
 from ..ops.front.base import Front, Parameters
 from ..ops.front.history import ContinuedFront, HistoryTable
 from ..ops.host_tables import cached_by_stream, to_device
-from ..ops.rows import rows_at
 from ..ops.rule import Rule, on_tokens
 from ..ops.state_maps.state_map import StateShape
 from .aligned import advance
@@ -218,28 +217,13 @@ class _FromCarry:
 @cached_by_stream(32)
 def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
     """The rows near the start of every sequence, to be computed again with their history."""
-    offsets, history, redone, again = [0], [], [], []
-    start = 0
-    for length in lengths:
-        first, fresh = offsets[-1], min(length, past)
-        history += range(first, first + past)
-        again += range(first + past, first + past + fresh)
-        redone += range(start, start + fresh)
-        offsets.append(first + past + fresh)
-        start += length
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-
-    def rows(index: list[int]):
-        return rows_at(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
-
-    return HistoryTable(
-        edges=Documents(tuple(offsets), device),
-        history_at=rows(history),
-        redone_at=rows(redone),
-        again_at=rows(again),
-        gradient_rows=nothing,
-        gradient_sources=nothing[:, None],
-        sent_from=(),
+    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    # W - 1 rows for every sequence, oldest first.
+    oldest = torch.arange(len(lengths), device="cpu") * past
+    history = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    return HistoryTable.build(
+        counts.cumsum(0) - counts, counts.clamp(max=past), history, nothing, device
     )
 
 

@@ -11,9 +11,11 @@ from functools import partial
 import torch
 
 from ..ops.delta_rule import half_kernels
+from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.delta_rule.half import LARGEST_D_FINAL, LARGEST_D_O
 from ..ops.documents import Documents
 from ..ops.front import gdn as prepare
+from ..ops.front.history import HistoryTable
 from ..ops.gated_norm import norm
 from ..ops.head_sizes import HeadSizes
 from ..ops.kernels.builds import watch_triton_builds
@@ -86,6 +88,28 @@ class MixerLaunches:
             documents=self.documents, factor=self.factor, **options,
         )  # fmt: skip
 
+    def edges(self, **_options) -> None:
+        """The first tokens of two pieces, whose history another rank holds."""
+        S, B, _ = self.proj.shape
+        past = self.parameters[0].shape[-1] - 1
+        of_pieces = torch.tensor([past, past], device="cpu")
+        arrived = torch.arange(2 * past, device="cpu").view(2, past)
+        table = HistoryTable.build(
+            of_pieces, of_pieces, arrived, torch.arange(past, device="cpu"), self.proj.device
+        )
+        history = self.tensor(2 * past, B, self.sizes.conv_width)
+        edges = prepare.edges_of(self.sizes, True)
+        q, k, v = (
+            self.grads[0].new_empty(B, S, *sizes)
+            for sizes in zip(edges.heads, edges.widths, strict=True)
+        )
+        made = RuleInputs(q, k, v, *self.grads[3:])
+        edges.redo(table, self.proj, self.parameters, history, made, edges.names)
+        grads = RuleGrads(*self.grads, self.factor)
+        begun = edges.backward(table, self.proj, self.parameters, history, grads)
+        of_parameters = tuple(None if x is None else x.clone() for x in self.parameters)
+        begun.add(self.d_proj, begun.d_history[:past], of_parameters)
+
     def norm_forward(self) -> None:
         norm.gated_norm_forward(self.o, self.proj, self.gamma, self.z)
 
@@ -126,6 +150,8 @@ def mixer_tasks(
         launches = MixerLaunches(_TOKENS, sizes, documents, taps=taps, operands=operands)
         kind = "packed" if documents else "dense"
         steps = {"front backward": launches.backward, "front forward": launches.forward}
+        if documents:
+            steps["edges"] = launches.edges
         if documents == 0 or not dense:
             steps |= {"norm": launches.norms, "states": launches.chain}
             if operands == torch.float16:

@@ -3,6 +3,8 @@
 The exchanges are played out on the host, all ranks in one process.
 """
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,6 @@ from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.context_parallel.chunkwise.pieces import pieces_of
 from megatron_gdn.context_parallel.chunkwise.states import _put, _take, chain_nodes, state_table
-from megatron_gdn.ops.rows import put, take
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,6 @@ def played_out(rows_by_rank, send_counts, size):
 def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut, taps):
     lengths, cp, layout = cut
     routes = [history_route(*cut, rank, taps, CPU) for rank in range(cp)]
-    position = position_in_document(lengths)
     if routes[0] is None:
         pieces = pieces_of(*cut)
         assert routes == [None] * cp and (pieces.seen == 0).all()
@@ -74,38 +74,51 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         [route.send_counts for route in routes],
         cp,
     )
-    gradients, returning, expected = [], [], torch.zeros(sum(lengths), dtype=torch.float64)
-    for rank, route in enumerate(routes):
-        table = route.table
-        assert len(received[rank]) == sum(route.receive_counts)
-        edges = 0 if table.edges is None else table.edges.total_tokens
-        stream = torch.full((edges,), -1)
-        put(stream, table.history_at, 0, received[rank])
-        again = take(held[rank], table.redone_at, 0)
-        put(stream, table.again_at, 0, again)
-        # Each small document: up to taps - 1 rows, then the piece's first ones, without a gap.
-        starts, needed = [], []
-        for piece in pieces_of(*cut).held_by(rank).tolist():
-            start, seen = (int(x[piece]) for x in (pieces_of(*cut).start, pieces_of(*cut).seen))
-            if seen:
-                length = int(pieces_of(*cut).length[piece])
-                low = start - min(seen, taps - 1)
-                needed.append(torch.arange(low, start + min(length, taps - 1)))
-                starts.append(len(needed[-1]))
-        assert torch.equal(stream, torch.cat([*needed, stream[:0]]))
-        assert starts == ([] if table.edges is None else list(table.edges.lengths))
-        assert (position[again] > 0).all()
+    past, gradients, returning = taps - 1, [], []
+    expected = torch.zeros(sum(lengths), dtype=torch.float64)
+    for rank, table in enumerate(route.table for route in routes):
+        assert len(received[rank]) == sum(routes[rank].receive_counts)
+        # Every piece that continues a document: the rows before it, and its first ones.
+        continued = [p for p in pieces_of(*cut).held_by(rank).tolist() if pieces_of(*cut).seen[p]]
+        assert table.count == len(continued)
+        gradient = torch.rand(table.count, 2 * past, dtype=torch.float64)  # newest history first
+        back = torch.full((len(received[rank]),), torch.nan, dtype=torch.float64)
+        for line, piece, of_piece in zip(table.lines.tolist(), continued, gradient, strict=True):
+            first, redone, *history = line
+            start, seen, length = (
+                int(x[piece]) for x in (pieces_of(*cut).start, pieces_of(*cut).seen,
+                                        pieces_of(*cut).length)
+            )  # fmt: skip
+            assert held[rank][first] == start and redone == min(length, past)
+            known = min(seen, past)
+            assert history[known:] == [-1] * (past - known)
+            for age, row in enumerate(history[:known]):
+                assert received[rank][row] == start - 1 - age
+                back[row] = of_piece[age]
+                expected[start - 1 - age] += of_piece[age]
+            expected[start : start + redone] += of_piece[past : past + redone]
+        assert not back.isnan().any(), "every row that arrives is the history of one piece"
+        gradients.append(gradient[:, past:].flatten())
+        returning.append(back)
 
-        gradient = torch.rand(edges, dtype=torch.float64)
-        expected.index_add_(0, stream, gradient)
-        gradients.append(gradient)
-        returning.append(take(gradient, table.history_at, 0))
+        if not table.count:
+            continue
+        # The small buffer of the plain way: every piece's rows without a gap.
+        places = table.buffer
+        stream = torch.full((places.documents.total_tokens,), -1)
+        stream[places.history] = received[rank][places.arrived]
+        stream[places.again] = held[rank][places.redone]
+        for a, b in pairwise(places.documents.offsets):
+            assert torch.equal(stream[a:b], torch.arange(stream[a], stream[a] + b - a))
+        assert len(places.documents.lengths) == table.count
+        assert torch.equal(table.lines[:, 1].sum(), torch.tensor(len(places.slots)))
     returned = played_out(returning, [route.receive_counts for route in routes], cp)
     total = torch.zeros(sum(lengths), dtype=torch.float64)
     for rank, table in enumerate(route.table for route in routes):
         pool = torch.cat([gradients[rank], returned[rank], torch.zeros(1)])
-        assert len(table.gradient_rows) == len(table.gradient_rows.unique())
-        total[held[rank][table.gradient_rows]] += pool[table.gradient_sources].sum(1)
+        tokens, sources = table.additions[:, 0], table.additions[:, 1:]
+        assert len(tokens) == len(tokens.unique())
+        total[held[rank][tokens]] += pool[sources].sum(1)
     torch.testing.assert_close(total, expected)
 
 

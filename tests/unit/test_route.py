@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.context_parallel import SequenceLayout, local_indices
-from megatron_gdn.context_parallel.headwise.route import route
+from megatron_gdn.context_parallel.headwise.route import route, stretches
 
 CPU = torch.device("cpu")
 CASES = [
@@ -75,3 +75,8 @@ def test_a_route_is_built_once_for_the_same_values():
         return route((16, 32), 2, 1, SequenceLayout.ZIGZAG, CPU)
 
     assert built() is built()
+
+
+def test_stretches_are_runs_of_neighbours():
+    assert stretches(torch.tensor([3, 4, 9, 1, 2])) == [(3, 2), (9, 1), (1, 2)]
+    assert stretches(torch.zeros(0, dtype=torch.int64)) == []

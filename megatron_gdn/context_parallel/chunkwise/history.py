@@ -15,15 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents
-from ...ops.front.history import HistoryTable, Transfer
+from ...ops.front.history import HistoryTable, Transfer, ranges
 from ...ops.host_tables import cached_by_stream, to_device
-from ...ops.rows import rows_at, stretches
 from ..layouts import SequenceLayout
 from .map_exchange import exchange_rows
 from .pieces import pieces_of
-
-_FEW = 4  # stretches that are added to one by one rather than gathered
 
 
 class HistoryRoute(NamedTuple):
@@ -69,56 +65,22 @@ def history_route(
     by_giver = giver[taken].argsort(stable=True)
 
     mine = pieces.held_by(rank)
-    history = pieces.seen[mine].clamp(max=reach)
-    mine, history = mine[history > 0], history[history > 0]
-    redone = pieces.length[mine].clamp(max=reach)
-    edge_length = history + redone
-    edge_start = edge_length.cumsum(0) - edge_length
-    history_slots = _ranges(edge_start, history)
-    redone_slots = _ranges(edge_start + history, redone)
-    redone_rows = _ranges(pieces.local_start[mine], redone)
-
-    edge_rows = int(edge_length.sum())
-    rows, sources = _by_row(
-        torch.cat([redone_rows, row[sent]]),
-        torch.cat([redone_slots, edge_rows + torch.arange(len(sent), device="cpu")]),
-        filler=edge_rows + len(sent),
-    )
-    sent_from = tuple(stretches(row[sent]))
-    edges = None
-    if len(mine):
-        edges = Documents((0, *edge_length.cumsum(0).tolist()), device)
-    table = HistoryTable(
-        edges=edges,
-        history_at=rows_at(history_slots[by_giver], device),
-        redone_at=rows_at(redone_rows, device),
-        again_at=rows_at(redone_slots, device),
-        gradient_rows=to_device(rows, device),
-        gradient_sources=to_device(sources, device),
-        sent_from=sent_from if sources.shape[1] < 2 and len(sent_from) <= _FEW else None,
-    )
+    known = pieces.seen[mine].clamp(max=reach)
+    mine, known = mine[known > 0], known[known > 0]
+    # A piece's rows are neighbours in ``taken``, oldest first; rows arrive giver by giver.
+    arrived = torch.empty_like(by_giver)
+    arrived[by_giver] = torch.arange(len(by_giver), device="cpu")
+    before = torch.full((len(mine), reach), -1, device="cpu")
+    line = torch.arange(len(mine), device="cpu").repeat_interleave(known)
+    age = ranges(torch.zeros_like(known), known)
+    before[line, age] = arrived[(known.cumsum(0) - 1)[line] - age]
+    first, redone = pieces.local_start[mine], pieces.length[mine].clamp(max=reach)
     return HistoryRoute(
         send_rows=to_device(row[sent], device),
         send_counts=tuple(taker[sent].bincount(minlength=cp_size).tolist()),
         receive_counts=tuple(giver[taken].bincount(minlength=cp_size).tolist()),
-        table=table,
+        table=HistoryTable.build(first, redone, before, row[sent], device),
     )
-
-
-def _ranges(start: Tensor, count: Tensor) -> Tensor:
-    """``start[0] .. start[0] + count[0] - 1, start[1] .., ...``"""
-    first = count.cumsum(0) - count
-    return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
-
-
-def _by_row(rows: Tensor, sources: Tensor, filler: int) -> tuple[Tensor, Tensor]:
-    """Group (row, source) pairs by row: the distinct rows, and their sources padded to a table."""
-    order = rows.argsort(stable=True)
-    rows, count = rows[order].unique_consecutive(return_counts=True)
-    table = sources.new_full((len(rows), int(count.max()) if len(rows) else 0), filler)
-    line = torch.arange(len(rows), device="cpu").repeat_interleave(count)
-    table[line, _ranges(torch.zeros_like(count), count)] = sources[order]
-    return rows, table
 
 
 class HistoryOfPieces:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream, to_device
-from ...ops.rows import stretches
 from ..layouts import SequenceLayout, inverse, rank_order_of_sequence
 
 
@@ -129,3 +128,13 @@ def places_of(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     others = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), others.flatten()
+
+
+def stretches(index: Tensor) -> list[tuple[int, int]]:
+    """An index on the host as (start, width) of its stretches of neighbours."""
+    if not index.numel():
+        return []
+    starts = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist()]
+    ends = [*starts[1:], index.numel()]
+    first = index[starts].tolist()
+    return [(row, end - start) for row, start, end in zip(first, starts, ends, strict=True)]

@@ -29,6 +29,7 @@ from ..kernels.tiles import (
     within_reach,
     within_shared_memory,
 )
+from .fused_edges import FusedEdges
 from .gdn_backward_kernels import prepare_backward_kernel
 from .gdn_forward_kernels import prepare_forward_kernel
 from .gdn_front import GDNParameterGrads
@@ -191,6 +192,13 @@ def prepare_backward(
     )
     sum_rows(partial, *[x for x in grads if x is not None])
     return grads
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def edges_of(sizes: HeadSizes, normalise_qk: bool) -> FusedEdges:
+    """The first tokens of pieces: the convolved sections of the same rows."""
+    G, H, K, V = sizes
+    return FusedEdges(("q", "k", "v"), 0, (G, G, H), (K, K, V), normalise_qk)
 
 
 class _Backward(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from ..kernels.builds import watch_triton_builds
 from ..layout import Layout
 from ..once import say_once
 from .base import Parameters
+
+if TYPE_CHECKING:
+    from .history import Edges
 
 
 class GDNParameterGrads(NamedTuple):
@@ -89,6 +92,9 @@ class GDNFront:
             documents=documents, factor=factor, normalise_qk=self.normalise_qk,
             batch_invariant=self.batch_invariant,
         )  # fmt: skip
+
+    def edges(self) -> Edges | None:
+        return self.kernels.edges_of(self.sizes, self.normalise_qk)
 
 
 def why_not_triton(proj: Tensor, taps: int) -> str | None:

@@ -76,6 +76,10 @@ def prepare_forward(
     return RuleInputs(**made)
 
 
+def edges_of(sizes: HeadSizes, normalise_qk: bool) -> None:
+    """None: the front computes them, see :mod:`.buffered_edges`."""
+
+
 def prepare_backward(
     proj: Tensor,
     conv_weight: Tensor,

@@ -2,51 +2,124 @@
 
 A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece need rows that are not in
 the batch; they come from other ranks or from a cache. The front first runs on the batch as if every
-piece were a sequence. The same front then computes the first tokens of the pieces again, in a small
-buffer:
+piece were a sequence, while the history travels. Then the first tokens of the pieces, their
+*edges*, are computed again with it: by :mod:`.fused_edges` in one launch each way, or by the front
+itself in plain steps (:mod:`.buffered_edges`).
 
-    [ history of the piece | first rows of the piece ]     for every piece that has a history
-
-Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, R rows of
-history, E rows of the small buffer.
+Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
+have a history, R rows of history, M tokens that get further gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..rows import EvenRows, Rows, put, take, zero
+from ..host_tables import to_device
 from .base import Front, FrontAround, Parameters
+
+
+class Places(NamedTuple):
+    """The small buffer of :mod:`.buffered_edges`: indices on the device.
+
+    Attributes:
+        documents: its short sequences.
+        history, arrived: its rows of history, and their places in the history as it arrived.
+        again, redone: its other rows, and the tokens of the batch that these are.
+        slots: of the same rows, their places among N (W - 1).
+    """
+
+    documents: Documents
+    history: Tensor
+    arrived: Tensor
+    again: Tensor
+    redone: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class HistoryTable:
-    """The rows that are computed again, and the places of their gradients; indices on the device.
+    """The tokens that are computed again, and the places of their gradients.
 
     Attributes:
-        edges: the stretches of the small buffer, as documents; None if no row is computed again.
-        history_at: rows of the small buffer that hold the history, in the order of arrival.
-        redone_at, again_at: tokens of the batch that are computed again, and their rows in the
-            small buffer.
-        gradient_rows: tokens of the batch that get further gradients.
-        gradient_sources: ``[rows, most]``. For each gradient row, the indices into ``cat(edge,
-            returned, zero)`` that are summed.
-        sent_from: the rows that were sent, as ``(start, width)`` of a few stretches, if no row gets
-            more than one further gradient; else None.
+        lines: int64 ``[N, W + 1]`` on the host. A piece's first token; how many of its tokens are
+            computed again, at most W - 1; the row of history that lies 1, 2, .. W - 1 before it,
+            -1 where its sequence begins.
+        pieces: the same in int32 on the device.
+        additions: int32 ``[M, 1 + most]``: a token, then the sources of its further gradients, -1
+            for none. Below N (W - 1): a token computed again, W - 1 places for every piece. From
+            there on: a row that was sent, whose gradient came back.
     """
 
-    edges: Documents | None
-    history_at: Rows
-    redone_at: Rows
-    again_at: Rows
-    gradient_rows: Tensor
-    gradient_sources: Tensor
-    sent_from: tuple[tuple[int, int], ...] | None
+    lines: Tensor
+    pieces: Tensor
+    additions: Tensor
+
+    @classmethod
+    def build(
+        cls, first: Tensor, redone: Tensor, history: Tensor, sent: Tensor, device: torch.device
+    ) -> HistoryTable:
+        """From int64 on the host: the columns of ``lines``, and the tokens that are sent."""
+        N, past = history.shape
+        numbers = torch.arange(N, device="cpu")
+        rows, sources = _by_row(
+            torch.cat([ranges(first, redone), sent]),
+            torch.cat([ranges(numbers * past, redone),
+                       N * past + torch.arange(len(sent), device="cpu")]),
+        )  # fmt: skip
+        lines = torch.cat([first[:, None], redone[:, None], history], dim=1)
+        additions = torch.cat([rows[:, None], sources], dim=1)
+        return cls(lines, to_device(lines.int(), device), to_device(additions.int(), device))
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return len(self.lines)
+
+    @cached_property
+    def buffer(self) -> Places:
+        """Where there is at least one piece."""
+        first, redone, history = self.lines[:, 0], self.lines[:, 1], self.lines[:, 2:]
+        device, past = self.pieces.device, history.shape[1]
+        known = (history >= 0).sum(1)
+        ends = (known + redone).cumsum(0)
+        starts = ends - known - redone
+        # Oldest first, as rows follow each other in the buffer.
+        arrived = history.flip(1)[history.flip(1) >= 0]
+
+        def table(index: Tensor) -> Tensor:
+            return to_device(index, device)
+
+        return Places(
+            Documents((0, *ends.tolist()), device),
+            table(ranges(starts, known)),
+            table(arrived),
+            table(ranges(starts + known, redone)),
+            table(ranges(first, redone)),
+            table(ranges(torch.arange(self.count, device="cpu") * past, redone)),
+        )
+
+
+def ranges(start: Tensor, count: Tensor) -> Tensor:
+    """``start[0] .. start[0] + count[0] - 1, start[1] .., ...``"""
+    first = count.cumsum(0) - count
+    return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
+
+
+def _by_row(rows: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+    """Group (row, source) pairs by row: the distinct rows; their sources, filled up with -1."""
+    order = rows.argsort(stable=True)
+    rows, count = rows[order].unique_consecutive(return_counts=True)
+    table = sources.new_full((len(rows), int(count.max()) if len(rows) else 0), -1)
+    line = torch.arange(len(rows), device="cpu").repeat_interleave(count)
+    table[line, ranges(torch.zeros_like(count), count)] = sources[order]
+    return rows, table
 
 
 class Transfer(Protocol):
@@ -67,11 +140,70 @@ class HistoryLink(Protocol):
         ...
 
 
+class EdgesBackward(Protocol):
+    """The backward of the edges, between what it sends and what comes back.
+
+    Attributes:
+        d_history: ``[R, B, C]``, at least fp32.
+        grads: of the rule's inputs for the front's backward over the batch. Those that the
+            convolution makes are zero at the tokens that were computed again.
+    """
+
+    @property
+    def d_history(self) -> Tensor: ...
+    @property
+    def grads(self) -> Any: ...
+
+    def add(
+        self, d_proj: Tensor, returned: Tensor, of_parameters: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Add the further gradients to rows of ``d_proj`` and to the parameters'.
+
+        Args:
+            d_proj: ``[s, B, P]``, as the front's backward left it. A row is rounded once more.
+            returned: ``[rows sent, B, C]``, the gradients of the rows that this rank sent.
+            of_parameters: from the front's backward; conv weight and bias come first.
+        """
+        ...
+
+
+class Edges(Protocol):
+    """How the first tokens of pieces are computed with their history."""
+
+    def redo(
+        self,
+        table: HistoryTable,
+        proj: Tensor,
+        parameters: Parameters,
+        history: Tensor,
+        made: Any,
+        names: Sequence[str],
+    ) -> None:
+        """Write the inputs of the rule ``names``, in ``made``, at these tokens.
+
+        Args:
+            table: of at least one piece.
+            history: ``[R, B, C]``, any strides.
+            names: neighbours in the front's ``convolved``.
+        """
+        ...
+
+    def backward(
+        self,
+        table: HistoryTable,
+        proj: Tensor,
+        parameters: Parameters,
+        history: Tensor,
+        grads: Any,
+    ) -> EdgesBackward:
+        """From ``grads`` of the rule's inputs, whose values at these tokens may be overwritten."""
+        ...
+
+
 class ContinuedFront(FrontAround):
     """A front over pieces, with the results of the front over whole sequences.
 
-    One object serves one forward and its backward. The history is fetched once. If a second forward
-    makes the small buffer again, the backward reuses it.
+    One object serves one forward and its backward. The history is fetched once.
 
     Args:
         front: the front of whole sequences.
@@ -83,7 +215,12 @@ class ContinuedFront(FrontAround):
         self._link, self._table = link, link.table
         self._columns = front.layout.conv_columns
         self._history_RBC: Tensor | None = None
-        self._edge_EBP: Tensor | None = None
+        edges = front.edges()
+        if edges is None:
+            from .buffered_edges import BufferedEdges
+
+            edges = BufferedEdges(front)
+        self._edges: Edges = edges
 
     def forward(
         self,
@@ -93,23 +230,16 @@ class ContinuedFront(FrontAround):
         only: tuple[str, ...] | None = None,
     ) -> Any:
         """As the inner front's; ``documents`` are the pieces."""
-        transfer, again = None, self._history_RBC is not None
-        if not again:
-            self._history_RBC, transfer = self._link.fetch(proj[..., self._columns])
+        history, transfer = self._history_RBC, None
+        if history is None:
+            history, transfer = self._link.fetch(proj[..., self._columns])
+            self._history_RBC = history
         made = self._front.forward(proj, parameters, documents, only)
         if transfer is not None:
             transfer.wait()
-        names = self.names if only is None else only
-        convolved = tuple(name for name in names if name in self.convolved)
-        if self._table.edges is None or not convolved:
-            return made
-        edge_EBP = self._edge_rows(proj)
-        if again:
-            self._edge_EBP = edge_EBP
-        redone = self._front.forward(edge_EBP, parameters, self._table.edges, convolved)
-        for name in convolved:
-            whole, edge = getattr(made, name), getattr(redone, name)
-            put(whole, self._table.redone_at, 1, edge, self._table.again_at)
+        names = self.convolved if only is None else [x for x in self.convolved if x in only]
+        if self._table.count and names:
+            self._edges.redo(self._table, proj, parameters, history, made, names)
         return made
 
     def backward(
@@ -120,88 +250,10 @@ class ContinuedFront(FrontAround):
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor | None, ...]:
-        """As the inner front's. Tokens computed again get their gradients in the small buffer."""
-        table, columns = self._table, self._columns
-        channels = self.layout.conv_width
-        d_edge_EBC = proj.new_empty(0, *proj.shape[1:2], channels, dtype=_wide(proj))
-        of_edges, returning = None, d_edge_EBC
-        if table.edges is not None:
-            edge_EBP, self._edge_EBP = self._edge_EBP, None
-            if edge_EBP is None:
-                edge_EBP = self._edge_rows(proj)
-            d_edge_EBP = torch.empty_like(edge_EBP)
-            of_edges = self._front.backward(
-                edge_EBP, parameters, self._take_edge_gradients(grads), d_edge_EBP, table.edges
-            )
-            d_edge_EBC = d_edge_EBP[..., columns]
-            returning = take(d_edge_EBC, table.history_at, 0)
-        returned, transfer = self._link.give_back(returning)
-        rest = self._front.backward(proj, parameters, grads, d_proj, documents)
+        """As the inner front's. The gradient of the history travels meanwhile."""
+        assert self._history_RBC is not None
+        edges = self._edges.backward(self._table, proj, parameters, self._history_RBC, grads)
+        returned, transfer = self._link.give_back(edges.d_history)
+        of_parameters = self._front.backward(proj, parameters, edges.grads, d_proj, documents)
         transfer.wait()
-        d_conv = d_proj[..., columns]
-        one_by_one = table.edges is None or isinstance(table.redone_at, EvenRows)
-        if one_by_one and table.sent_from is not None:
-            self._add_one_by_one(d_conv, d_edge_EBC, returned)
-        elif table.gradient_rows.numel():
-            nothing = returned.new_zeros(1, *returned.shape[1:])
-            pool = torch.cat([d_edge_EBC, returned, nothing])
-            extra = pool[table.gradient_sources].sum(1)
-            extra += d_conv.index_select(0, table.gradient_rows)
-            d_conv.index_copy_(0, table.gradient_rows, extra.to(d_proj.dtype))
-        if of_edges is None:
-            return rest
-        # Only the convolution is computed again: other parameters have no second gradient.
-        both = zip(rest[:2], of_edges[:2], strict=True)
-        return *(None if x is None or y is None else x + y for x, y in both), *rest[2:]
-
-    def _add_one_by_one(self, d_conv: Tensor, d_edge_EBC: Tensor, returned: Tensor) -> None:
-        """Add the further gradients to their few rows, in fp32, each rounded once."""
-        table = self._table
-        assert table.sent_from is not None
-        if table.edges is not None:
-            assert isinstance(table.redone_at, EvenRows)
-            ours = table.redone_at.of(d_conv, 0)
-            ours.add_(take(d_edge_EBC, table.again_at, 0).reshape(ours.shape))
-        begin = 0
-        for start, width in table.sent_from:
-            d_conv[start : start + width].add_(returned[begin : begin + width])
-            begin += width
-
-    def _edge_rows(self, proj: Tensor) -> Tensor:
-        """The small buffer, as projection rows ``[E, B, P]`` whose other columns are zero.
-
-        In fp32, so that its gradients are rounded only where they are added to the batch's.
-        """
-        table = self._table
-        assert table.edges is not None and self._history_RBC is not None
-        edge_EBP = proj.new_zeros(table.edges.total_tokens, *proj.shape[1:], dtype=_wide(proj))
-        edge_EBC = edge_EBP[..., self._columns]
-        put(edge_EBC, table.history_at, 0, self._history_RBC)
-        put(edge_EBC, table.again_at, 0, proj[..., self._columns], table.redone_at)
-        return edge_EBP
-
-    def _take_edge_gradients(self, grads: Any) -> Any:
-        """Move the gradients of the redone tokens from ``grads`` to the small buffer's.
-
-        Inputs that the convolution does not make are not computed again: their gradient there is 0.
-        """
-        assert self._table.edges is not None
-        E, moved = self._table.edges.total_tokens, {}
-        for name in self.names:
-            grad = getattr(grads, name)
-            if name in self.convolved:
-                moved[name] = self._take_edge_gradient(grad, E)
-            else:
-                moved[name] = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
-        return grads._replace(**moved)
-
-    def _take_edge_gradient(self, grad: Tensor, E: int) -> Tensor:
-        table = self._table
-        edge = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
-        put(edge, table.again_at, 1, grad, table.redone_at)
-        zero(grad, table.redone_at, 1)
-        return edge
-
-
-def _wide(proj: Tensor) -> torch.dtype:
-    return torch.promote_types(proj.dtype, torch.float32)
+        return edges.add(d_proj, returned, of_parameters)

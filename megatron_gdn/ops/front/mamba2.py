@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from ..layout import Layout
 from ..ssd.base import SSDInputs
 from .base import Parameters
 from .gdn_torch import convolve_rows
+
+if TYPE_CHECKING:
+    from .history import Edges
 
 UNLIMITED = (0.0, math.inf)
 
@@ -134,6 +137,13 @@ class Mamba2Front:
         d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
         d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
         return d_weight, d_bias, d_A_log, d_dt_bias, d_D
+
+    def edges(self) -> Edges | None:
+        if not self.triton:
+            return None
+        from .mamba2_conv import edges_of
+
+        return edges_of(self.layout)
 
     def _convolve(
         self, proj: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents | None

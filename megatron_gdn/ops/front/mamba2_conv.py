@@ -6,6 +6,8 @@ K state dim.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -21,6 +23,7 @@ from ..kernels.tiles import (
     within_shared_memory,
 )
 from ..layout import Layout
+from .fused_edges import FusedEdges
 from .mamba2_conv_kernels import conv_backward_kernel, conv_forward_kernel
 
 
@@ -28,6 +31,13 @@ def sizes_of(layout: Layout) -> tuple[int, int, int, int]:
     """H, G, V and K."""
     of = {section.name: section.width for section in layout.sections}
     return layout.heads("head"), layout.heads("group"), of["x"], of["B"]
+
+
+@cache
+def edges_of(layout: Layout) -> FusedEdges:
+    """The first tokens of pieces: the convolved sections of the same rows."""
+    H, G, V, K = sizes_of(layout)
+    return FusedEdges(("x", "B", "C"), layout.conv_columns.start, (H, G, G), (V, K, K))
 
 
 def conv_forward(

@@ -1,0 +1,109 @@
+"""The first tokens of pieces, computed with their history by the front itself, in plain steps.
+
+The front runs once more, over a small buffer of short sequences:
+
+    [ history of the piece | first tokens of the piece ]     for every piece that has a history
+
+Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, R rows of
+history, E rows of the small buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import Front, Parameters
+from .history import HistoryTable
+
+
+class BufferedEdges(NamedTuple):
+    """See :class:`.history.Edges`. The buffer is in fp32 (fp64 for fp64), rounded where it goes."""
+
+    front: Front
+
+    def _buffer(self, table: HistoryTable, proj: Tensor, history: Tensor) -> Tensor:
+        """``[E, B, P]``, projection rows whose other columns are zero."""
+        places, columns = table.buffer, self.front.layout.conv_columns
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        rows = proj.new_zeros(places.documents.total_tokens, *proj.shape[1:], dtype=wide)
+        conv = rows[..., columns]
+        conv[places.history] = history[places.arrived].to(wide)
+        conv[places.again] = proj[..., columns][places.redone].to(wide)
+        return rows
+
+    def redo(
+        self,
+        table: HistoryTable,
+        proj: Tensor,
+        parameters: Parameters,
+        history: Tensor,
+        made: Any,
+        names: Sequence[str],
+    ) -> None:
+        places, rows = table.buffer, self._buffer(table, proj, history)
+        redone = self.front.forward(rows, parameters, places.documents, tuple(names))
+        for name in names:
+            whole = getattr(made, name)
+            whole[:, places.redone] = getattr(redone, name)[:, places.again].to(whole.dtype)
+
+    def backward(
+        self,
+        table: HistoryTable,
+        proj: Tensor,
+        parameters: Parameters,
+        history: Tensor,
+        grads: Any,
+    ) -> BufferedBackward:
+        front, (B, channels) = self.front, history.shape[1:]
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        if not table.count:
+            nothing = proj.new_empty(0, B, channels, dtype=wide)
+            return BufferedBackward(nothing, grads, front, table, nothing, None)
+        places, rows = table.buffer, self._buffer(table, proj, history)
+        E, moved = len(rows), {}
+        for name in front.names:
+            grad = getattr(grads, name)
+            moved[name] = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
+            if name in front.convolved:
+                moved[name][:, places.again] = grad[:, places.redone]
+                grad[:, places.redone] = 0
+        d_rows = torch.empty_like(rows)
+        of_parameters = front.backward(
+            rows, parameters, grads._replace(**moved), d_rows, places.documents
+        )
+        d_conv = d_rows[..., front.layout.conv_columns]
+        d_history = torch.empty_like(history, dtype=wide)
+        d_history[places.arrived] = d_conv[places.history]
+        redone = d_conv.new_zeros(table.lines[:, 2:].numel(), B, channels)
+        redone[places.slots] = d_conv[places.again]
+        return BufferedBackward(d_history, grads, front, table, redone, of_parameters[:2])
+
+
+class BufferedBackward(NamedTuple):
+    """See :class:`.history.EdgesBackward`."""
+
+    d_history: Tensor
+    grads: Any
+    front: Front
+    table: HistoryTable
+    redone: Tensor  # [N (W - 1), B, C], gradients of the tokens computed again
+    of_parameters: tuple[Tensor | None, ...] | None
+
+    def add(
+        self, d_proj: Tensor, returned: Tensor, of_parameters: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        tokens, sources = self.table.additions[:, 0], self.table.additions[:, 1:]
+        if len(tokens):
+            nothing = returned.new_zeros(1, *returned.shape[1:])  # the last, which is -1
+            further = torch.cat([self.redone, returned, nothing])[sources].sum(1)
+            d_conv = d_proj[..., self.front.layout.conv_columns]
+            d_conv[tokens] = (d_conv[tokens] + further).to(d_proj.dtype)
+        if self.of_parameters is None:
+            return of_parameters
+        # Only the convolution is computed again: other parameters have no second gradient.
+        both = zip(of_parameters[:2], self.of_parameters, strict=True)
+        return *(None if x is None or y is None else x + y for x, y in both), *of_parameters[2:]

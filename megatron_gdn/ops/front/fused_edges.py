@@ -1,0 +1,174 @@
+"""The first tokens of pieces, computed with their history in one launch each way (Triton).
+
+The plain twin is :mod:`.buffered_edges`.
+
+Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
+have a history, R rows of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.tiles import block_dim
+from .base import Parameters
+from .fused_edges_kernels import add_gradients_kernel, redo_backward_kernel, redo_kernel
+from .history import HistoryTable
+
+_EPS = 1e-6  # of the l2norm
+_CHANNELS = 256  # of one program that adds
+
+
+class FusedEdges(NamedTuple):
+    """See :class:`.history.Edges`. The convolved columns are three sections of heads.
+
+    Attributes:
+        names: of the rule's inputs that these sections become.
+        column: the first of them in a projection row.
+        heads, widths: of each section.
+        normalise: scale the heads of the first two to unit length.
+    """
+
+    names: tuple[str, str, str]
+    column: int
+    heads: tuple[int, int, int]
+    widths: tuple[int, int, int]
+    normalise: bool = False
+
+    @property
+    def channels(self) -> int:
+        return sum(h * w for h, w in zip(self.heads, self.widths, strict=True))
+
+    def redo(
+        self,
+        table: HistoryTable,
+        proj: Tensor,
+        parameters: Parameters,
+        history: Tensor,
+        made: Any,
+        names: Sequence[str],
+    ) -> None:
+        weight, bias, *_ = parameters
+        # A pointer that is never followed stands for what is left out.
+        there = getattr(made, names[0])
+        outputs = [getattr(made, name) if name in names else there for name in self.names]
+        slots = [self.names.index(name) for name in names]
+        launch = _redo_launch(
+            self, table.count, *proj.shape[:2], weight.shape[-1], proj.stride()[:2],
+            history.stride(), bias is not None, (min(slots), max(slots) + 1),
+        )  # fmt: skip
+        launch(proj, history, weight, bias, table.pieces, *outputs)
+
+    def backward(
+        self,
+        table: HistoryTable,
+        proj: Tensor,
+        parameters: Parameters,
+        history: Tensor,
+        grads: Any,
+    ) -> FusedBackward:
+        weight, bias, *_ = parameters
+        given = [getattr(grads, name).contiguous() for name in self.names]
+        factor = getattr(grads, "factor", None)
+        B, past = proj.shape[1], weight.shape[-1] - 1
+        partial = proj.new_empty(
+            table.count * B, self.channels * (past + 1 + (bias is not None)), dtype=torch.float32
+        )
+        made = proj.new_empty(
+            len(history) + table.count * past, B, self.channels, dtype=torch.float32
+        )
+        launch = _backward_launch(
+            self, table.count, len(history), *proj.shape[:2], past + 1, proj.stride()[:2],
+            history.stride(), given[0].shape[2] // self.heads[0], bias is not None,
+            factor is not None,
+        )  # fmt: skip
+        if launch is not None:
+            launch(proj, history, weight, bias, table.pieces, *given, factor, made, partial)
+        grads = grads._replace(**dict(zip(self.names, given, strict=True)))
+        return FusedBackward(made[: len(history)], grads, self, table, made, partial)
+
+
+class FusedBackward(NamedTuple):
+    """See :class:`.history.EdgesBackward`."""
+
+    d_history: Tensor
+    grads: Any
+    edges: FusedEdges
+    table: HistoryTable
+    made: Tensor  # [R + N (W - 1), B, C], gradients of the history and of the tokens computed again
+    partial: Tensor  # [N B, C (W + 1)], gradients of weight and bias
+
+    def add(
+        self, d_proj: Tensor, returned: Tensor, of_parameters: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        d_weight, d_bias, *_ = of_parameters
+        additions, (R, B, _) = self.table.additions, self.d_history.shape
+        assert d_weight is not None
+        launch = _add_launch(
+            self.edges, *additions.shape, R, len(self.made) - R, len(self.partial), B,
+            d_weight.shape[-1], d_proj.stride()[:2], d_bias is not None,
+        )  # fmt: skip
+        if launch is not None:
+            launch(self.made, returned, self.partial, additions, d_proj, d_weight, d_bias)
+        return of_parameters
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _sections(edges: FusedEdges) -> dict[str, int]:
+    constants = {"COLUMN": edges.column}
+    for letter, heads, width in zip("ABC", edges.heads, edges.widths, strict=True):
+        constants |= {
+            f"HEADS_{letter}": heads, f"WIDTH_{letter}": width, f"BLOCK_{letter}": block_dim(width)
+        }  # fmt: skip
+    return constants
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _redo_launch(
+    edges: FusedEdges, N: int, S: int, B: int, W: int, strides: tuple[int, ...],
+    history_strides: tuple[int, ...], has_bias: bool, sections: tuple[int, int],
+) -> Launch:  # fmt: skip
+    """``sections``: from which to which."""
+    first, slots = sum(edges.heads[: sections[0]]), sum(edges.heads[slice(*sections)])
+    return Launch(
+        redo_kernel, (N, slots, B), S, first, *strides, *history_strides, _EPS,
+        **_sections(edges), W=W, HAS_BIAS=has_bias, NORMALISE=edges.normalise, num_warps=1,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _backward_launch(
+    edges: FusedEdges, N: int, R: int, S: int, B: int, W: int, strides: tuple[int, ...],
+    history_strides: tuple[int, ...], group: int, has_bias: bool, scaled: bool,
+) -> Launch | None:  # fmt: skip
+    """None where no token is computed again."""
+    if not N:
+        return None
+    return Launch(
+        redo_backward_kernel, (N, sum(edges.heads), B), S, R, *strides, *history_strides, _EPS,
+        **_sections(edges), GROUP=group, W=W, HAS_BIAS=has_bias, NORMALISE=edges.normalise,
+        SCALED=scaled, num_warps=1,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _add_launch(
+    edges: FusedEdges, M: int, columns: int, R: int, redone: int, partial_rows: int, B: int, W: int,
+    strides: tuple[int, ...], has_bias: bool,
+) -> Launch | None:  # fmt: skip
+    """None where nothing is added."""
+    if not M and not partial_rows:
+        return None
+    return Launch(
+        add_gradients_kernel, (M + 1, triton.cdiv(edges.channels, _CHANNELS), B),
+        M, R, redone, partial_rows, *strides,
+        COLUMN=edges.column, CHANNELS=edges.channels, MOST=columns - 1, W=W, HAS_BIAS=has_bias,
+        BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
