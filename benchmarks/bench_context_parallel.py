@@ -123,7 +123,7 @@ def main() -> None:
         "core": args.core, "hidden": args.hidden, "heads": list(args.heads), "cp": cp,
     }  # fmt: skip
     rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]]
-    hosts = [["case", "layer", "host ms, fwd+bwd", "ratio"]]
+    hosts = [["case", "layer", "host ms, fwd+bwd", "ratio", "in one thread", "ratio"]]
     began = time.monotonic()
     for name in args.cases:
         case = CASES[name].shrunk(args.shrink)
@@ -198,14 +198,21 @@ def main() -> None:
             torch.cuda.empty_cache()
         if args.compile_only:
             continue
-        of_hosts = [slowest(found) for found in host_ms(list(whole_steps.values()))]
-        for name, host in zip(whole_steps, of_hosts, strict=True):
-            hosts.append([case.name, name, f"{host['median']:.3f} ({host['p10']:.3f} .. "
-                          f"{host['p90']:.3f})",
-                          f"{host['median'] / of_hosts[0]['median']:.3f}"])  # fmt: skip
+        steps = list(whole_steps.values())
+        issued = [slowest(found) for found in host_ms(steps)]
+        with torch.autograd.set_multithreading_enabled(False):
+            alone = [slowest(found) for found in host_ms(steps)]
+        for name, host, one in zip(whole_steps, issued, alone, strict=True):
+            hosts.append([
+                case.name, name,
+                f"{host['median']:.3f} ({host['p10']:.3f} .. {host['p90']:.3f})",
+                f"{host['median'] / issued[0]['median']:.3f}", f"{one['median']:.3f}",
+                f"{one['median'] / alone[0]['median']:.3f}",
+            ])  # fmt: skip
             if rank == 0:
-                write_lines(args.out, [{"case": case.name, "layer": name,
-                                        "host_forward_backward": host, **setting}])  # fmt: skip
+                record = {"case": case.name, "layer": name, "host_forward_backward": host,
+                          "host_in_one_thread": one, **setting}  # fmt: skip
+                write_lines(args.out, [record])
         del whole_steps
         torch.cuda.empty_cache()
         forward, total = wire_ms(case, dims, args.repeats)

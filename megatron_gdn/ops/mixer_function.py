@@ -140,7 +140,7 @@ class ProjectedMixerFunction(torch.autograd.Function):
 
 def _of_input(d_y: Tensor, weight: Tensor) -> Tensor:
     """The gradient of ``x`` in ``y = x W^T``, as one product of two dimensions."""
-    return d_y.flatten(0, 1).matmul(weight).unflatten(0, d_y.shape[:2])
+    return d_y.flatten(0, 1).matmul(weight).view(*d_y.shape[:2], -1)
 
 
 def _of_weight(d_y: Tensor, x: Tensor) -> Tensor:

@@ -92,10 +92,10 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     Returns:
         ``[h, M, K, V]``; zero for the first node.
     """
-    h, M, K, X = maps.shape
+    h, M, K, _ = maps.shape
     gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
     dist.all_gather_into_tensor(gathered, maps, group=group)
-    local, through = gathered.split([value_dim, X - value_dim], dim=-1)
+    local, through = gathered[..., :value_dim], gathered[..., value_dim:]
     steps = _steps_of_one(nodes, group.rank(), h, maps.device)
     return follow(local, through, steps, maps.new_empty(h, M, K, value_dim))
 

@@ -125,4 +125,4 @@ def _kernels(x: Tensor) -> ModuleType:
 
 
 def _of_states(x_H: Tensor) -> Tensor:
-    return x_H[:, None, None]
+    return x_H.view(-1, 1, 1)

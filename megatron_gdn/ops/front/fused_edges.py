@@ -59,10 +59,10 @@ class FusedEdges(NamedTuple):
         # A pointer that is never followed stands for what is left out.
         there = getattr(made, names[0])
         outputs = [getattr(made, name) if name in names else there for name in self.names]
-        slots = [self.names.index(name) for name in names]
+        first = self.names.index(names[0])
         launch = _redo_launch(
             self, table.count, *proj.shape[:2], weight.shape[-1], proj.stride()[:2],
-            history.stride(), bias is not None, (min(slots), max(slots) + 1),
+            history.stride(), bias is not None, (first, first + len(names)),
         )  # fmt: skip
         launch(proj, history, weight, bias, table.pieces, *outputs)
 
@@ -77,22 +77,19 @@ class FusedEdges(NamedTuple):
         weight, bias, *_ = parameters
         given = [getattr(grads, name).contiguous() for name in self.names]
         factor = getattr(grads, "factor", None)
-        B, past = proj.shape[1], weight.shape[-1] - 1
-        partial = proj.new_empty(
-            table.count * B, self.channels * (past + 1 + (bias is not None)), dtype=torch.float32
-        )
-        made = proj.new_empty(
-            len(history) + table.count * past, B, self.channels, dtype=torch.float32
-        )
+        N, B, past = table.count, proj.shape[1], weight.shape[-1] - 1
+        R, _, channels = history.shape
+        sums = channels * (past + 1 + (bias is not None))
+        partial = proj.new_empty(N * B, sums, dtype=torch.float32)
+        made = proj.new_empty(R + N * past, B, channels, dtype=torch.float32)
         launch = _backward_launch(
-            self, table.count, len(history), *proj.shape[:2], past + 1, proj.stride()[:2],
-            history.stride(), given[0].shape[2] // self.heads[0], bias is not None,
-            factor is not None,
+            self, N, R, *proj.shape[:2], past + 1, proj.stride()[:2], history.stride(),
+            given[0].shape[2] // self.heads[0], bias is not None, factor is not None,
         )  # fmt: skip
         if launch is not None:
             launch(proj, history, weight, bias, table.pieces, *given, factor, made, partial)
         grads = grads._replace(**dict(zip(self.names, given, strict=True)))
-        return FusedBackward(made[: len(history)], grads, self, table, made, partial)
+        return FusedBackward(made[:R], grads, self, table, made, partial)
 
 
 class FusedBackward(NamedTuple):
@@ -112,7 +109,7 @@ class FusedBackward(NamedTuple):
         additions, (R, B, _) = self.table.additions, self.d_history.shape
         assert d_weight is not None
         launch = _add_launch(
-            self.edges, *additions.shape, R, len(self.made) - R, len(self.partial), B,
+            self.edges, *additions.shape, R, self.made.shape[0] - R, self.partial.shape[0], B,
             d_weight.shape[-1], d_proj.stride()[:2], d_bias is not None,
         )  # fmt: skip
         if launch is not None:

@@ -77,7 +77,7 @@ class HistoryTable:
         additions = torch.cat([rows[:, None], sources], dim=1)
         return cls(lines, to_device(lines.int(), device), to_device(additions.int(), device))
 
-    @property
+    @cached_property
     def count(self) -> int:
         """N."""
         return len(self.lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -58,7 +59,7 @@ class Parts:
     opening: Steps
     leaving: Steps
 
-    @property
+    @cached_property
     def are_sequences(self) -> bool:
         """No sequence is cut."""
         return len(self.owner) == len(self.first) - 1
