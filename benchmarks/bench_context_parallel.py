@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from layers import DEVICE, our_layer, thd, transformer_config, upstream_layer
+from layers import DEVICE, our_layer, thd, through, transformer_config, upstream_layer
 from measure import captured, environment, host_ms, memory_mib, slowest, table, time_ms, write_lines
 from profile_layer import kernel_times, print_kernels
+from torch import nn
 
 from megatron_gdn import GDNDims
 from megatron_gdn.context_parallel import local_indices
@@ -68,6 +69,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--graphs", action="store_true", help="also as CUDA graphs (not packed)")
+    parser.add_argument(
+        "--in-a-row", type=int, default=1, metavar="LAYERS",
+        help="so many layers after each other, as in a model; only what the host takes is of one",
+    )  # fmt: skip
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="show the N longest")
     parser.add_argument(
         "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
@@ -121,6 +126,7 @@ def main() -> None:
     setting = {
         "environment": {} if args.compile_only else environment(),
         "core": args.core, "hidden": args.hidden, "heads": list(args.heads), "cp": cp,
+        "in_a_row": args.in_a_row,
     }  # fmt: skip
     rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]]
     hosts = [["case", "layer", "host ms, fwd+bwd", "ratio", "in one thread", "ratio"]]
@@ -138,13 +144,15 @@ def main() -> None:
         base, truth, state, whole_steps = None, None, None, {}
         for name in args.layers:
             torch.manual_seed(2)
-            layer, params = build(name, args, sizes), thd(offsets)
+            layer, params = nn.ModuleList(), thd(offsets)
+            for _ in range(args.in_a_row):
+                layer.append(build(name, args, sizes))
             if state is None:
                 state = layer.state_dict()
             layer.load_state_dict(state)
 
             def run(layer=layer, params=params, x=x):
-                return layer(x, None, packed_seq_params=params)[0]
+                return through(layer, x, params)
 
             def both(run=run, layer=layer, x=x, grad=grad) -> None:
                 x.grad = None
@@ -199,9 +207,10 @@ def main() -> None:
         if args.compile_only:
             continue
         steps = list(whole_steps.values())
-        issued = [slowest(found) for found in host_ms(steps)]
+        several = args.in_a_row
+        issued = [slowest(found) for found in host_ms(steps, in_a_row=several)]
         with torch.autograd.set_multithreading_enabled(False):
-            alone = [slowest(found) for found in host_ms(steps)]
+            alone = [slowest(found) for found in host_ms(steps, in_a_row=several)]
         for name, host, one in zip(whole_steps, issued, alone, strict=True):
             hosts.append([
                 case.name, name,

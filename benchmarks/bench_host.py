@@ -4,10 +4,10 @@
     python3 benchmarks/bench_host.py --layers ours --cases 1x8192 --profile 25
 
 Calls are issued behind a kernel that sleeps, so the host waits for nothing, and the layers take
-turns. The last column has the
-backward in the calling thread: what it is less by goes into autograd's own thread. ``--profile``
-prints the functions in which the time goes, likewise in the calling thread, where Python's profiler
-sees the backward; its times are longer by what it costs itself.
+turns. A backward through several layers (``--in-a-row``) wakes autograd's thread once. The last
+column has the backward in the calling thread: what it is less by goes into autograd's own thread.
+``--profile`` prints the functions in which the time goes, likewise in the calling thread, where
+Python's profiler sees the backward; its times are longer by what it costs itself.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--in-a-row", type=int, default=1, metavar="LAYERS",
+        help="so many layers after each other, as in a model; times are of one",
+    )  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="FUNCTIONS")
     parser.add_argument("--out", help="append JSON lines to this file")
     return parser.parse_args()
@@ -70,17 +74,19 @@ def main() -> None:
     rows = [["case", "layer", "forward ms", "forward + backward ms", "ratio", "in one thread ms"]]
     profiles = []
     for name in args.cases:
-        runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
+        several = args.in_a_row
+        runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes, several)
         base = None
         boths = [with_backward(run, modules[layer], x) for layer, run in runs.items()]
-        forwards_ms, totals_ms = host_ms(list(runs.values())), host_ms(boths)
+        forwards_ms = host_ms(list(runs.values()), in_a_row=several)
+        totals_ms = host_ms(boths, in_a_row=several)
         with torch.autograd.set_multithreading_enabled(False):
-            alone_ms = host_ms(boths)
+            alone_ms = host_ms(boths, in_a_row=several)
         found = zip(runs, boths, forwards_ms, totals_ms, alone_ms, strict=True)
         for layer, both, forward, total, alone in found:
             record = {"case": name, "layer": layer, "core": args.core, "heads": list(args.heads),
                       "host_forward": forward, "host_forward_backward": total,
-                      "host_in_one_thread": alone,
+                      "host_in_one_thread": alone, "in_a_row": several,
                       "environment": environment()}  # fmt: skip
             write_lines(args.out, [record])
             base = total["median"] if base is None else base

@@ -16,9 +16,10 @@ import time
 
 import torch
 from bench_states import begin_backward
-from layers import CASES, Case, our_layer, start_megatron, thd
+from layers import CASES, Case, our_layer, start_megatron, thd, through
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
+from torch import nn
 
 from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
@@ -48,8 +49,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
-    """``{layer name: forward}``, and the input they share."""
+def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, in_a_row: int = 1):
+    """``{layer name: forward}``, and the input they share; ``in_a_row``: of so many layers."""
     x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
     x.requires_grad_()
     offsets = case.offsets()
@@ -59,12 +60,14 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes):
     packed = thd(case.offsets())
     runs, modules = {}, {}
     for name in layers:
-        if name == "upstream":
-            module = build_upstream(args.hidden, sizes)
-        else:
-            module = our_layer(args.hidden, sizes, args.core, **OPTIONS[name])
-        runs[name] = lambda m=module: m(x, None, packed_seq_params=packed)[0]
-        modules[name] = module
+        row = nn.ModuleList()
+        for _ in range(in_a_row):
+            if name == "upstream":
+                row.append(build_upstream(args.hidden, sizes))
+            else:
+                row.append(our_layer(args.hidden, sizes, args.core, **OPTIONS[name]))
+        runs[name] = lambda row=row: through(row, x, packed)
+        modules[name] = row if in_a_row > 1 else row[0]
     return runs, modules, x, documents
 
 

@@ -141,6 +141,13 @@ def our_layer(
     return layer.to(DEVICE).bfloat16()
 
 
+def through(row: nn.ModuleList, x: torch.Tensor, packed) -> torch.Tensor:
+    """``x`` through the layers, one after the other."""
+    for layer in row:
+        x = layer(x, None, packed_seq_params=packed)[0]
+    return x
+
+
 def thd(offsets: list[int] | None):
     """Megatron's description of documents between these offsets; None for an unpacked batch."""
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -59,14 +59,18 @@ def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) ->
 
 
 def host_ms(
-    runs: Sequence[Callable[[], object]], *, rounds: int = 16, calls: int = 3
+    runs: Sequence[Callable[[], object]], *, rounds: int = 16, in_a_row: int = 1
 ) -> list[dict[str, float]]:
     """What the host takes for a call of each of ``runs`` that never waits for the device.
 
     The stream sleeps while a few calls are issued behind it: few, since a full queue would make the
     host wait. Collectives that wait for other ranks on the host count as well. The runs take turns,
     since a host is faster at some moments than at others.
+
+    Args:
+        in_a_row: how many layers a run has; times are of one of them.
     """
+    calls = max(1, 3 // in_a_row)
     for run in runs:
         for _ in range(5):
             run()
@@ -78,7 +82,7 @@ def host_ms(
             for _ in range(calls):
                 began = time.perf_counter()
                 run()
-                of_run.append((time.perf_counter() - began) * 1e3)
+                of_run.append((time.perf_counter() - began) * 1e3 / in_a_row)
     torch.cuda.synchronize()
     return [
         {

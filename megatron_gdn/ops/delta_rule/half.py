@@ -35,6 +35,7 @@ Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N se
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import cast
 
@@ -117,11 +118,14 @@ class HalfBackward:
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    if x.is_cuda and x.dtype != torch.float64:
-        from . import half_kernels
+    return _triton_kernels() if x.is_cuda and x.dtype != torch.float64 else half_torch
 
-        return half_kernels
-    return half_torch
+
+@cache
+def _triton_kernels() -> ModuleType:
+    from . import half_kernels
+
+    return half_kernels
 
 
 def _of_states(x_H: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ V columns of ``local``, X columns of the states that are followed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 
 import torch
@@ -75,8 +76,14 @@ def follow(
     assert dense or through.shape[3] == 1 and not identity
     assert out.shape[3] == V + K * identity
     assert not identity or all(chain[0][0] == NONE for chain in steps.chains), "not the identity"
-    if local.is_cuda and local.dtype == torch.float32 and dense and K in _ROWS:
-        from .chains_kernels import follow as run
+    on_triton = local.is_cuda and local.dtype == torch.float32 and dense and K in _ROWS
+    return _follow_of(on_triton)(local, through, steps, out, start)
+
+
+@cache
+def _follow_of(on_triton: bool) -> Callable[..., Tensor]:
+    if on_triton:
+        from .chains_kernels import follow
     else:
-        from .chains_torch import follow as run
-    return run(local, through, steps, out, start)
+        from .chains_torch import follow
+    return follow
