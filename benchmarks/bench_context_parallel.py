@@ -222,7 +222,7 @@ def main() -> None:
                 record = {"case": case.name, "layer": name, "host_forward_backward": host,
                           "host_in_one_thread": one, **setting}  # fmt: skip
                 write_lines(args.out, [record])
-        del whole_steps
+        del whole_steps, steps, both, run
         torch.cuda.empty_cache()
         forward, total = wire_ms(case, dims, args.repeats)
         here = (forward["median"], total["median"])

@@ -106,8 +106,9 @@ def compare(front, plain, link, proj, parameters, grads, documents, only):
         {"batch": 2, "sizes": HeadSizes(2, 4, 12, 20), "bias": True},
         {"sizes": HeadSizes(1, 2, 16, 8), "per_value_head": True, "scaled": True, "taps": 5},
         {"sizes": HeadSizes(1, 1, 8, 8), "normalise": False, "taps": 2},
+        {"sizes": HeadSizes(1, 2, 8, 16), "taps": 8, "batch_invariant": True},
     ],
-    ids=["4 taps", "5 taps, scaled", "2 taps, not normalised"],
+    ids=["4 taps", "5 taps, scaled", "2 taps, not normalised", "8 taps"],
 )
 def test_a_gdn_front_equals_the_plain_way(cut, options, device):
     cut, taps, batch = CUTS[cut], options.get("taps", 4), options.get("batch", 1)
@@ -124,8 +125,9 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
         factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor)
     compare(
-        GDNFront(sizes, gdn, normalise), GDNFront(sizes, gdn_torch, normalise), link, case.proj,
-        case.parameters, grads, documents, ("q",),
+        GDNFront(sizes, gdn, normalise, batch_invariant=options.get("batch_invariant", False)),
+        GDNFront(sizes, gdn_torch, normalise), link, case.proj, case.parameters, grads, documents,
+        ("q",),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
-from megatron_gdn.ops.kernels.builds import by_one_process
+from megatron_gdn.ops.kernels.builds import by_one_process, watch_triton_builds
 
 
 def run(folder, *arguments: str) -> str:
@@ -58,6 +58,26 @@ def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, 
         threading.Timer(1.5, other.kill).start()
         assert by_one_process("mix_kernel", str.upper)("first") == "FIRST"
     assert "waits for" in caplog.text
+
+
+def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
+    from triton.runtime.jit import JITFunction
+
+    from megatron_gdn.ops.delta_rule import half_kernels
+    from megatron_gdn.ops.front import fused_edges, gdn
+    from megatron_gdn.ops.gated_norm import norm
+    from megatron_gdn.ops.kernels import reduce
+    from megatron_gdn.ops.state_maps import chains_kernels
+
+    watch_triton_builds()
+    modules = half_kernels, fused_edges, gdn, norm, reduce, chains_kernels
+    named = [(name, x) for module in modules for name, x in vars(module).items()]
+    found = [x for name, x in named if isinstance(x, JITFunction) and name.endswith("_kernel")]
+    assert {kernel.__module__.rsplit(".", 1)[1] for kernel in found} == {
+        "half_kernels", "fused_edges_kernels", "gdn_forward_kernels", "gdn_backward_kernels",
+        "norm_kernels", "reduce", "chains_kernels",
+    }  # fmt: skip
+    assert all(hasattr(kernel._do_compile, "__wrapped__") for kernel in found)
 
 
 @pytest.mark.nightly

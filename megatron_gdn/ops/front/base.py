@@ -6,15 +6,12 @@ Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..documents import Documents
 from ..layout import Layout
-
-if TYPE_CHECKING:
-    from .history import Edges
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
 Parameters = Sequence[Any]
@@ -75,10 +72,6 @@ class Front(Protocol):
         """
         ...
 
-    def edges(self) -> Edges | None:
-        """Computes the first tokens of pieces in its own way; None: this front does, in steps."""
-        ...
-
 
 class FrontAround:
     """A front with another one inside; a subclass has its own :meth:`Front.forward`."""
@@ -87,9 +80,6 @@ class FrontAround:
         self.layout, self.names = front.layout, front.names
         self.convolved, self.cheap = front.convolved, front.cheap
         self._front = front
-
-    def edges(self) -> Edges | None:
-        return None
 
     def backward(
         self,

@@ -1,4 +1,6 @@
-"""The first tokens of pieces, computed with their history in one launch each way (Triton).
+"""The first tokens of pieces, computed with their history (Triton).
+
+One launch in the forward, two in the backward: before the gradients travel, and after.
 
 The plain twin is :mod:`.buffered_edges`.
 
@@ -22,7 +24,6 @@ from .base import Parameters
 from .fused_edges_kernels import add_gradients_kernel, redo_backward_kernel, redo_kernel
 from .history import HistoryTable
 
-_EPS = 1e-6  # of the l2norm
 _CHANNELS = 256  # of one program that adds
 
 
@@ -34,6 +35,8 @@ class FusedEdges(NamedTuple):
         column: the first of them in a projection row.
         heads, widths: of each section.
         normalise: scale the heads of the first two to unit length.
+        batch_invariant: without fused multiply-add, as the front itself.
+        eps: of that scaling.
     """
 
     names: tuple[str, str, str]
@@ -41,6 +44,8 @@ class FusedEdges(NamedTuple):
     heads: tuple[int, int, int]
     widths: tuple[int, int, int]
     normalise: bool = False
+    batch_invariant: bool = False
+    eps: float = 1e-6
 
     @property
     def channels(self) -> int:
@@ -60,6 +65,7 @@ class FusedEdges(NamedTuple):
         there = getattr(made, names[0])
         outputs = [getattr(made, name) if name in names else there for name in self.names]
         first = self.names.index(names[0])
+        assert tuple(names) == self.names[first : first + len(names)], "not neighbours"
         launch = _redo_launch(
             self, table.count, *proj.shape[:2], weight.shape[-1], proj.stride()[:2],
             history.stride(), bias is not None, (first, first + len(names)),
@@ -100,7 +106,7 @@ class FusedBackward(NamedTuple):
     edges: FusedEdges
     table: HistoryTable
     made: Tensor  # [R + N (W - 1), B, C], gradients of the history and of the tokens computed again
-    partial: Tensor  # [N B, C (W + 1)], gradients of weight and bias
+    partial: Tensor  # [N B, C W], or C (W + 1): gradients of weight and bias
 
     def add(
         self, d_proj: Tensor, returned: Tensor, of_parameters: tuple[Tensor | None, ...]
@@ -135,8 +141,9 @@ def _redo_launch(
     """``sections``: from which to which."""
     first, slots = sum(edges.heads[: sections[0]]), sum(edges.heads[slice(*sections)])
     return Launch(
-        redo_kernel, (N, slots, B), S, first, *strides, *history_strides, _EPS,
+        redo_kernel, (N, slots, B), S, first, *strides, *history_strides, edges.eps,
         **_sections(edges), W=W, HAS_BIAS=has_bias, NORMALISE=edges.normalise, num_warps=1,
+        enable_fp_fusion=not edges.batch_invariant,
     )  # fmt: skip
 
 
@@ -149,9 +156,9 @@ def _backward_launch(
     if not N:
         return None
     return Launch(
-        redo_backward_kernel, (N, sum(edges.heads), B), S, R, *strides, *history_strides, _EPS,
+        redo_backward_kernel, (N, sum(edges.heads), B), S, R, *strides, *history_strides, edges.eps,
         **_sections(edges), GROUP=group, W=W, HAS_BIAS=has_bias, NORMALISE=edges.normalise,
-        SCALED=scaled, num_warps=1,
+        SCALED=scaled, num_warps=1, enable_fp_fusion=not edges.batch_invariant,
     )  # fmt: skip
 
 
@@ -163,9 +170,10 @@ def _add_launch(
     """None where nothing is added."""
     if not M and not partial_rows:
         return None
+    taps = W + has_bias if partial_rows else 0
     return Launch(
-        add_gradients_kernel, (M + 1, triton.cdiv(edges.channels, _CHANNELS), B),
-        M, R, redone, partial_rows, *strides,
-        COLUMN=edges.column, CHANNELS=edges.channels, MOST=columns - 1, W=W, HAS_BIAS=has_bias,
-        BLOCK=_CHANNELS, num_warps=4,
+        add_gradients_kernel, (M + taps, triton.cdiv(edges.channels, _CHANNELS), B),
+        M, columns - 1, R, redone, partial_rows, *strides,
+        COLUMN=edges.column, CHANNELS=edges.channels, W=W, HAS_BIAS=has_bias, BLOCK=_CHANNELS,
+        num_warps=4,
     )  # fmt: skip

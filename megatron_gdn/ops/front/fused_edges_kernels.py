@@ -1,7 +1,7 @@
 """Triton kernels for the first tokens of pieces: they start from the rows before the piece.
 
-One program has one head of one piece. It walks the W - 1 tokens after the start (the backward goes
-on until the last row's gradient is complete), with the steps of the walks of whole sequences.
+One program has one head of one piece. It walks the W - 1 tokens after the start, with the steps of
+the walks of whole sequences.
 
 Legend: N pieces that have a history, R rows of history, S tokens of the batch, B batch, C conv
 channels, W taps, D dim of the head at hand, M rows that get further gradients.
@@ -195,7 +195,7 @@ def redo_backward_kernel(
     """grid (N, heads, B); slots as in :func:`redo_kernel`.
 
     ``made``, ``[R + N (W - 1), B, C]`` fp32: gradients of the rows of history, then of the tokens
-    computed again. ``partial``, ``[N B, C (W + 1)]``: of conv weight and bias.
+    computed again. ``partial``: of conv weight and bias, ``[N B, C W]``, with a bias C (W + 1).
 
     GROUP heads of da and db share one head each. The factor is one per head of c, and the same for
     those that share a head of a and of b.
@@ -244,39 +244,44 @@ def redo_backward_kernel(
 
 
 @triton.jit
-def _add_partial(out_ptr, partial_ptr, at_C, real_C, rows, M_COLUMNS):
+def _add_partial(out_ptr, partial_ptr, at_C, real_C, rows, COLUMNS: tl.constexpr):
     """``out += sum of partial rows``, in fp32, rounded once."""
+    AT_ONCE: tl.constexpr = 8
     total_C = tl.load(out_ptr + at_C, mask=real_C, other=0.0).to(tl.float32)
-    for row in tl.range(0, rows):
-        at = partial_ptr + tl.cast(row, tl.int64) * M_COLUMNS + at_C
-        total_C += tl.load(at, mask=real_C, other=0.0)
+    for first in tl.range(0, rows, AT_ONCE):
+        row_R = first + tl.arange(0, AT_ONCE)
+        at_RC = tl.cast(row_R, tl.int64)[:, None] * COLUMNS + at_C[None, :]
+        mask_RC = (row_R < rows)[:, None] & real_C[None, :]
+        total_C += tl.sum(tl.load(partial_ptr + at_RC, mask=mask_RC, other=0.0), axis=0)
     tl.store(out_ptr + at_C, total_C.to(out_ptr.dtype.element_ty), mask=real_C)
 
 
-@triton.jit(do_not_specialize=["M", "R", "redone", "partial_rows"])
+@triton.jit(do_not_specialize=["M", "most", "R", "redone", "partial_rows"])
 def add_gradients_kernel(
     made_ptr, returned_ptr, partial_ptr, additions_ptr, d_proj_ptr, d_weight_ptr, d_bias_ptr,
-    M, R, redone, partial_rows, stride_s, stride_b,
-    COLUMN: tl.constexpr, CHANNELS: tl.constexpr, MOST: tl.constexpr, W: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    M, most, R, redone, partial_rows, stride_s, stride_b,
+    COLUMN: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (M + 1, blocks of channels, B). The last line of programs adds to weight and bias.
+    """grid (M, and W + 1 if there are partial rows; blocks of channels; B).
 
-    A line of ``additions`` is a token, then MOST sources that are added to its gradient, in their
-    order: below ``redone`` a token computed again, from there on a row that came back, -1 nothing.
+    A line of ``additions`` is a token, then ``most`` sources that are added to its gradient, in
+    their order: below ``redone`` a token computed again, from there on a row that came back, -1
+    nothing. The lines of programs after them add to the taps and to the bias.
     """
     line = tl.program_id(0)
     b = tl.cast(tl.program_id(2), tl.int64)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = c_C < CHANNELS
     row_stride = tl.num_programs(2) * CHANNELS
+    COLUMNS: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
     if line < M:
-        line_ptr = additions_ptr + line * (1 + MOST)
+        line_ptr = additions_ptr + line * (1 + most)
         token = tl.cast(tl.load(line_ptr), tl.int64)
         at_C = d_proj_ptr + token * stride_s + b * stride_b + COLUMN + c_C
         total_C = tl.load(at_C, mask=real_C, other=0.0).to(tl.float32)
         of_row_C = b * CHANNELS + c_C
-        for number in tl.static_range(MOST):
+        for number in tl.range(0, most):
             source = tl.load(line_ptr + 1 + number)
             ours, theirs = tl.cast(R + source, tl.int64), tl.cast(source - redone, tl.int64)
             total_C += tl.load(
@@ -288,9 +293,9 @@ def add_gradients_kernel(
                 mask=real_C & (source >= redone), other=0.0,
             )  # fmt: skip
         tl.store(at_C, total_C.to(d_proj_ptr.dtype.element_ty), mask=real_C)
-    elif (b == 0) & (partial_rows > 0):
-        COLUMNS: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
-        for tap in tl.static_range(W):
+    elif b == 0:
+        tap = line - M
+        if tap < W:
             _add_partial(d_weight_ptr, partial_ptr, c_C * W + tap, real_C, partial_rows, COLUMNS)
-        if HAS_BIAS:
+        elif HAS_BIAS:
             _add_partial(d_bias_ptr, partial_ptr + CHANNELS * W, c_C, real_C, partial_rows, COLUMNS)

@@ -195,10 +195,10 @@ def prepare_backward(
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def edges_of(sizes: HeadSizes, normalise_qk: bool) -> FusedEdges:
+def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> FusedEdges:
     """The first tokens of pieces: the convolved sections of the same rows."""
     G, H, K, V = sizes
-    return FusedEdges(("q", "k", "v"), 0, (G, G, H), (K, K, V), normalise_qk)
+    return FusedEdges(("q", "k", "v"), 0, (G, G, H), (K, K, V), normalise_qk, batch_invariant)
 
 
 class _Backward(NamedTuple):

@@ -94,7 +94,7 @@ class GDNFront:
         )  # fmt: skip
 
     def edges(self) -> Edges | None:
-        return self.kernels.edges_of(self.sizes, self.normalise_qk)
+        return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
 
 
 def why_not_triton(proj: Tensor, taps: int) -> str | None:

@@ -76,7 +76,7 @@ def prepare_forward(
     return RuleInputs(**made)
 
 
-def edges_of(sizes: HeadSizes, normalise_qk: bool) -> None:
+def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> None:
     """None: the front computes them, see :mod:`.buffered_edges`."""
 
 

@@ -3,7 +3,7 @@
 A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece need rows that are not in
 the batch; they come from other ranks or from a cache. The front first runs on the batch as if every
 piece were a sequence, while the history travels. Then the first tokens of the pieces, their
-*edges*, are computed again with it: by :mod:`.fused_edges` in one launch each way, or by the front
+*edges*, are computed again with it: by kernels of their own (:mod:`.fused_edges`), or by the front
 itself in plain steps (:mod:`.buffered_edges`).
 
 Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -200,6 +200,15 @@ class Edges(Protocol):
         ...
 
 
+@runtime_checkable
+class FrontWithEdges(Protocol):
+    """A front with a way of its own for the first tokens of pieces."""
+
+    def edges(self) -> Edges | None:
+        """None for sizes or devices where the front computes them, in steps."""
+        ...
+
+
 class ContinuedFront(FrontAround):
     """A front over pieces, with the results of the front over whole sequences.
 
@@ -215,7 +224,7 @@ class ContinuedFront(FrontAround):
         self._link, self._table = link, link.table
         self._columns = front.layout.conv_columns
         self._history_RBC: Tensor | None = None
-        edges = front.edges()
+        edges = front.edges() if isinstance(front, FrontWithEdges) else None
         if edges is None:
             from .buffered_edges import BufferedEdges
 

@@ -143,7 +143,7 @@ class Mamba2Front:
             return None
         from .mamba2_conv import edges_of
 
-        return edges_of(self.layout)
+        return edges_of(self.layout, self.batch_invariant)
 
     def _convolve(
         self, proj: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents | None

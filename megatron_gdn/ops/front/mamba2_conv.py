@@ -6,13 +6,14 @@ K state dim.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
 from ..documents import Documents
+from ..kernels.launch import MOST_PLANS
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
     block_dim,
@@ -33,11 +34,14 @@ def sizes_of(layout: Layout) -> tuple[int, int, int, int]:
     return layout.heads("head"), layout.heads("group"), of["x"], of["B"]
 
 
-@cache
-def edges_of(layout: Layout) -> FusedEdges:
+@lru_cache(maxsize=MOST_PLANS)
+def edges_of(layout: Layout, batch_invariant: bool = False) -> FusedEdges:
     """The first tokens of pieces: the convolved sections of the same rows."""
     H, G, V, K = sizes_of(layout)
-    return FusedEdges(("x", "B", "C"), layout.conv_columns.start, (H, G, G), (V, K, K))
+    return FusedEdges(
+        ("x", "B", "C"), layout.conv_columns.start, (H, G, G), (V, K, K),
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
 def conv_forward(

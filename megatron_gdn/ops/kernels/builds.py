@@ -23,7 +23,8 @@ from ..build_lock import held
 logger = logging.getLogger(__name__)
 
 _MODULES = (
-    "front.gdn_forward_kernels", "front.gdn_backward_kernels", "gated_norm.norm_kernels",
+    "front.gdn_forward_kernels", "front.gdn_backward_kernels", "front.fused_edges_kernels",
+    "gated_norm.norm_kernels",
     "delta_rule.half_kernels", "state_maps.chains_kernels", "kernels.reduce",
 )  # fmt: skip
 _QUICK = 0.5  # seconds that are not worth a word: Triton found the kernel on disk
