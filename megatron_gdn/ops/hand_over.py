@@ -17,7 +17,7 @@ LEAST = 128 << 20
 
 
 def is_handed_over(nbytes: int) -> bool:
-    """Whether a gradient is as large as that."""
+    """Whether a gradient of so many bytes is handed over."""
     return nbytes >= LEAST
 
 

@@ -35,8 +35,8 @@ class FusedEdges(NamedTuple):
         column: the first of them in a projection row.
         heads, widths: of each section.
         normalise: scale the heads of the first two to unit length.
-        batch_invariant: without fused multiply-add, as the front itself.
-        eps: of that scaling.
+        batch_invariant: multiply and add without fusing them, as the front itself does.
+        eps: added to the squared length of a head before it is scaled.
     """
 
     names: tuple[str, str, str]
@@ -138,7 +138,7 @@ def _redo_launch(
     edges: FusedEdges, N: int, S: int, B: int, W: int, strides: tuple[int, ...],
     history_strides: tuple[int, ...], has_bias: bool, sections: tuple[int, int],
 ) -> Launch:  # fmt: skip
-    """``sections``: from which to which."""
+    """``sections``: the first of those that are computed, and the one after the last."""
     first, slots = sum(edges.heads[: sections[0]]), sum(edges.heads[slice(*sections)])
     return Launch(
         redo_kernel, (N, slots, B), S, first, *strides, *history_strides, edges.eps,

@@ -6,6 +6,8 @@ the walks of whole sequences.
 Legend: N pieces that have a history, R rows of history, S tokens of the batch, B batch, C conv
 channels, W taps, D dim of the head at hand, M rows that get further gradients.
 
+``history_r``, ``history_b`` and ``history_c`` are the strides of the history ``[R, B, C]``.
+
 A line of ``pieces`` is: first token, number of tokens computed again (at most W - 1), then the row
 of history that lies 1, 2, .. W - 1 before the piece, -1 where there is none.
 """
