@@ -17,13 +17,13 @@ import os
 import signal
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from layers import DEVICE, our_layer, thd, through, transformer_config, upstream_layer
+from layers import DEVICE, in_a_row, our_layer, thd, through, transformer_config, upstream_layer
 from measure import captured, environment, host_ms, memory_mib, slowest, table, time_ms, write_lines
 from profile_layer import kernel_times, print_kernels
-from torch import nn
 
 from megatron_gdn import GDNDims
 from megatron_gdn.context_parallel import local_indices
@@ -144,9 +144,8 @@ def main() -> None:
         base, truth, state, whole_steps = None, None, None, {}
         for name in args.layers:
             torch.manual_seed(2)
-            layer, params = nn.ModuleList(), thd(offsets)
-            for _ in range(args.in_a_row):
-                layer.append(build(name, args, sizes))
+            layer = in_a_row(partial(build, name, args, sizes), args.in_a_row)
+            params = thd(offsets)
             if state is None:
                 state = layer.state_dict()
             layer.load_state_dict(state)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 
 import torch
 from bench_states import begin_backward
-from layers import CASES, Case, our_layer, start_megatron, thd, through
+from layers import CASES, Case, in_a_row, our_layer, start_megatron, thd, through
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
-from torch import nn
 
 from megatron_gdn.ops.delta_rule.resolve import RuleInputs
 from megatron_gdn.ops.documents import Documents
@@ -49,8 +49,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, in_a_row: int = 1):
-    """``{layer name: forward}``, and the input they share; ``in_a_row``: of so many layers."""
+def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, several: int = 1):
+    """``{layer name: forward}``, and the input they share; ``several``: layers in a row."""
     x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
     x.requires_grad_()
     offsets = case.offsets()
@@ -60,14 +60,13 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, in_a_row: in
     packed = thd(case.offsets())
     runs, modules = {}, {}
     for name in layers:
-        row = nn.ModuleList()
-        for _ in range(in_a_row):
-            if name == "upstream":
-                row.append(build_upstream(args.hidden, sizes))
-            else:
-                row.append(our_layer(args.hidden, sizes, args.core, **OPTIONS[name]))
+        if name == "upstream":
+            build = partial(build_upstream, args.hidden, sizes)
+        else:
+            build = partial(our_layer, args.hidden, sizes, args.core, **OPTIONS[name])
+        row = in_a_row(build, several)
         runs[name] = lambda row=row: through(row, x, packed)
-        modules[name] = row if in_a_row > 1 else row[0]
+        modules[name] = row if several > 1 else row[0]
     return runs, modules, x, documents
 
 

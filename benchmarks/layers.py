@@ -6,6 +6,7 @@ Legend: S seq, B batch, D hidden.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +140,23 @@ def our_layer(
         **options,
     )
     return layer.to(DEVICE).bfloat16()
+
+
+# The initial weights make a layer's output a sixth of its input (hidden 2048), and a small input
+# leaves little of itself: after four layers nothing would be left to compare.
+_KEEPS_THE_SIZE = 6.5
+
+
+def in_a_row(build: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
+    """So many of ``build()`` for :func:`through`; several keep the size of their input."""
+    row = nn.ModuleList()
+    for _ in range(layers):
+        row.append(build())
+    if layers > 1:
+        with torch.no_grad():
+            for layer in row:
+                layer.out_proj.weight.mul_(_KEEPS_THE_SIZE)
+    return row
 
 
 def through(row: nn.ModuleList, x: torch.Tensor, packed) -> torch.Tensor:
