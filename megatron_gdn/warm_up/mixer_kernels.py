@@ -15,7 +15,7 @@ from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.delta_rule.half import LARGEST_D_FINAL, LARGEST_D_O
 from ..ops.documents import Documents
 from ..ops.front import gdn as prepare
-from ..ops.front.history import HistoryTable
+from ..ops.front.history import EdgeInputs, HistoryTable
 from ..ops.gated_norm import norm
 from ..ops.head_sizes import HeadSizes
 from ..ops.kernels.builds import watch_triton_builds
@@ -104,9 +104,9 @@ class MixerLaunches:
             for sizes in zip(edges.heads, edges.widths, strict=True)
         )
         made = RuleInputs(q, k, v, *self.grads[3:])
-        edges.redo(table, self.proj, self.parameters, history, made, edges.names)
-        grads = RuleGrads(*self.grads, self.factor)
-        begun = edges.backward(table, self.proj, self.parameters, history, grads)
+        of = EdgeInputs(table, self.proj, self.parameters, history)
+        edges.redo(of, made, edges.names)
+        begun = edges.backward(of, RuleGrads(*self.grads, self.factor))
         of_parameters = tuple(None if x is None else x.clone() for x in self.parameters)
         begun.add(self.d_proj, begun.d_history[:past], of_parameters)
 

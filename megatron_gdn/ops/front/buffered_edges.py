@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import Front, Parameters
-from .history import HistoryTable
+from .base import Front
+from .history import EdgeInputs, HistoryTable
 
 
 class BufferedEdges(NamedTuple):
@@ -25,8 +25,9 @@ class BufferedEdges(NamedTuple):
 
     front: Front
 
-    def _buffer(self, table: HistoryTable, proj: Tensor, history: Tensor) -> Tensor:
+    def _buffer(self, of: EdgeInputs) -> Tensor:
         """``[E, B, P]``, projection rows whose other columns are zero."""
+        table, proj, _, history = of
         places, columns = table.buffer, self.front.layout.conv_columns
         wide = torch.promote_types(proj.dtype, torch.float32)
         rows = proj.new_zeros(places.documents.total_tokens, *proj.shape[1:], dtype=wide)
@@ -35,35 +36,21 @@ class BufferedEdges(NamedTuple):
         conv[places.again] = proj[..., columns][places.redone].to(wide)
         return rows
 
-    def redo(
-        self,
-        table: HistoryTable,
-        proj: Tensor,
-        parameters: Parameters,
-        history: Tensor,
-        made: Any,
-        names: Sequence[str],
-    ) -> None:
-        places, rows = table.buffer, self._buffer(table, proj, history)
-        redone = self.front.forward(rows, parameters, places.documents, tuple(names))
+    def redo(self, of: EdgeInputs, made: Any, names: Sequence[str]) -> None:
+        places, rows = of.table.buffer, self._buffer(of)
+        redone = self.front.forward(rows, of.parameters, places.documents, tuple(names))
         for name in names:
             whole = getattr(made, name)
             whole[:, places.redone] = getattr(redone, name)[:, places.again].to(whole.dtype)
 
-    def backward(
-        self,
-        table: HistoryTable,
-        proj: Tensor,
-        parameters: Parameters,
-        history: Tensor,
-        grads: Any,
-    ) -> BufferedBackward:
+    def backward(self, of: EdgeInputs, grads: Any) -> BufferedBackward:
+        table, proj, parameters, history = of
         front, (B, channels) = self.front, history.shape[1:]
         wide = torch.promote_types(proj.dtype, torch.float32)
         if not table.count:
             nothing = proj.new_empty(0, B, channels, dtype=wide)
             return BufferedBackward(nothing, grads, front, table, nothing, None)
-        places, rows = table.buffer, self._buffer(table, proj, history)
+        places, rows = table.buffer, self._buffer(of)
         E, moved = len(rows), {}
         for name in front.names:
             grad = getattr(grads, name)

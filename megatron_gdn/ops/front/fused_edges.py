@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
-from .base import Parameters
 from .fused_edges_kernels import add_gradients_kernel, redo_backward_kernel, redo_kernel
-from .history import HistoryTable
+from .history import EdgeInputs, HistoryTable
 
 _CHANNELS = 256  # of one program that adds
 
@@ -51,16 +50,8 @@ class FusedEdges(NamedTuple):
     def channels(self) -> int:
         return sum(h * w for h, w in zip(self.heads, self.widths, strict=True))
 
-    def redo(
-        self,
-        table: HistoryTable,
-        proj: Tensor,
-        parameters: Parameters,
-        history: Tensor,
-        made: Any,
-        names: Sequence[str],
-    ) -> None:
-        weight, bias, *_ = parameters
+    def redo(self, of: EdgeInputs, made: Any, names: Sequence[str]) -> None:
+        table, proj, (weight, bias, *_), history = of
         # A pointer that is never followed stands for what is left out.
         there = getattr(made, names[0])
         outputs = [getattr(made, name) if name in names else there for name in self.names]
@@ -72,15 +63,8 @@ class FusedEdges(NamedTuple):
         )  # fmt: skip
         launch(proj, history, weight, bias, table.pieces, *outputs)
 
-    def backward(
-        self,
-        table: HistoryTable,
-        proj: Tensor,
-        parameters: Parameters,
-        history: Tensor,
-        grads: Any,
-    ) -> FusedBackward:
-        weight, bias, *_ = parameters
+    def backward(self, of: EdgeInputs, grads: Any) -> FusedBackward:
+        table, proj, (weight, bias, *_), history = of
         given = [getattr(grads, name).contiguous() for name in self.names]
         factor = getattr(grads, "factor", None)
         N, B, past = table.count, proj.shape[1], weight.shape[-1] - 1

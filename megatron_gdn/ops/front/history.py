@@ -140,6 +140,15 @@ class HistoryLink(Protocol):
         ...
 
 
+class EdgeInputs(NamedTuple):
+    """What edges are computed from."""
+
+    table: HistoryTable
+    proj: Tensor  # [s, B, P]
+    parameters: Parameters  # the front's; conv weight and bias come first
+    history: Tensor  # [R, B, C], any strides
+
+
 class EdgesBackward(Protocol):
     """The backward of the edges, between what it sends and what comes back.
 
@@ -170,32 +179,16 @@ class EdgesBackward(Protocol):
 class Edges(Protocol):
     """How the first tokens of pieces are computed with their history."""
 
-    def redo(
-        self,
-        table: HistoryTable,
-        proj: Tensor,
-        parameters: Parameters,
-        history: Tensor,
-        made: Any,
-        names: Sequence[str],
-    ) -> None:
+    def redo(self, of: EdgeInputs, made: Any, names: Sequence[str]) -> None:
         """Write the inputs of the rule ``names``, in ``made``, at these tokens.
 
         Args:
-            table: of at least one piece.
-            history: ``[R, B, C]``, any strides.
+            of: with a table of at least one piece.
             names: neighbours in the front's ``convolved``.
         """
         ...
 
-    def backward(
-        self,
-        table: HistoryTable,
-        proj: Tensor,
-        parameters: Parameters,
-        history: Tensor,
-        grads: Any,
-    ) -> EdgesBackward:
+    def backward(self, of: EdgeInputs, grads: Any) -> EdgesBackward:
         """From ``grads`` of the rule's inputs, whose values at these tokens may be overwritten."""
         ...
 
@@ -248,7 +241,7 @@ class ContinuedFront(FrontAround):
             transfer.wait()
         names = self.convolved if only is None else [x for x in self.convolved if x in only]
         if self._table.count and names:
-            self._edges.redo(self._table, proj, parameters, history, made, names)
+            self._edges.redo(EdgeInputs(self._table, proj, parameters, history), made, names)
         return made
 
     def backward(
@@ -261,7 +254,8 @@ class ContinuedFront(FrontAround):
     ) -> tuple[Tensor | None, ...]:
         """As the inner front's. The gradient of the history travels meanwhile."""
         assert self._history_RBC is not None
-        edges = self._edges.backward(self._table, proj, parameters, self._history_RBC, grads)
+        of = EdgeInputs(self._table, proj, parameters, self._history_RBC)
+        edges = self._edges.backward(of, grads)
         returned, transfer = self._link.give_back(edges.d_history)
         of_parameters = self._front.backward(proj, parameters, edges.grads, d_proj, documents)
         transfer.wait()
