@@ -110,7 +110,9 @@ class Mixer:
                 "(a checkpoint with use_reentrant=False, an offload): they keep what is saved."
             )
             recompute_norm = False
-        layer.norm_out_checkpoint = refilled = RefilledOutput() if recompute_norm else None
+        refilled = RefilledOutput() if recompute_norm else None
+        if layer.norm_out_checkpoint is not refilled:  # a module takes long to assign to
+            layer.norm_out_checkpoint = refilled
         scheme, close, group = batch.scheme, batch.passage.close, summing_group(layer)
         conv = layer.conv1d
         if around is None:

@@ -71,14 +71,14 @@ class PlainProjections:
             self._plain = is_plain_linear(in_proj) and is_plain_linear(out_proj)
         if not self._plain or any_global_hooks() or watched() or _what_a_call_runs() != _KNOWN:
             return None
-        weights = []
+        weights, dtype, device = [], rows.dtype, rows.device
         for linear in seen:
             weight = linear._parameters.get("weight")
             own = vars(linear)
             if (
                 type(weight) is not nn.Parameter
-                or weight.dtype != rows.dtype
-                or weight.device != rows.device
+                or weight.dtype != dtype
+                or weight.device != device
                 or linear._parameters.get("bias") is not None
                 or own["gradient_accumulation_fusion"]
                 or own["config"]._cpu_offloading_context is not None
@@ -89,7 +89,7 @@ class PlainProjections:
             ):
                 return None
             weights.append(weight)
-        if not rows.numel() or torch.is_autocast_enabled(rows.device.type):
+        if not rows.numel() or torch.is_autocast_enabled(device.type):
             return None
         return Projections(*weights)
 

@@ -19,7 +19,14 @@ from ..state_maps.fold import compose, initial_gradients, leaving_gradients
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from . import flash_qla_states
-from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
+from .base import (
+    RuleGrads,
+    RuleInputs,
+    grads_in_rows,
+    in_one_row,
+    in_rows,
+    inputs_in_one_row,
+)
 from .flash_qla_builds import Heads, expect
 from .flash_qla_early import compile_early
 from .flash_qla_hopper import HopperStages
@@ -62,7 +69,7 @@ class FlashQlaRule:
         if documents is not None:
             offsets = documents.filled_offsets
         elif rows == 1 or states or self.batch_invariant:
-            offsets = tuple(row * tokens for row in range(rows + 1))
+            offsets = tuple([row * tokens for row in range(rows + 1)])
         else:
             offsets = None
         return plan_of(offsets, inputs.v.shape[2], self.batch_invariant, inputs.k.device)
@@ -120,9 +127,9 @@ class FlashQlaForward:
         plan = self._rule.plan(inputs, self._documents, states=False)
         flat = inputs if plan.parts is None else inputs_in_one_row(inputs)
         g_sum, A, o, _, last, carried = stages().chunk_gated_delta_rule_fwd(
-            **flat._asdict(), scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.context.cu_seqlens,
-            output_final_state=final, enable_fwd_cp_cache=keep, cp_context=plan.context,
-            is_train=True,
+            q=flat.q, k=flat.k, v=flat.v, g=flat.g, beta=flat.beta, scale=flat.k.shape[-1] ** -0.5,
+            cu_seqlens=plan.context.cu_seqlens, output_final_state=final, enable_fwd_cp_cache=keep,
+            cp_context=plan.context, is_train=True,
         )  # fmt: skip
         # The tensors that the backward reuses: fields of a small dataclass.
         kept = () if carried is None else tuple(vars(carried).values())
@@ -163,7 +170,7 @@ class CarriedBackward:
             last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
         self._d_local = None
         grads = _gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad)
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads[:5]))
+        return grads_in_rows(grads, self._rows)
 
 
 class UncarriedBackward:
@@ -207,7 +214,7 @@ class UncarriedBackward:
         del kept
         made_here = last_grad is not d_final
         grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here)
-        return RuleGrads(*(in_rows(x, rows) for x in grads[:5]))
+        return grads_in_rows(grads, rows)
 
 
 def _gradients(

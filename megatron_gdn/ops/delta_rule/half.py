@@ -114,7 +114,7 @@ class HalfBackward:
             self._backward.d_o_was_scaled(_of_states(ratio))
             d_final = d_final * _of_states(self._up)
         grads = self._backward.run(initial, d_final)
-        return grads._replace(factor=self._down)
+        return RuleGrads(grads.q, grads.k, grads.v, grads.g, grads.beta, self._down)
 
 
 def _kernels(x: Tensor) -> ModuleType:
