@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import cache, cached_property
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -202,6 +202,11 @@ class FrontWithEdges(Protocol):
         ...
 
 
+@cache
+def _has_edges(front: type) -> bool:  # once: a look at a protocol takes the host long
+    return issubclass(front, FrontWithEdges)
+
+
 class ContinuedFront(FrontAround):
     """A front over pieces, with the results of the front over whole sequences.
 
@@ -217,7 +222,7 @@ class ContinuedFront(FrontAround):
         self._link, self._table = link, link.table
         self._columns = front.layout.conv_columns
         self._history_RBC: Tensor | None = None
-        edges = front.edges() if isinstance(front, FrontWithEdges) else None
+        edges = cast(FrontWithEdges, front).edges() if _has_edges(type(front)) else None
         if edges is None:
             from .buffered_edges import BufferedEdges
 
