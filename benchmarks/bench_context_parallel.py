@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--graphs", action="store_true", help="also as CUDA graphs (not packed)")
     parser.add_argument(
-        "--in-a-row", type=int, default=1, metavar="LAYERS",
+        "--in-a-row", type=int, default=1, choices=range(1, 7), metavar="LAYERS",
         help="so many layers after each other, as in a model; only what the host takes is of one",
     )  # fmt: skip
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="show the N longest")

@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument(
-        "--in-a-row", type=int, default=1, metavar="LAYERS",
+        "--in-a-row", type=int, default=1, choices=range(1, 7), metavar="LAYERS",
         help="so many layers after each other, as in a model; times are of one",
     )  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="FUNCTIONS")

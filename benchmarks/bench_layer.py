@@ -49,8 +49,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, several: int = 1):
-    """``{layer name: forward}``, and the input they share; ``several``: layers in a row."""
+def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int = 1):
+    """``{layer name: forward}``, and the input they share; ``count``: of layers in a row."""
     x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
     x.requires_grad_()
     offsets = case.offsets()
@@ -64,9 +64,9 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, several: int
             build = partial(build_upstream, args.hidden, sizes)
         else:
             build = partial(our_layer, args.hidden, sizes, args.core, **OPTIONS[name])
-        row = in_a_row(build, several)
+        row = in_a_row(build, count)
         runs[name] = lambda row=row: through(row, x, packed)
-        modules[name] = row if several > 1 else row[0]
+        modules[name] = row if count > 1 else row[0]
     return runs, modules, x, documents
 
 

@@ -68,10 +68,9 @@ def host_ms(
     since a host is faster at some moments than at others.
 
     Args:
-        in_a_row: how many layers a run has, at most 6, or the queue would be full; times are of one
-            of them.
+        in_a_row: how many layers a run has; times are of one of them. More than six would fill the
+            queue.
     """
-    assert 1 <= in_a_row <= 6
     calls = max(1, 3 // in_a_row)
     for run in runs:
         for _ in range(5):

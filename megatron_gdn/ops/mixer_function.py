@@ -128,23 +128,22 @@ class ProjectedMixerFunction(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         if kept is None:  # nothing before out_proj needs a gradient
             nothing = [None] * (len(ctx.needs_input_grad) - 4)
-            return None, None, None, _flat(d_out).t().mm(_flat(mixed)), *nothing
-        # Of y = x W^T, as products of two dimensions: dx = dy W and dW = dy^T x.
+            return None, None, None, _of_weight(d_out.flatten(0, 1), mixed), *nothing
         S, B, _ = d_out.shape
-        d_out = _flat(d_out)
+        d_out = d_out.flatten(0, 1)
         gradient = [d_out.mm(out).view(S, B, -1)]
-        of_out = d_out.t().mm(_flat(mixed)) if out_wanted else None
-        del mixed
+        of_out = _of_weight(d_out, mixed) if out_wanted else None
+        del mixed, d_out
         d_proj, d_gamma, *of_parameters = _backward(kept, saved, gradient, None)
-        d_proj = _flat(d_proj)
+        d_proj = d_proj.flatten(0, 1)
         d_rows = d_proj.mm(into).view(S, B, -1) if rows_wanted else None
-        of_into = d_proj.t().mm(_flat(rows)) if into_wanted else None
+        of_into = _of_weight(d_proj, rows) if into_wanted else None
         return None, d_rows, of_into, of_out, d_gamma, *of_parameters
 
 
-def _flat(x: Tensor) -> Tensor:
-    """``[S, B, .]`` as contiguous ``[S B, .]``."""
-    return x.contiguous().flatten(0, 1)
+def _of_weight(d_y: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ``W`` in ``y = x W^T``: d_y ``[S B, .]``, x ``[S, B, .]``."""
+    return d_y.contiguous().t().mm(x.contiguous().flatten(0, 1))
 
 
 def _forward(

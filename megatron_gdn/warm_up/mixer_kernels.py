@@ -104,9 +104,9 @@ class MixerLaunches:
             for sizes in zip(edges.heads, edges.widths, strict=True)
         )
         made = RuleInputs(q, k, v, *self.grads[3:])
-        of = EdgeInputs(table, self.proj, self.parameters, history)
-        edges.redo(of, made, edges.names)
-        begun = edges.backward(of, RuleGrads(*self.grads, self.factor))
+        inputs = EdgeInputs(table, self.proj, self.parameters, history)
+        edges.redo(inputs, made, edges.names)
+        begun = edges.backward(inputs, RuleGrads(*self.grads, self.factor))
         of_parameters = tuple(None if x is None else x.clone() for x in self.parameters)
         begun.add(self.d_proj, begun.d_history[:past], of_parameters)
 

@@ -51,9 +51,3 @@ def inputs_in_one_row(inputs: RuleInputs) -> RuleInputs:
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """The reverse of :func:`in_one_row`, to ``rows`` = ``[B, S]``."""
     return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])
-
-
-def grads_in_rows(grads: RuleGrads, rows: Sequence[int]) -> RuleGrads:
-    """:func:`in_rows` of gradients that have no factor yet."""
-    assert grads.factor is None
-    return grads if rows[0] == 1 else RuleGrads(*[in_rows(x, rows) for x in grads[:5]])

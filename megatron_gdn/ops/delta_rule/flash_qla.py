@@ -7,6 +7,7 @@ batch is made from host offsets, and the heads are summed inside our backward ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +20,7 @@ from ..state_maps.fold import compose, initial_gradients, leaving_gradients
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from . import flash_qla_states
-from .base import (
-    RuleGrads,
-    RuleInputs,
-    grads_in_rows,
-    in_one_row,
-    in_rows,
-    inputs_in_one_row,
-)
+from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
 from .flash_qla_builds import Heads, expect
 from .flash_qla_early import compile_early
 from .flash_qla_hopper import HopperStages
@@ -170,7 +164,7 @@ class CarriedBackward:
             last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
         self._d_local = None
         grads = _gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad)
-        return grads_in_rows(grads, self._rows)
+        return _in_rows(grads, self._rows)
 
 
 class UncarriedBackward:
@@ -214,7 +208,7 @@ class UncarriedBackward:
         del kept
         made_here = last_grad is not d_final
         grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here)
-        return grads_in_rows(grads, rows)
+        return _in_rows(grads, rows)
 
 
 def _gradients(
@@ -246,3 +240,8 @@ def _gradients(
         zero_last_chunk=True,
     )  # fmt: skip
     return RuleGrads(dq, dk, dv, dg, dbeta)
+
+
+def _in_rows(grads: RuleGrads, rows: Sequence[int]) -> RuleGrads:
+    """:func:`in_rows` of gradients that have no factor yet."""
+    return grads if rows[0] == 1 else RuleGrads(*[in_rows(x, rows) for x in grads[:5]])

@@ -140,14 +140,14 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 
 @lru_cache(maxsize=MOST_PLANS)
 def _power_launch(
-    lowers: bool, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
+    what: str, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
     columns: int, elements: int,
 ) -> Launch:  # fmt: skip
-    """A launch of :func:`lower` or :func:`to_half`, ``elements`` of one program at a time."""
+    """``what``: "lower" or "scale"; ``elements`` of one program at a time."""
     block = block_dim(columns)
     rows = max(1, elements // block)
     return Launch(
-        _lower_kernel if lowers else _scale_kernel,
+        {"lower": _lower_kernel, "scale": _scale_kernel}[what],
         (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
         EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
         C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
@@ -166,7 +166,7 @@ def lower(
     )
     made = torch.empty(3, H, dtype=torch.float32, device=half.device)
     ratio_H, up_H, down_H = made.unbind()
-    launch = _power_launch(True, T, tiles, largest, key_heads, ratio, ratio * V, 4 * _ELEMENTS)
+    launch = _power_launch("lower", T, tiles, largest, key_heads, ratio, ratio * V, 4 * _ELEMENTS)
     launch(half, up, found, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
@@ -180,6 +180,6 @@ def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Te
     half = torch.empty_like(x, dtype=torch.float16)
     up = torch.empty(H, dtype=torch.float32, device=x.device)
     down = torch.empty_like(up)
-    launch = _power_launch(False, T, tiles, largest, key_heads, H // key_heads, C, _ELEMENTS)
+    launch = _power_launch("scale", T, tiles, largest, key_heads, H // key_heads, C, _ELEMENTS)
     launch(x, found, half, up, down)
     return half, up, down

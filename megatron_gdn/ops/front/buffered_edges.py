@@ -25,9 +25,9 @@ class BufferedEdges(NamedTuple):
 
     front: Front
 
-    def _buffer(self, of: EdgeInputs) -> Tensor:
+    def _buffer(self, inputs: EdgeInputs) -> Tensor:
         """``[E, B, P]``, projection rows whose other columns are zero."""
-        table, proj, _, history = of
+        table, proj, _, history = inputs
         places, columns = table.buffer, self.front.layout.conv_columns
         wide = torch.promote_types(proj.dtype, torch.float32)
         rows = proj.new_zeros(places.documents.total_tokens, *proj.shape[1:], dtype=wide)
@@ -36,21 +36,21 @@ class BufferedEdges(NamedTuple):
         conv[places.again] = proj[..., columns][places.redone].to(wide)
         return rows
 
-    def redo(self, of: EdgeInputs, made: Any, names: Sequence[str]) -> None:
-        places, rows = of.table.buffer, self._buffer(of)
-        redone = self.front.forward(rows, of.parameters, places.documents, tuple(names))
+    def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
+        places, rows = inputs.table.buffer, self._buffer(inputs)
+        redone = self.front.forward(rows, inputs.parameters, places.documents, tuple(names))
         for name in names:
             whole = getattr(made, name)
             whole[:, places.redone] = getattr(redone, name)[:, places.again].to(whole.dtype)
 
-    def backward(self, of: EdgeInputs, grads: Any) -> BufferedBackward:
-        table, proj, parameters, history = of
+    def backward(self, inputs: EdgeInputs, grads: Any) -> BufferedBackward:
+        table, proj, parameters, history = inputs
         front, (B, channels) = self.front, history.shape[1:]
         wide = torch.promote_types(proj.dtype, torch.float32)
         if not table.count:
             nothing = proj.new_empty(0, B, channels, dtype=wide)
             return BufferedBackward(nothing, grads, front, table, nothing, None)
-        places, rows = table.buffer, self._buffer(of)
+        places, rows = table.buffer, self._buffer(inputs)
         E, moved = len(rows), {}
         for name in front.names:
             grad = getattr(grads, name)

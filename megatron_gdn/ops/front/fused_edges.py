@@ -50,8 +50,8 @@ class FusedEdges(NamedTuple):
     def channels(self) -> int:
         return sum(h * w for h, w in zip(self.heads, self.widths, strict=True))
 
-    def redo(self, of: EdgeInputs, made: Any, names: Sequence[str]) -> None:
-        table, proj, (weight, bias, *_), history = of
+    def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
+        table, proj, (weight, bias, *_), history = inputs
         # A pointer that is never followed stands for what is left out.
         there = getattr(made, names[0])
         outputs = [getattr(made, name) if name in names else there for name in self.names]
@@ -63,8 +63,8 @@ class FusedEdges(NamedTuple):
         )  # fmt: skip
         launch(proj, history, weight, bias, table.pieces, *outputs)
 
-    def backward(self, of: EdgeInputs, grads: Any) -> FusedBackward:
-        table, proj, (weight, bias, *_), history = of
+    def backward(self, inputs: EdgeInputs, grads: Any) -> FusedBackward:
+        table, proj, (weight, bias, *_), history = inputs
         given = [getattr(grads, name).contiguous() for name in self.names]
         factor = getattr(grads, "factor", None)
         N, B, past = table.count, proj.shape[1], weight.shape[-1] - 1

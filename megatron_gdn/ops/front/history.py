@@ -179,16 +179,16 @@ class EdgesBackward(Protocol):
 class Edges(Protocol):
     """How the first tokens of pieces are computed with their history."""
 
-    def redo(self, of: EdgeInputs, made: Any, names: Sequence[str]) -> None:
+    def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
         """Write the inputs of the rule ``names``, in ``made``, at these tokens.
 
         Args:
-            of: with a table of at least one piece.
+            inputs: with a table of at least one piece.
             names: neighbours in the front's ``convolved``.
         """
         ...
 
-    def backward(self, of: EdgeInputs, grads: Any) -> EdgesBackward:
+    def backward(self, inputs: EdgeInputs, grads: Any) -> EdgesBackward:
         """From ``grads`` of the rule's inputs, whose values at these tokens may be overwritten."""
         ...
 
@@ -259,8 +259,8 @@ class ContinuedFront(FrontAround):
     ) -> tuple[Tensor | None, ...]:
         """As the inner front's. The gradient of the history travels meanwhile."""
         assert self._history_RBC is not None
-        of = EdgeInputs(self._table, proj, parameters, self._history_RBC)
-        edges = self._edges.backward(of, grads)
+        inputs = EdgeInputs(self._table, proj, parameters, self._history_RBC)
+        edges = self._edges.backward(inputs, grads)
         returned, transfer = self._link.give_back(edges.d_history)
         of_parameters = self._front.backward(proj, parameters, edges.grads, d_proj, documents)
         transfer.wait()
