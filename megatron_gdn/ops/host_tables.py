@@ -63,7 +63,7 @@ def stream_of_tables() -> int:
     if not torch.cuda.is_initialized():
         return 0
     if not torch.cuda.is_current_stream_capturing():
-        _latest_stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        _latest_stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     return _latest_stream
 
 
