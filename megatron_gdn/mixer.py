@@ -111,7 +111,7 @@ class Mixer:
             )
             recompute_norm = False
         refilled = RefilledOutput() if recompute_norm else None
-        if layer.norm_out_checkpoint is not refilled:  # a module takes long to assign to
+        if layer.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             layer.norm_out_checkpoint = refilled
         scheme, close, group = batch.scheme, batch.passage.close, summing_group(layer)
         conv = layer.conv1d

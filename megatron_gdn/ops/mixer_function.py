@@ -129,6 +129,7 @@ class ProjectedMixerFunction(torch.autograd.Function):
         if kept is None:  # nothing before out_proj needs a gradient
             nothing = [None] * (len(ctx.needs_input_grad) - 4)
             return None, None, None, _of_weight(d_out.flatten(0, 1), mixed), *nothing
+        # Of y = x W^T, as products of two dimensions: dx = dy W and dW = dy^T x.
         S, B, _ = d_out.shape
         d_out = d_out.flatten(0, 1)
         gradient = [d_out.mm(out).view(S, B, -1)]
@@ -142,7 +143,7 @@ class ProjectedMixerFunction(torch.autograd.Function):
 
 
 def _of_weight(d_y: Tensor, x: Tensor) -> Tensor:
-    """The gradient of ``W`` in ``y = x W^T``: d_y ``[S B, .]``, x ``[S, B, .]``."""
+    """dW of ``y = x W^T``, from dy ``[S B, .]`` and x ``[S, B, .]``."""
     return d_y.contiguous().t().mm(x.contiguous().flatten(0, 1))
 
 

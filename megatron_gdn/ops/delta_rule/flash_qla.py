@@ -7,7 +7,6 @@ batch is made from host offsets, and the heads are summed inside our backward ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +62,7 @@ class FlashQlaRule:
         if documents is not None:
             offsets = documents.filled_offsets
         elif rows == 1 or states or self.batch_invariant:
-            offsets = tuple([row * tokens for row in range(rows + 1)])
+            offsets = tuple(row * tokens for row in range(rows + 1))
         else:
             offsets = None
         return plan_of(offsets, inputs.v.shape[2], self.batch_invariant, inputs.k.device)
@@ -164,7 +163,7 @@ class CarriedBackward:
             last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
         self._d_local = None
         grads = _gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad)
-        return _in_rows(grads, self._rows)
+        return RuleGrads(*(in_rows(x, self._rows) for x in grads[:5]))
 
 
 class UncarriedBackward:
@@ -208,7 +207,7 @@ class UncarriedBackward:
         del kept
         made_here = last_grad is not d_final
         grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here)
-        return _in_rows(grads, rows)
+        return RuleGrads(*(in_rows(x, rows) for x in grads[:5]))
 
 
 def _gradients(
@@ -240,8 +239,3 @@ def _gradients(
         zero_last_chunk=True,
     )  # fmt: skip
     return RuleGrads(dq, dk, dv, dg, dbeta)
-
-
-def _in_rows(grads: RuleGrads, rows: Sequence[int]) -> RuleGrads:
-    """:func:`in_rows` of gradients that have no factor yet."""
-    return grads if rows[0] == 1 else RuleGrads(*[in_rows(x, rows) for x in grads[:5]])

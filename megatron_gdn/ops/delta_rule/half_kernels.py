@@ -143,7 +143,12 @@ def _power_launch(
     what: str, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
     columns: int, elements: int,
 ) -> Launch:  # fmt: skip
-    """``what``: "lower" or "scale"; ``elements`` of one program at a time."""
+    """A launch of the second kernel of :func:`lower` or :func:`to_half`.
+
+    Args:
+        what: "lower" or "scale". Not the kernel: as a key of this cache it would hash its source.
+        elements: of one program at a time.
+    """
     block = block_dim(columns)
     rows = max(1, elements // block)
     return Launch(

@@ -203,7 +203,8 @@ class FrontWithEdges(Protocol):
 
 
 @cache
-def _has_edges(front: type) -> bool:  # once: a look at a protocol takes the host long
+def _has_edges(front: type) -> bool:
+    # Asked once per class: a check against a protocol is slow, and every forward needs the answer.
     return issubclass(front, FrontWithEdges)
 
 
