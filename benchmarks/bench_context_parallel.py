@@ -21,8 +21,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from layers import DEVICE, in_a_row, our_layer, thd, through, transformer_config, upstream_layer
-from measure import captured, environment, host_ms, memory_mib, slowest, table, time_ms, write_lines
+from layers import DEVICE, our_layer, row_of, thd, through, transformer_config, upstream_layer
+from measure import (
+    IN_A_ROW,
+    captured,
+    environment,
+    host_ms,
+    memory_mib,
+    slowest,
+    table,
+    time_ms,
+    write_lines,
+)
 from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
@@ -70,8 +80,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--graphs", action="store_true", help="also as CUDA graphs (not packed)")
     parser.add_argument(
-        "--in-a-row", type=int, default=1, choices=range(1, 7), metavar="LAYERS",
-        help="so many layers after each other, as in a model; only what the host takes is of one",
+        "--in-a-row", type=int, default=1, choices=IN_A_ROW, metavar="LAYERS",
+        help="1 to 6 layers after each other, as in a model; only the host's times are of one",
     )  # fmt: skip
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="show the N longest")
     parser.add_argument(
@@ -144,7 +154,7 @@ def main() -> None:
         base, truth, state, whole_steps = None, None, None, {}
         for name in args.layers:
             torch.manual_seed(2)
-            layer = in_a_row(partial(build, name, args, sizes), args.in_a_row)
+            layer = row_of(partial(build, name, args, sizes), args.in_a_row)
             params = thd(offsets)
             if state is None:
                 state = layer.state_dict()

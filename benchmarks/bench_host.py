@@ -20,7 +20,7 @@ import pstats
 import torch
 from bench_layer import OPTIONS, forwards, with_backward
 from layers import Case, start_megatron
-from measure import environment, host_ms, table, write_lines
+from measure import IN_A_ROW, environment, host_ms, table, write_lines
 
 from megatron_gdn.ops.head_sizes import HeadSizes
 
@@ -44,8 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument(
-        "--in-a-row", type=int, default=1, choices=range(1, 7), metavar="LAYERS",
-        help="so many layers after each other, as in a model; times are of one",
+        "--in-a-row", type=int, default=1, choices=IN_A_ROW, metavar="LAYERS",
+        help="1 to 6 layers after each other, as in a model; times are of one",
     )  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="FUNCTIONS")
     parser.add_argument("--out", help="append JSON lines to this file")

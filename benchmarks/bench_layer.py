@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from bench_states import begin_backward
-from layers import CASES, Case, in_a_row, our_layer, start_megatron, thd, through
+from layers import CASES, Case, our_layer, row_of, start_megatron, thd, through
 from layers import upstream_layer as build_upstream
 from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 
@@ -64,7 +64,7 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int =
             build = partial(build_upstream, args.hidden, sizes)
         else:
             build = partial(our_layer, args.hidden, sizes, args.core, **OPTIONS[name])
-        row = in_a_row(build, count)
+        row = row_of(build, count)
         runs[name] = lambda row=row: through(row, x, packed)
         modules[name] = row if count > 1 else row[0]
     return runs, modules, x, documents

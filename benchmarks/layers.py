@@ -142,14 +142,14 @@ def our_layer(
     return layer.to(DEVICE).bfloat16()
 
 
-# The initial weights make a layer's output a sixth of its input (hidden 2048), and a small input
-# leaves little of itself: after four layers nothing would be left to compare. So much larger, sizes
-# go from 1 to 1.8 through three layers and to 42 through six: the gate grows with the input.
+# With its initial weights a layer's output is a sixth of its input in size (hidden 2048). The gate
+# shrinks with the input, so after four layers nothing is left to compare. This factor on out_proj
+# keeps the output near the input's size for three layers (1.8); after six it is 42 times as large.
 _LARGER = 6.5
 
 
-def in_a_row(build: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
-    """So many of ``build()`` for :func:`through`, several with a larger ``out_proj``."""
+def row_of(build: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
+    """``layers`` results of ``build``; if more than one, each with a larger ``out_proj``."""
     row = nn.ModuleList()
     for _ in range(layers):
         row.append(build())

@@ -58,6 +58,10 @@ def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) ->
     }
 
 
+# Layers of one run whose launches fit into the queue of a stream that sleeps.
+IN_A_ROW = range(1, 7)
+
+
 def host_ms(
     runs: Sequence[Callable[[], object]], *, rounds: int = 16, in_a_row: int = 1
 ) -> list[dict[str, float]]:
@@ -68,8 +72,7 @@ def host_ms(
     since a host is faster at some moments than at others.
 
     Args:
-        in_a_row: how many layers a run has; times are of one of them. More than six would fill the
-            queue.
+        in_a_row: how many layers a run has, of ``IN_A_ROW``; times are of one of them.
     """
     calls = max(1, 3 // in_a_row)
     for run in runs:
