@@ -295,20 +295,11 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             return self.out_proj(mixed_sBV)
         if packed_seq_params is not None and self.in_layer_graph:
             refuse_packed(self.config)
-        # Where linears are computed with the mixer, hidden states stand for projection rows.
-        always_move = self.micro_batches.always_move_rows
-        around = None if always_move else self.mixer.around(self, hidden_states)
-        rows = hidden_states
-        if around is None:
-            with span("in_proj"):
-                rows, _ = self.in_proj(hidden_states)
+        with span("in_proj"):
+            rows, _ = self.in_proj(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, rows)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
-        if around is not None:
-            if not batch.scheme.moves_rows:
-                return self.mixer(self, batch, rows, around)[0], None
-            rows, _ = self.in_proj(hidden_states)
         if batch.scheme.moves_rows:
             with span("to_heads"):
                 rows = batch.passage.open(rows)
