@@ -9,7 +9,7 @@ PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-kernels nightly test-gpu lint format clean
+.PHONY: demo test test-all test-kernels nightly test-gpu docs lint format clean
 
 demo: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
@@ -29,6 +29,10 @@ nightly: $(VENV)/.ready
 
 test-gpu:
 	python3 -m pytest -m gpu
+
+docs: $(VENV)/.ready
+	$(BIN)/python -W ignore -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
+	@echo "docs/_build/index.html is the documentation."
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

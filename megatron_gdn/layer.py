@@ -46,10 +46,11 @@ warn_of_untested(megatron_version)
 class GatedDeltaNetSubmodules:
     """Specs of the parts a :class:`GatedDeltaNet` is assembled from.
 
-    in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front
-        (``TELayerNormColumnParallelLinear``, ``ColumnParallelLinear``, ...).
-    out_norm: norm over one value head (``TENorm``, ``TorchRMSNorm``, ...).
-    out_proj: row-parallel linear, heads * V -> hidden (``TERowParallelLinear``, ...).
+    Attributes:
+        in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front
+            (``TELayerNormColumnParallelLinear``, ``ColumnParallelLinear``, ...).
+        out_norm: norm over one value head (``TENorm``, ``TorchRMSNorm``, ...).
+        out_proj: row-parallel linear, heads * V -> hidden (``TERowParallelLinear``, ...).
     """
 
     in_proj: ModuleSpec | type = IdentityOp
@@ -226,13 +227,15 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     def reset_parameters(self) -> None:
         """Initialise everything, to the same model at every tensor-parallel size.
 
-        | parameter                        | value                                              |
-        |----------------------------------|----------------------------------------------------|
-        | in_proj.weight                   | ``config.init_method``                             |
-        | out_proj.weight                  | ``config.output_layer_init_method``                |
-        | conv1d.weight, conv1d.bias       | U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)    |
-        | A_log                            | log U(A_init_range)                                |
-        | dt_bias                          | 1                                                  |
+        ==========================  ===============================================
+        parameter                   value
+        ==========================  ===============================================
+        in_proj.weight              ``config.init_method``
+        out_proj.weight             ``config.output_layer_init_method``
+        conv1d.weight, conv1d.bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)
+        A_log                       log U(A_init_range)
+        dt_bias                     1
+        ==========================  ===============================================
 
         With ``config.perform_initialization`` off the two projections are not initialised here. The
         layer's own parameters always are.
@@ -292,20 +295,11 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             return self.out_proj(mixed_sBV)
         if packed_seq_params is not None and self.in_layer_graph:
             refuse_packed(self.config)
-        # Where linears are computed with the mixer, hidden states stand for projection rows.
-        always_move = self.micro_batches.always_move_rows
-        around = None if always_move else self.mixer.around(self, hidden_states)
-        rows = hidden_states
-        if around is None:
-            with span("in_proj"):
-                rows, _ = self.in_proj(hidden_states)
+        with span("in_proj"):
+            rows, _ = self.in_proj(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, rows)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
-        if around is not None:
-            if not batch.scheme.moves_rows:
-                return self.mixer(self, batch, rows, around)[0], None
-            rows, _ = self.in_proj(hidden_states)
         if batch.scheme.moves_rows:
             with span("to_heads"):
                 rows = batch.passage.open(rows)

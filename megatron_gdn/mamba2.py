@@ -207,15 +207,17 @@ class Mamba2Mixer(RecurrentMixer):
     def reset_parameters(self) -> None:
         """Initialise everything, to the same model at every tensor-parallel size.
 
-        | parameter          | value                                                       |
-        |--------------------|-------------------------------------------------------------|
-        | in_proj.weight     | ``config.init_method``                                      |
-        | out_proj.weight    | ``config.output_layer_init_method``                         |
-        | conv1d_weight      | U(-1 / sqrt(d_conv), 1 / sqrt(d_conv)), or U(+-conv_init)   |
-        | conv1d_bias        | U(-1 / sqrt(d_conv), 1 / sqrt(d_conv))                      |
-        | A_log              | log U(A_init_range)                                         |
-        | dt_bias            | softplus^-1(exp U(log dt_min, log dt_max))                  |
-        | D, norm.weight     | 1                                                           |
+        ===============  =========================================================
+        parameter        value
+        ===============  =========================================================
+        in_proj.weight   ``config.init_method``
+        out_proj.weight  ``config.output_layer_init_method``
+        conv1d_weight    U(-1 / sqrt(d_conv), 1 / sqrt(d_conv)), or U(+-conv_init)
+        conv1d_bias      U(-1 / sqrt(d_conv), 1 / sqrt(d_conv))
+        A_log            log U(A_init_range)
+        dt_bias          softplus^-1(exp U(log dt_min, log dt_max))
+        D, norm.weight   1
+        ===============  =========================================================
 
         With ``config.perform_initialization`` off the two projections are left as Megatron leaves
         them; the mixer's own parameters are never uninitialised memory.

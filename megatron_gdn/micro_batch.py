@@ -98,9 +98,6 @@ class MicroBatches:
         choose_rule: from device, dtype and deterministic or not to a rule and the reason.
         mixer, recurrence: as the log calls them.
 
-    Attributes:
-        always_move_rows: whether ranks exchange rows in every micro-batch over ``group``.
-
     Raises:
         ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
             ``choose_rule`` raises for what is expected.
@@ -124,8 +121,6 @@ class MicroBatches:
         self._group, self._sequence_layout = group, sequence_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
-        headwise = self._mode is LinearCpMode.HEADWISE
-        self.always_move_rows = headwise and group is not None and group.size() > 1
         self._rules: dict[tuple, Rule] = {}
         self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
@@ -143,8 +138,7 @@ class MicroBatches:
 
         Args:
             packed: the documents' boundaries, and maybe a group that goes before the layer's.
-            proj_sBP: ``[s, B, P]``, this rank's tokens; or other rows of as many tokens, of the
-                same dtype and device.
+            proj_sBP: ``[s, B, P]``, this rank's tokens.
 
         Raises:
             TypeError, ValueError: boundaries that do not fit, see

@@ -6,7 +6,7 @@ B batch, P projection width, H value heads, V value dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,32 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from .micro_batch import MicroBatch
 from .module_hooks import has_hooks, run_pre_hooks
 from .observe import log_once
-from .ops.hand_over import is_handed_over
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
-from .ops.mixer import (
-    GatedNorm,
-    Plan,
-    gated_delta_plan,
-    require_fitting_rows,
-    require_fitting_weights,
-)
-from .ops.mixer_function import Projections
+from .ops.mixer import Plan, gated_delta_plan, require_fitting_rows
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.uncompiled import uncompiled
 from .out_norm import apply_gated_norm, plain_norm, summing_group
 from .precision import require_wide_gates
-from .projections import PlainProjections
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
-
-
-class Around(NamedTuple):
-    """What stands around the mixer, computed in its function."""
-
-    projections: Projections
-    norm: GatedNorm
 
 
 class Mixer:
@@ -55,49 +39,21 @@ class Mixer:
 
     def __init__(self, recompute_norm: bool, recompute_qkv: bool) -> None:
         self.recompute_norm, self.recompute_qkv = recompute_norm, recompute_qkv
-        self._projections = PlainProjections()
-
-    def around(self, layer: GatedDeltaNet, rows: Tensor) -> Around | None:
-        """The layer's linears and its norm, if all of them are computed with the mixer.
-
-        They are where all of the layer is plain (:class:`.PlainProjections`, :func:`.plain_norm`)
-        and no row moves between the linears and the mixer. Not with ``recompute_norm``, which drops
-        what a module has saved, and not under ``torch.compile``, which takes in the modules. Nor
-        where the rows are so many that gradients are handed over (:mod:`.ops.hand_over`): there
-        the device has more to do than the host, and one function for all would keep the gradient
-        of ``out_proj``'s weight through the backward's peak.
-
-        Args:
-            rows: ``[s, B, D]``, the layer's input.
-        """
-        if self.recompute_norm or torch.compiler.is_compiling() or has_hooks(layer.conv1d):
-            return None
-        weights = self._projections.weights(layer.in_proj, layer.out_proj, rows)
-        if weights is None or is_handed_over(rows.nbytes // rows.shape[-1] * weights.out.shape[1]):
-            return None
-        norm = plain_norm(layer.out_norm, None)
-        return None if norm is None else Around(weights, norm)
 
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def __call__(
-        self,
-        layer: GatedDeltaNet,
-        batch: MicroBatch,
-        proj_SBP: Tensor,
-        around: Around | None = None,
+        self, layer: GatedDeltaNet, batch: MicroBatch, proj_SBP: Tensor
     ) -> tuple[Tensor, RefilledOutput | None]:
         """Projection rows, where the mixer runs, to rows for out_proj.
 
         Args:
             layer: whose parameters are used.
             batch: how it runs.
-            proj_SBP: rows that ``batch.passage`` has opened; with ``around`` the layer's input.
-            around: of :meth:`around`, where nothing is exchanged.
+            proj_SBP: rows that ``batch.passage`` has opened.
 
         Returns:
-            ``[s, B, H * V]`` over this rank's tokens, with ``around`` the layer's output; and what
-            is to be told out_proj's output, so that it frees what the backward will compute again;
-            None if that is nothing.
+            ``[s, B, H * V]`` over this rank's tokens; and ``refilled``, to call
+            ``drop_until_backward_of(out_proj's output)`` on: None if nothing is computed again.
 
         Raises:
             ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
@@ -115,12 +71,9 @@ class Mixer:
             layer.norm_out_checkpoint = refilled
         scheme, close, group = batch.scheme, batch.passage.close, summing_group(layer)
         conv = layer.conv1d
-        if around is None:
-            if has_hooks(conv):  # before any parameter is read
-                run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
-            norm_here, projections = plain_norm(layer.out_norm, group), None
-        else:
-            projections, norm_here = around
+        if has_hooks(conv):  # before any parameter is read
+            run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
+        norm_here = plain_norm(layer.out_norm, group)
         weight, bias, A_log, dt_bias = conv.weight, conv.bias, layer.A_log, layer.dt_bias
         if not A_log.dtype == dt_bias.dtype == torch.float32:
             require_wide_gates(layer)
@@ -131,13 +84,10 @@ class Mixer:
             A_log, dt_bias = scheme.local(A_log), scheme.local(dt_bias)
         kind = weight.shape[-1], layer.use_qk_l2norm, self.recompute_qkv
         sizes, plan = batch.held.get(kind) or self._hold(batch, kind, proj_SBP)
-        if projections is None:
-            require_fitting_rows(sizes, proj_SBP, weight)
-        else:
-            require_fitting_weights(sizes, projections.into, weight)
+        require_fitting_rows(sizes, proj_SBP, weight)
         mixed = plan.mix(
             proj_SBP, (weight, bias, A_log, dt_bias), norm_here,
-            None if norm_here is None else refilled, projections,
+            None if norm_here is None else refilled,
         )  # fmt: skip
 
         if isinstance(mixed, Tensor):

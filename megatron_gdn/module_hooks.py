@@ -26,17 +26,6 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def any_global_hooks() -> bool:
-    """Whether a call of any module would run a hook that torch has for all of them."""
-    everywhere = nn.modules.module
-    return bool(
-        everywhere._global_forward_pre_hooks
-        or everywhere._global_forward_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-    )
-
-
 def only_waits_for_parameters(module: nn.Module) -> bool:
     """Whether ``module`` has no hook but those of :func:`wait_for_parameters`."""
     others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)

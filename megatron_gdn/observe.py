@@ -15,13 +15,7 @@ _NOTHING = nullcontext()
 
 def span(name: str) -> AbstractContextManager[None]:
     """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on."""
-    # As `watched`, which would be one more call for each of a forward's ranges.
     return _range(name) if getattr(utils, "_nvtx_enabled", True) else _NOTHING
-
-
-def watched() -> bool:
-    """Whether Megatron's profiling is switched on."""
-    return getattr(utils, "_nvtx_enabled", True)
 
 
 @contextmanager

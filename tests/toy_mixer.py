@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.ops.by_autograd import AutogradFront, AutogradRule
 from megatron_gdn.ops.front.gdn_torch import convolve_rows
 from megatron_gdn.ops.gated_norm import norm_torch
 from megatron_gdn.ops.layout import Layout, Section
@@ -26,6 +25,7 @@ from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.out_norm import read_norm
 from megatron_gdn.recurrent_mixer import RecurrentMixer
 from megatron_gdn.tensor_parallel import mark_sharded
+from tests.autograd_parts import AutogradFront, AutogradRule
 
 G, H, K, V, TAPS, HIDDEN = 2, 4, 3, 5, 3, 24
 

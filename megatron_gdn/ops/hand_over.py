@@ -16,11 +16,6 @@ from torch import Tensor
 LEAST = 128 << 20
 
 
-def is_handed_over(nbytes: int) -> bool:
-    """Whether a gradient of so many bytes is handed over."""
-    return nbytes >= LEAST
-
-
 class HandOver:
     """One object per forward: ``out = hand_over.behind(out)``, ``take`` in the backward."""
 
@@ -29,7 +24,7 @@ class HandOver:
 
     def behind(self, out: Tensor) -> Tensor:
         """``out`` for its readers; as it is if it needs no gradient or its gradient is small."""
-        if not out.requires_grad or not is_handed_over(out.nbytes):
+        if not out.requires_grad or out.nbytes < LEAST:
             return out
         return _PutAside.apply(out, self)
 

@@ -29,7 +29,7 @@ from .front.gdn_front import GDNFront, kernels_for
 from .front.history import ContinuedFront
 from .hand_over import HandOver
 from .head_sizes import HeadSizes
-from .mixer_function import Call, MixerFunction, ProjectedMixerFunction, Projections
+from .mixer_function import Call, MixerFunction
 from .neighbours import Neighbours
 from .no_tokens import mix_no_tokens
 from .recompute import RefilledOutput
@@ -97,18 +97,12 @@ class Plan:
         parameters: Sequence[Tensor | None],
         norm: GatedNorm | None,
         refilled: RefilledOutput | None = None,
-        projections: Projections | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :func:`mix`.
-
-        Args:
-            projections: computed too. Then ``rows`` are hidden states ``[S, B, D]``, at least one,
-                and so is what is returned.
-        """
+        """See :func:`mix`."""
         if norm is None and refilled is not None:
             raise ValueError("refilled repeats the gated norm, so it needs norm.")
         gamma, eps, zero_centered = (None, None, False) if norm is None else norm
-        if projections is None and not rows.numel():
+        if not rows.numel():
             # On every rank that shares the sequences, so nobody waits for rows of them.
             return mix_no_tokens(
                 rows, gamma, *parameters, z=self.z, heads=self.heads, with_norm=norm is not None
@@ -116,12 +110,7 @@ class Plan:
         front, history = self.front, self.neighbours.history
         if history is not None:
             front = ContinuedFront(front, history)
-        into = None if projections is None else projections.into
-        keep = torch.is_grad_enabled() and _wanted(rows, into, gamma, *parameters)
-        if projections is not None:
-            assert norm is not None, "out_proj takes normed rows"
-            call = Call(self, front, eps, zero_centered, keep, refilled)
-            return ProjectedMixerFunction.apply(call, rows, *projections, gamma, *parameters)
+        keep = torch.is_grad_enabled() and _wanted(rows, gamma, *parameters)
         hand_over = HandOver() if keep and norm is not None else None
         call = Call(self, front, eps, zero_centered, keep, refilled, hand_over)
         out = MixerFunction.apply(call, rows, gamma, *parameters)
@@ -222,34 +211,10 @@ def require_fitting_rows(sizes: HeadSizes, proj: Tensor, conv_weight: Tensor) ->
     """Refuse rows or a convolution of other heads.
 
     Raises:
-        ValueError: as :meth:`.HeadSizes.check_projection` and :func:`require_fitting_conv`.
+        ValueError: as :meth:`.HeadSizes.check_projection`; ``conv_weight`` has other channels or
+            is not contiguous.
     """
     sizes.check_projection(proj)
-    require_fitting_conv(sizes, conv_weight)
-
-
-def require_fitting_weights(sizes: HeadSizes, into: Tensor, conv_weight: Tensor) -> None:
-    """Refuse weights that would make such rows.
-
-    Raises:
-        ValueError: ``into`` is not ``[P, D]`` with the P of these heads; as
-            :func:`require_fitting_conv`.
-    """
-    if into.shape[0] != sizes.width:
-        raise ValueError(
-            f"the weight of in_proj must be [{sizes.width}, D] for {sizes.key_heads} key heads of "
-            f"{sizes.key_dim} and {sizes.value_heads} value heads of {sizes.value_dim}, got "
-            f"{tuple(into.shape)}."
-        )
-    require_fitting_conv(sizes, conv_weight)
-
-
-def require_fitting_conv(sizes: HeadSizes, conv_weight: Tensor) -> None:
-    """Refuse a convolution of other heads.
-
-    Raises:
-        ValueError: ``conv_weight`` has other channels or is not contiguous.
-    """
     if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
         raise ValueError(
             f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "

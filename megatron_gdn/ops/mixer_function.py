@@ -1,14 +1,6 @@
-"""The autograd functions of a mixer: between its projections, and together with them.
+"""The autograd function of a mixer, between its projections.
 
-    proj  = rows W_in^T             with the projections
-    mixed = mixer(proj)
-    out   = mixed W_out^T           with the projections
-
-A function of its own for each linear takes the host longer than the launch of its kernel. So where
-both linears are plain products, one function holds all three steps.
-
-Legend: S seq, B batch, D hidden size, P projection width, H heads with a state, V columns of a
-state.
+Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
 """
 
 from __future__ import annotations
@@ -17,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -29,13 +20,6 @@ from .unfilled import leaves_memory_unfilled
 
 if TYPE_CHECKING:
     from .mixer import Plan
-
-
-class Projections(NamedTuple):
-    """The weights of the linears around a mixer."""
-
-    into: Tensor  # [P, D]
-    out: Tensor  # [D, H V]
 
 
 class Call(NamedTuple):
@@ -80,71 +64,6 @@ class MixerFunction(torch.autograd.Function):
         gradient = [d_out if hand_over is None else hand_over.take(d_out)]
         del d_out
         return None, *_backward(ctx.kept, saved, gradient, d_z)
-
-
-class ProjectedMixerFunction(torch.autograd.Function):
-    """Hidden states ``[S, B, D]`` to hidden states: the projections are computed here too.
-
-    A linear that is a module takes the same products, so the bits are its bits. What needs no
-    gradient is not saved for one. All gradients come at once, when the backward is over: those of
-    ``out`` and of the output live through the rule's backward. So this is for few rows.
-    """
-
-    @staticmethod
-    @leaves_memory_unfilled
-    def forward(
-        ctx,
-        call: Call,
-        rows: Tensor,
-        into: Tensor,
-        out: Tensor,
-        gamma: Tensor | None,
-        *parameters: Tensor | None,
-    ):
-        _, rows_wanted, into_wanted, out_wanted, *_ = ctx.needs_input_grad
-        # As a view: F.linear looks at strides, and a view's are plain where a size is 1.
-        proj = F.linear(rows.view_as(rows), into)
-        mixed, saved, ctx.kept = _forward(call, proj, gamma, parameters)
-        ctx.save_for_backward(
-            rows if into_wanted else None, into if rows_wanted else None,
-            out if call.keep else None, mixed if out_wanted else None, *saved,
-        )  # fmt: skip
-        return F.linear(mixed, out)
-
-    @staticmethod
-    @once_differentiable
-    @leaves_memory_unfilled
-    def backward(ctx, d_out: Tensor):
-        if torch.is_autocast_enabled(d_out.device.type):  # entered after the forward
-            with torch.autocast(d_out.device.type, enabled=False):
-                return ProjectedMixerFunction._gradients(ctx, d_out)
-        return ProjectedMixerFunction._gradients(ctx, d_out)
-
-    @staticmethod
-    def _gradients(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.kept
-        _, rows_wanted, into_wanted, out_wanted, *_ = ctx.needs_input_grad
-        rows, into, out, mixed, *saved = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()
-        if kept is None:  # nothing before out_proj needs a gradient
-            nothing = [None] * (len(ctx.needs_input_grad) - 4)
-            return None, None, None, _of_weight(d_out.flatten(0, 1), mixed), *nothing
-        # Of y = x W^T, as products of two dimensions: dx = dy W and dW = dy^T x.
-        S, B, _ = d_out.shape
-        d_out = d_out.flatten(0, 1)
-        gradient = [d_out.mm(out).view(S, B, -1)]
-        of_out = _of_weight(d_out, mixed) if out_wanted else None
-        del mixed, d_out
-        d_proj, d_gamma, *of_parameters = _backward(kept, saved, gradient, None)
-        d_proj = d_proj.flatten(0, 1)
-        d_rows = d_proj.mm(into).view(S, B, -1) if rows_wanted else None
-        of_into = _of_weight(d_proj, rows) if into_wanted else None
-        return None, d_rows, of_into, of_out, d_gamma, *of_parameters
-
-
-def _of_weight(d_y: Tensor, x: Tensor) -> Tensor:
-    """dW of ``y = x W^T``, from dy ``[S B, .]`` and x ``[S, B, .]``."""
-    return d_y.contiguous().t().mm(x.contiguous().flatten(0, 1))
 
 
 def _forward(

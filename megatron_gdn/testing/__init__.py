@@ -1,4 +1,4 @@
-"""Tools that put a computation under pressure and say whether its bits hold.
+"""Tools that put a computation under pressure and say whether its bits hold:
 
     check_repeats(run, 200)             the same bits again and again, over poisoned memory and
                                         beside a competing stream

@@ -89,29 +89,6 @@ def two_runs_are_bitwise_equal(cp: int, lengths: tuple[int, ...] | None) -> None
         assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def projections_inside_change_no_bit(cp: int, lengths: tuple[int, ...] | None) -> None:
-    """A hook, here one that does nothing, makes the layer call its linears as modules."""
-    with parallel(cp=cp):
-        layer = _layer(cp, linear_cp_mode="chunkwise")
-        randomise_(layer)
-        tokens, batch = (48, 2) if lengths is None else (sum(lengths), 1)
-        torch.manual_seed(7)
-        x = torch.randn(tokens, batch, layer.hidden_size)
-        x = x[local_indices(lengths or (tokens,), cp, dist.get_rank())].requires_grad_()
-
-        def run():
-            packed = None if lengths is None else thd(lengths)
-            out, _ = layer(x, None, packed_seq_params=packed)
-            return [out, *torch.autograd.grad(out.sin().sum(), [x, *layer.parameters()])]
-
-        run()
-        assert layer.mixer.around(layer, x) is not None
-        inside = run()
-        layer.out_proj.register_forward_hook(lambda *_: None)
-        assert layer.mixer.around(layer, x) is None
-        assert all(torch.equal(a, b) for a, b in zip(inside, run(), strict=True))
-
-
 def forget_tables(layer) -> None:
     """Empty every cache of a function in the package, and the layer's of micro-batches.
 

@@ -99,11 +99,6 @@ def test_two_runs_are_bitwise_equal(pools, lengths):
     pools(4).run(laws.two_runs_are_bitwise_equal, 4, lengths)
 
 
-@pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
-def test_projections_inside_the_mixer_change_no_bit(pools, lengths):
-    pools(2).run(laws.projections_inside_change_no_bit, 2, lengths)
-
-
 def test_a_checkpoint_holds_while_auto_changes_the_scheme(pools):
     pools(2).run(laws.a_checkpoint_holds_while_auto_changes_the_scheme)
 

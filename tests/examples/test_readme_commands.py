@@ -43,6 +43,7 @@ RUN_BY = {
     "make test-all": SUITE,
     "make test-kernels": SUITE,
     "make nightly": SUITE,
+    "make docs": SUITE,
     "make test-gpu": GPU,
     ".venv/bin/python examples/quickstart.py": (
         "tests/examples/test_quickstart.py"
@@ -66,9 +67,6 @@ RUN_BY = {
     "python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
     "python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
     "python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
-    "python docs/make_api.py": (
-        "tests/examples/test_api_page.py::test_the_api_page_is_made_of_the_docstrings_as_they_are"
-    ),
     FINETUNE: DROP_IN + "over_two_ranks",
     FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
     TRAINER: "tests/hf/drop_in/test_trainer.py"

@@ -129,29 +129,6 @@ def test_transformer_engines_modules_equal_local_ones_within_bf16_error(
     assert errors["local"]["output"] <= 2**-7
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_projections_inside_the_mixer_have_the_bits_of_the_modules(world, packed):
-    from megatron.core.transformer.spec_utils import build_module
-
-    from megatron_gdn.specs import gated_delta_net_spec
-    from tests.distributed.layer_laws import thd
-
-    layer = build_module(gated_delta_net_spec("local"), config_for(), layer_number=1).cuda()
-    x = torch.randn(512, 1 if packed else 2, 256, device="cuda").bfloat16().requires_grad_()
-    params = thd((100, 1, 300, 111), "cuda") if packed else None
-
-    def run():
-        out, _ = layer(x, None, packed_seq_params=params)
-        return [out, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])]
-
-    assert layer.mixer.around(layer, x) is not None
-    inside = run()
-    layer.in_proj.register_forward_hook(lambda *_: None)
-    assert layer.mixer.around(layer, x) is None
-    for one, other in zip(inside, run(), strict=True):
-        assert torch.equal(one, other)
-
-
 def text_batches(steps: int, batch: int, length: int, device="cuda"):
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))

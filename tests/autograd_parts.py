@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .documents import Documents
-from .front.base import Parameters
-from .layout import Layout
-from .rule import RuleOutput, Saved
-from .state_maps.state_map import StateMap
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.front.base import Parameters
+from megatron_gdn.ops.layout import Layout
+from megatron_gdn.ops.rule import RuleOutput, Saved
+from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
 class AutogradFront:
-    """A :class:`~.front.base.Front` made of one function.
+    """A ``Front`` (``megatron_gdn/ops/front/base.py``) made of one function.
 
     Args:
         layout: the columns of a projection row.
@@ -89,7 +89,7 @@ class AutogradFront:
 
 
 class AutogradRule:
-    """A :class:`~.rule.Rule` made of a recurrence that decays the rows of a state by factors.
+    """A ``Rule`` (``megatron_gdn/ops/rule.py``) whose recurrence decays rows of a state by factors.
 
     Args:
         name: as errors call it.
