@@ -104,7 +104,9 @@ def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float) -> None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
         torch.cuda.set_device(rank)
     from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    from tests.bits_by_shape import hold_if_asked
 
+    hold_if_asked()
     run_megatron_on_cpu()
     if backend == "gloo":
         _share_one_device()
