@@ -1,15 +1,23 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
 # leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
-# `make test-all` runs everything that .ci/run asks for.
+# `make test-all` runs everything but `make test-shapes`: `make test` as on another machine, where
+# sums are taken in other orders. .ci/run asks for both.
 # `make nightly` (an estimated hour on two idle cores) runs what is too long for `make test`:
 # runs that are ended at random steps, again and again; the commands of README as they stand, from a
 # fresh clone; the package installed from a clone and from a wheel; kernels compiled for Hopper.
+#
+# Another torch than the pinned one: `make test TORCH=2.15.0 VENV=.venv-2.15`, or any other target.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3)
-VENV := .venv
+TORCH ?=
+VENV ?= .venv
 BIN := $(VENV)/bin
+# A shim of pyenv may be there for a version that is not, so each is tried.
+PYTHON ?= $(or $(shell for python in python3.12 python3.13 python3.14 python3 \
+	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.*/bin/python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; \
+	done),python3)
 
-.PHONY: demo test test-all test-kernels nightly test-gpu docs lint format clean
+.PHONY: demo test test-shapes test-all test-kernels nightly test-gpu docs lint format clean
 
 demo: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
@@ -17,6 +25,10 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
+
+test-shapes: $(VENV)/.ready
+	BITS_BY_SHAPE=1 ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+		--dist loadfile -m "not gpu and not nightly and not slow"
 
 test-all: test-kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -37,17 +49,19 @@ docs: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pyright
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "Python 3.12 or newer is needed, this is " + sys.version)'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "Python 3.12 or newer is needed, this is " + sys.version + ". Install one, or say where it is: make PYTHON=/path/to/python3.12")'
 	@echo "Setting up $(VENV): pip fetches torch, megatron-core and the rest, some GB and minutes ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar on --constraint constraints.txt --editable ".[dev]"
+	grep -vE "$(if $(TORCH),^(torch==|triton==|nvidia-|cuda-),^$$)" constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --progress-bar on --constraint $(VENV)/constraints.txt \
+		--editable ".[dev]" $(if $(TORCH),torch==$(TORCH))
 	@touch $@
 	@echo "$(VENV) is ready."
 

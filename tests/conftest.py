@@ -3,12 +3,14 @@ import os
 
 import pytest
 
+from tests.bits_by_shape import hold_if_asked
 from tests.ranks import RankPool
 
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for garbage.
 gc.disable()
+hold_if_asked()
 
 
 def pytest_collection_finish():

@@ -256,7 +256,7 @@ def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None)
         rows_sBC: the new ones.
         before_NCp: the last p before them.
     """
-    past = before_NCp.shape[2]
+    N, _, past = before_NCp.shape
     if documents is None:
         # Of the new rows only those that may stay are copied.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
@@ -264,4 +264,4 @@ def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None)
     token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)
     before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
     last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
-    return last.unflatten(0, (-1, past)).transpose(1, 2).contiguous()
+    return last.unflatten(0, (N, past)).transpose(1, 2).contiguous()

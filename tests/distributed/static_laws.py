@@ -26,6 +26,7 @@ from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.host_reads import no_host_reads
 from tests.parallel import group_of_one, make_config, parallel
+from tests.whole_groups import whole_groups
 
 TOKENS, MOST = 256, 8
 SETS = (
@@ -60,7 +61,7 @@ def addresses(documents) -> dict:
 def buffers_equal_ordinary_documents(cp: int = 1, layout: str = "zigzag", **changes) -> None:
     """Ten sets of documents: equal bits, at the same addresses, and the host reads nothing."""
     options = {"cp_layout": layout, **changes.pop("options", {})}
-    with parallel(cp=cp), patch.dict(os.environ, {SWITCH: "0"}):
+    with parallel(cp=cp), patch.dict(os.environ, {SWITCH: "0"}), whole_groups(32):
         one = group_of_one()
         group = parallel_state.get_context_parallel_group() if cp > 1 else one
         config = make_config(context_parallel_size=cp, **changes)

@@ -42,7 +42,7 @@ def documents_of(lengths, device="cpu") -> Documents:
     return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device(device))
 
 
-def _draw(layout: Layout, gates: int, gamma: int, eps: float, dtype) -> Parameters:
+def _draw(layout: Layout, taps: int, gates: int, gamma: int, eps: float, dtype) -> Parameters:
     """Conv weight and bias, as many gate parameters of the heads, and the norm's."""
     generator = torch.Generator().manual_seed(0)
 
@@ -50,7 +50,7 @@ def _draw(layout: Layout, gates: int, gamma: int, eps: float, dtype) -> Paramete
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     own = (
-        draw(layout.conv_width, 1, TAPS, dtype=dtype) * 0.5,
+        draw(layout.conv_width, 1, taps, dtype=dtype) * 0.5,
         draw(layout.conv_width, dtype=dtype) * 0.1,
         *(draw(layout.state_heads) for _ in range(gates)),
     )
@@ -84,7 +84,7 @@ class Kind:
         return self.train(rows, self.draw(rows.dtype), self._rule(aligned), documents)
 
 
-def gdn_kind(sizes: HeadSizes) -> Kind:
+def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     def make(rows, parameters, rule):
         return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm)
 
@@ -93,14 +93,16 @@ def gdn_kind(sizes: HeadSizes) -> Kind:
             rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, documents=documents
         )
 
-    draw = partial(_draw, sizes.layout, 2, sizes.value_dim, 1e-6)
+    draw = partial(_draw, sizes.layout, taps, 2, sizes.value_dim, 1e-6)
     return Kind("gdn", sizes.layout, PlainRule(), draw, make, train)
 
 
-def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int) -> Kind:
+def mamba2_kind(
+    heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS
+) -> Kind:
     layout = Mamba2Dims(
         hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
-        state_dim=state_dim, conv_kernel_dim=TAPS,
+        state_dim=state_dim, conv_kernel_dim=taps,
     ).layout  # fmt: skip
 
     def make(rows, parameters, rule):
@@ -115,7 +117,7 @@ def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int) -> Kind:
             neighbours=Neighbours(documents),
         )  # fmt: skip
 
-    draw = partial(_draw, layout, 3, heads * head_dim, 1e-5)
+    draw = partial(_draw, layout, taps, 3, heads * head_dim, 1e-5)
     return Kind("mamba2", layout, PlainSSD(), draw, make, train)
 
 

@@ -10,6 +10,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron_gdn.inference import roll_back
 from megatron_gdn.inference.context import RequestsContext
 from megatron_gdn.inference.layer import pool_for
+from megatron_gdn.testing.generation import RowByRow
 from tests.layer.test_layer import build, thd
 from tests.mamba_mixers import mamba_config, whole_mixer
 
@@ -72,10 +73,15 @@ def test_a_causal_mask_passes_at_any_offset_and_another_is_refused():
 @of_both
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4])
 def test_roll_back_in_a_static_context_is_exact(kind, accepted):
+    """To the bits of a run without the rejected tokens, with a product of its own for each row.
+
+    A layer's projections of four tokens and of one are products of two shapes.
+    """
     layer, x, context = make(kind, tokens=30)
     other = StaticInferenceContext(2, 200)
-    run(layer, x[:24], context, (20, 4))
-    run(layer, x[: 20 + accepted], other, (20, *[1] * accepted))
+    with RowByRow():
+        run(layer, x[:24], context, (20, 4))
+        run(layer, x[: 20 + accepted], other, (20, *[1] * accepted))
     roll_back(context, accepted)
     assert context.sequence_len_offset == 20 + accepted
     for ours, theirs in zip(

@@ -19,20 +19,23 @@ LAYOUTS = [
     ("dp_reshardable", 2, 4),
 ]
 
-# The layout changes in which order bf16 sums are taken, so that a logit moves by its last bit; a
-# loss of about the logits' size is then known to one bf16 spacing.
-BF16 = 2.0**-8
+BF16 = 2.0**-8  # half a spacing of bf16, of numbers of size 1
 
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    """``saved(kind)``: a checkpoint, and the losses of the run that went on."""
+    """``saved(kind)``: a checkpoint, the losses of the run that went on, and of a forgetful one.
+
+    The forgetful run went on at the same layout from the weights alone, without the optimizer.
+    """
     made = {}
 
     def get(kind):
         if kind not in made:
             folder = str(tmp_path_factory.mktemp(kind))
-            made[kind] = folder, pools(4).run(laws.train_and_save, kind, folder)[0]
+            losses = pools(4).run(laws.train_and_save, kind, folder)[0]
+            forgetful = pools(4).run(laws.resume_without_optimizer, kind, folder)[0]
+            made[kind] = folder, losses, forgetful
         return made[kind]
 
     return get
@@ -44,20 +47,16 @@ def saved(pools, tmp_path_factory):
     ids=[f"{k}-tp{t}-dp{r // t}" for k, t, r in LAYOUTS],
 )
 def test_the_loss_goes_on_as_if_never_interrupted(pools, saved, tmp_path, kind, tp, ranks):
-    folder, losses = saved(kind)
+    folder, losses, forgetful = saved(kind)
     resumed = pools(ranks).run(laws.resume, kind, folder, str(tmp_path), tp)
     if (tp, ranks) == (2, 4):
         assert resumed[0] == losses[2:]
     else:
-        assert resumed[0] == pytest.approx(losses[2:], rel=BF16)
+        # Another layout adds up bf16 sums in another order, here in some twenty products one after
+        # the other. What that does to a loss is less than half of what the law is there to notice.
+        lost = abs(forgetful[1] - losses[3])
+        assert lost > BF16 * losses[3]
+        assert resumed[0] == pytest.approx(losses[2:], abs=lost / 2)
     assert all(rank == resumed[0] for rank in resumed)
     # Nothing of model or optimizer was lost, rounded or given to another parameter.
     assert pools(2).run(laws.files_are_equal, f"{folder}/by-name", str(tmp_path))[0] > 50
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
-def test_a_lost_optimizer_state_would_be_noticed(pools, saved, kind):
-    folder, losses = saved(kind)
-    forgetful = pools(4).run(laws.resume_without_optimizer, kind, folder)[0]
-    assert forgetful[1] != pytest.approx(losses[3], rel=BF16)

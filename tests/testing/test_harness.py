@@ -15,6 +15,7 @@ from megatron_gdn.testing import (
     in_processes,
 )
 from tests.testing import planted
+from tests.whole_groups import whole_groups
 
 
 def test_a_shuffled_sum_is_found_and_is_the_only_one():
@@ -103,6 +104,7 @@ def documents(width):
     return [torch.randn(n, 1, width, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
+@whole_groups()
 def test_a_document_keeps_its_bits_among_others():
     width = planted.SIZES.value_heads * planted.SIZES.value_dim
     found = check_batch_invariance(

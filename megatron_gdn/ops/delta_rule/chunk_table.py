@@ -24,6 +24,11 @@ def chunks_at_once(heads: int) -> int:
     return max(1, _AT_ONCE // heads)
 
 
+def fills_up(device: torch.device) -> bool:
+    """Whether the last group is filled up with empty chunks to the size of the others."""
+    return device.type == "cuda"
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
     """Some consecutive chunks.
@@ -70,9 +75,7 @@ class ChunkTable:
     def build(
         lengths: tuple[int, ...], chunk_size: int, heads: int, device: torch.device
     ) -> ChunkTable:
-        return _build(
-            tuple(lengths), chunk_size, chunks_at_once(heads), device, device.type == "cuda"
-        )
+        return _build(tuple(lengths), chunk_size, chunks_at_once(heads), device, fills_up(device))
 
     def to_chunks(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..static_documents import StaticDocuments
+from . import chunk_table
 from .chunk_math import Chunks
 from .chunk_table import ChunkGroup, ChunkTable, chunks_at_once
 
@@ -65,7 +66,7 @@ def static_chunk_table(documents: StaticDocuments, chunk_size: int, heads: int) 
 
 def _build(documents: StaticDocuments, C: int, at_once: int) -> ChunkTable:
     n = documents.most_chunks(C)
-    padded = -(-n // at_once) * at_once if documents.device.type == "cuda" else n
+    padded = -(-n // at_once) * at_once if chunk_table.fills_up(documents.device) else n
     places = documents.table(("places", C, padded), lambda these: _places(these, C, padded))
     groups = []
     for start in range(0, padded, at_once):

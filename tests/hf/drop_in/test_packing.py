@@ -10,6 +10,7 @@ from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, 
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
 from tests.hf.drop_in.test_sources import block_mask
 from tests.parallel import assert_close
+from tests.whole_groups import whole_groups
 
 # A mask in which a row ends in document 1 and the next begins with one, with padding everywhere.
 MASK = [[1, 1, 1, 0, 0, 0, 0], [1, 1, 2, 2, 2, 0, 3]]
@@ -45,10 +46,14 @@ class RowByRow(torch.nn.Linear):
         return (x[..., None, :] * self.weight).sum(-1)
 
 
+@whole_groups()
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
 def test_a_packed_document_has_the_bits_of_the_document_alone(fresh, family, recompute):
-    """Output and input gradient, conv, gates, rule and norm: only the linears pick by shape."""
+    """Output and input gradient, of conv, gates, norm, and the rule in groups of one size.
+
+    Only the linears are left to a library that picks kernels by shape.
+    """
     model = fresh(family)
     patch(model, unpacked="fused", recompute_qkv=recompute)
     layer = model.model.layers[0].linear_attn

@@ -6,6 +6,7 @@ import torch
 from megatron_gdn.ops.rule import Saved
 from megatron_gdn.ops.ssd.base import SSDInputs
 from megatron_gdn.ops.ssd.plain import PlainSSD
+from tests.whole_groups import whole_groups
 
 from .oracle import H, K, V, documents_of, oracle, random_inputs
 
@@ -87,6 +88,7 @@ def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype):
     close(found, grads, unit + 1e-5)
 
 
+@whole_groups()
 def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place():
     lengths = (70, 129, 33)
     inputs, d_o = random_inputs(sum(lengths), dtype=torch.float32)
