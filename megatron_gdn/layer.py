@@ -29,6 +29,7 @@ from .inference.gdn import gdn_rows
 from .inference.layer import mix_inference
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
+from .loader_layout import AUTO
 from .mixer import Mixer
 from .module_hooks import run_pre_hooks
 from .observe import span
@@ -96,7 +97,9 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             :mod:`megatron_gdn.ops.delta_rule.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
-            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
+            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
+            takes what ``packed_seq_params``, the config or Megatron's arguments say, else zigzag,
+            see :mod:`megatron_gdn.loader_layout`. What they contradict is refused.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
@@ -140,7 +143,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         is_mtp_layer: bool = False,
         backend: str = "auto",
         rule_operands: str = "fp16",
-        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        cp_layout: str | SequenceLayout = AUTO,
         linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,
         recompute_norm_out: bool = False,
