@@ -258,6 +258,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         sequence_len_offset: int | None = None,
         *,
         inference_params: BaseInferenceContext | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer over a batch of sequences, or over packed documents.
@@ -271,6 +272,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
+            pg_collection: process groups of this forward; ``cp`` may be another than the layer's,
+                and ``packed_seq_params`` goes before it.
             kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
                 by name and unused. Anything else is refused.
 
@@ -288,6 +291,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         context = inference_context
         if inference_params is not None:
             context = the_context(inference_context, inference_params)
+        cp_group = None if pg_collection is None else self.cp_group_of(pg_collection, context)
         if context is not None:
             with span("in_proj"):
                 proj_sBP, _ = self.in_proj(hidden_states)
@@ -302,7 +306,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         if around is None:
             with span("in_proj"):
                 rows, _ = self.in_proj(hidden_states)
-        batch = self.micro_batches.of(packed_seq_params, rows)
+        batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
         if around is not None:

@@ -23,10 +23,13 @@ from .micro_batch import ChooseRule, MicroBatches
 from .ops.rule import Rule
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
+from .process_groups import FollowsGroups
 from .tensor_parallel import mark_sharded
 
 
-class RecurrentMixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule):
+class RecurrentMixer(
+    FollowsGroups, GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule
+):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A mixer calls :meth:`_choose_by`, builds its parameters in the order in which files and
@@ -67,7 +70,7 @@ class RecurrentMixer(GeneratingMixer, MarkedParameters, Fp32Parameters, Megatron
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.cp_layout = LoaderLayout(cp_layout, config).option
         self.aligned = config.batch_invariant_mode
