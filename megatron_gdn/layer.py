@@ -32,6 +32,7 @@ from .init import device_for, init_projections_, init_shares_of
 from .loader_layout import AUTO
 from .mixer import Mixer
 from .module_hooks import run_pre_hooks
+from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.recompute import RefilledOutput
@@ -105,14 +106,14 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
         recompute_norm_out: likewise the normed output, out_proj's input; Megatron's
-            ``--recompute-modules gdn_norm_out`` switches it on too.
+            ``--recompute-modules gdn_norm_out`` switches it on too, newer Megatrons' ``gdn`` both.
 
     The last six are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout or mode, a bad ``A_init_range``; Megatron's CUDA graphs of layers beside hybrid
-            context parallelism.
+            layout or mode, a bad ``A_init_range``, a config of the variant ``gdn2``; Megatron's
+            CUDA graphs of layers beside hybrid context parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -153,6 +154,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
                 f"A_log starts as the logarithm of a number drawn from it."
             )
+        require_this_variant(config)
+        name_ignored_fields(config)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         self.in_layer_graph = in_layer_graph(config)
@@ -169,9 +172,10 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         self._build(submodules, name)
         selective = config.recompute_granularity == "selective"
         by_config = selective and "gdn_norm_out" in (config.recompute_modules or ())
-        self.recompute_norm_out = recompute_norm_out or by_config
+        whole = recomputes_whole_layer(config)
+        self.recompute_norm_out = recompute_norm_out or by_config or whole
         self.norm_out_checkpoint = None  # of the last forward; under upstream's name, for tools
-        self.mixer = Mixer(self.recompute_norm_out, recompute_qkv)
+        self.mixer = Mixer(self.recompute_norm_out, recompute_qkv or whole)
         self.reset_parameters()
 
     @property
