@@ -182,8 +182,8 @@ class MicroBatches:
                 require_one_row(B, f"{B} rows of {s} tokens on this rank")
         layout = _WHATEVER
         if tokens != s:
-            require_agreement(self._layer, group, tokens, B, documents, device)
             layout = self._loader_layout.of(None if documents is None else packed)
+            require_agreement(self._layer, group, tokens, B, documents, layout, device)
         deterministic = self._deterministic()
         key = (stream_of_tables(), documents, group, layout, deterministic, s, B, device, dtype)
         found = self._made.get(key)
