@@ -108,7 +108,7 @@ def mixer_sharded_state_dict(
     that it reads, without tensor parallelism.
 
     Args:
-        layer: has ``in_proj``, ``pg_collection``, and ``conv1d`` or its parameters as
+        layer: has ``in_proj``, ``tp_group``, and ``conv1d`` or its parameters as
             ``conv1d_weight`` and ``conv1d_bias``, which files know by the module's names.
         layout: columns of its projection, on one tensor-parallel rank.
         per_head: names of its own parameters, one row per state head each.
@@ -117,7 +117,7 @@ def mixer_sharded_state_dict(
         ValueError: ``gdn_whole_bias`` with tensor parallelism.
     """
     metadata = ensure_metadata_has_dp_cp_group(metadata)
-    tp_group = layer.pg_collection.tp if tp_group is None else tp_group
+    tp_group = layer.tp_group if tp_group is None else tp_group
 
     def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
         return make_sharded_tensors_for_checkpoint(

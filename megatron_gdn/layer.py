@@ -29,8 +29,10 @@ from .inference.gdn import gdn_rows
 from .inference.layer import mix_inference
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
+from .loader_layout import AUTO
 from .mixer import Mixer
 from .module_hooks import run_pre_hooks
+from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.recompute import RefilledOutput
@@ -97,20 +99,22 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             :mod:`megatron_gdn.ops.delta_rule.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
-            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``.
+            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
+            takes what ``packed_seq_params``, the config or Megatron's arguments say, else zigzag,
+            see :mod:`megatron_gdn.loader_layout`. What they contradict is refused.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
         recompute_norm_out: likewise the normed output, out_proj's input; Megatron's
-            ``--recompute-modules gdn_norm_out`` switches it on too.
+            ``--recompute-modules gdn_norm_out`` switches it on too, newer Megatrons' ``gdn`` both.
 
     The last six are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout or mode, a bad ``A_init_range``; Megatron's CUDA graphs of layers beside hybrid
-            context parallelism.
+            layout or mode, a bad ``A_init_range``, a config of the variant ``gdn2``; Megatron's
+            CUDA graphs of layers beside hybrid context parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -141,7 +145,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         is_mtp_layer: bool = False,
         backend: str = "auto",
         rule_operands: str = "fp16",
-        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        cp_layout: str | SequenceLayout = AUTO,
         linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,
         recompute_norm_out: bool = False,
@@ -151,6 +155,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
                 f"A_log starts as the logarithm of a number drawn from it."
             )
+        require_this_variant(config)
+        name_ignored_fields(config)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         self.in_layer_graph = in_layer_graph(config)
@@ -167,9 +173,10 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         self._build(submodules, name)
         selective = config.recompute_granularity == "selective"
         by_config = selective and "gdn_norm_out" in (config.recompute_modules or ())
-        self.recompute_norm_out = recompute_norm_out or by_config
+        whole = recomputes_whole_layer(config)
+        self.recompute_norm_out = recompute_norm_out or by_config or whole
         self.norm_out_checkpoint = None  # of the last forward; under upstream's name, for tools
-        self.mixer = Mixer(self.recompute_norm_out, recompute_qkv)
+        self.mixer = Mixer(self.recompute_norm_out, recompute_qkv or whole)
         self.reset_parameters()
 
     @property
@@ -258,6 +265,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         sequence_len_offset: int | None = None,
         *,
         inference_params: BaseInferenceContext | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer over a batch of sequences, or over packed documents.
@@ -271,6 +279,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
+            pg_collection: process groups of this forward; ``cp`` may be another than the layer's,
+                and ``packed_seq_params`` goes before it.
             kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
                 by name and unused. Anything else is refused.
 
@@ -288,6 +298,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         context = inference_context
         if inference_params is not None:
             context = the_context(inference_context, inference_params)
+        cp_group = None if pg_collection is None else self.cp_group_of(pg_collection, context)
         if context is not None:
             with span("in_proj"):
                 proj_sBP, _ = self.in_proj(hidden_states)
@@ -297,7 +308,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             refuse_packed(self.config)
         with span("in_proj"):
             rows, _ = self.in_proj(hidden_states)
-        batch = self.micro_batches.of(packed_seq_params, rows)
+        batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
         if batch.scheme.moves_rows:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout
 from .forward_arguments import require_causal
+from .loader_layout import AUTO, LoaderLayout
 from .local_share import MicroBatchShare, Span
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -57,7 +58,7 @@ class TorchAttention(DotProductAttention):
         config: TransformerConfig,
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
-        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        cp_layout: str | SequenceLayout = AUTO,
         **kwargs: Any,
     ) -> None:
         if pg_collection is None:
@@ -66,7 +67,8 @@ class TorchAttention(DotProductAttention):
         alone.context_parallel_size = 1
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
         self.config, self.cp_group = config, pg_collection.cp
-        self.cp_layout = SequenceLayout.parse(cp_layout)
+        self._loader_layout = LoaderLayout(cp_layout, config)
+        self.cp_layout = self._loader_layout.option
         self._whole = False  # whether queries and keys are of whole sequences, on every rank
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
@@ -111,7 +113,7 @@ class TorchAttention(DotProductAttention):
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
-            packed_seq_params, group, self.cp_layout, query.shape[0], query.device
+            packed_seq_params, group, self._loader_layout, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:

@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout
+from .loader_layout import AUTO, LoaderLayout
 from .local_share import MicroBatchShare, gather_in_order
 
 
@@ -26,11 +27,10 @@ class TorchSelfAttention(SelfAttention):
         cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
     """
 
-    def __init__(
-        self, *args: Any, cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.cp_layout = SequenceLayout.parse(cp_layout)
+        self._loader_layout = LoaderLayout(cp_layout, self.config)
+        self.cp_layout = self._loader_layout.option
         self._rotations: tuple[Tensor, Tensor] | None = None  # during a forward
 
     def forward(
@@ -65,7 +65,7 @@ class TorchSelfAttention(SelfAttention):
             share = MicroBatchShare.of(
                 packed_seq_params,
                 self.pg_collection.cp,
-                self.cp_layout,
+                self._loader_layout,
                 rank_tokens,
                 hidden_states.device,
             )

@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
+from .loader_layout import LoaderLayout
 from .ops import Documents
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 
@@ -46,14 +47,21 @@ class MicroBatchShare(NamedTuple):
         cls,
         packed: PackedSeqParams | None,
         group: Any,
-        layout: SequenceLayout,
+        loader_layout: LoaderLayout,
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``."""
+        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
+
+        Raises:
+            ValueError: sources contradict each other about the cut, see :mod:`.loader_layout`.
+        """
         group = context_parallel_group_of(packed, group)
         total = tokens * (1 if group is None else group.size())
         documents = resolve_packed_seq_params(packed, total, device)
+        layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
+        if total != tokens:
+            layout = loader_layout.of(None if documents is None else packed)
         return cls(documents, group, layout, Documents.lengths_of(documents, total))
 
     @property

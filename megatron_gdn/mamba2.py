@@ -27,6 +27,7 @@ from .inference.layer import mix_inference
 from .inference.mamba2 import mamba2_rows
 from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
+from .loader_layout import AUTO
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
 from .mamba2_dims import Mamba2Dims
 from .micro_batch import MicroBatch
@@ -135,7 +136,7 @@ class Mamba2Mixer(RecurrentMixer):
         name: str | None = None,
         *,
         backend: str = "auto",
-        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        cp_layout: str | SequenceLayout = AUTO,
         linear_cp_mode: str | LinearCpMode | None = None,
         dt_limit: tuple[float, float] = UNLIMITED,
         norm_eps: float = 1e-5,

@@ -25,6 +25,7 @@ from .context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, Sequenc
 from .context_parallel.agreement import number_of_new_layer, require_agreement
 from .context_parallel.price import price
 from .context_parallel.scheme import Passage
+from .loader_layout import LoaderLayout
 from .observe import log_once
 from .ops import Documents, StaticDocuments
 from .ops.documents import require_one_row
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _MOST_GROUPS = 16  # kept at a time
 _MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device
+_WHATEVER = SequenceLayout.ZIGZAG  # one rank holds all tokens in order in every layout
 
 ChooseRule = Callable[[torch.device, torch.dtype, bool], tuple[Rule, str]]
 
@@ -91,8 +93,9 @@ class MicroBatches:
         layout: projection columns of one tensor-parallel rank.
         state: the states of its heads.
         taps: of the convolution.
-        group: the context-parallel group of micro-batches that do not bring their own.
-        sequence_layout: how the ranks' tokens were cut from the sequence.
+        group: the context-parallel group of micro-batches that do not bring their own; may be
+            replaced, see :meth:`use_group`.
+        cp_layout: the layer's option, see :mod:`.loader_layout`.
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`.context_parallel.price`; None: the config's, else auto.
         choose_rule: from device, dtype and deterministic or not to a rule and the reason.
@@ -110,7 +113,7 @@ class MicroBatches:
         state: StateShape,
         taps: int,
         group: Any,
-        sequence_layout: SequenceLayout,
+        cp_layout: str | SequenceLayout,
         *,
         mode: str | LinearCpMode | None,
         choose_rule: ChooseRule,
@@ -118,14 +121,26 @@ class MicroBatches:
         recurrence: str = "delta rule",
     ) -> None:
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
-        self._group, self._sequence_layout = group, sequence_layout
+        self._loader_layout = LoaderLayout(cp_layout, config)
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._rules: dict[tuple, Rule] = {}
-        self._schemes: dict[tuple[Any, Rule], _Schemes] = {}
+        self._schemes: dict[tuple[Any, Rule, SequenceLayout], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
-        self._prepare(self.latest_rule, self._schemes_of(group, self.latest_rule).only())
+        self.use_group(group)
+
+    def use_group(self, group: Any) -> None:
+        """Run micro-batches that do not bring their own group over this one from now on.
+
+        Raises:
+            ValueError: as the constructor; the group stays what it was.
+        """
+        alone = group is None or group.size() == 1
+        layout = _WHATEVER if alone else self._loader_layout.expected()
+        schemes = self._schemes_of(group, self.latest_rule, layout)
+        self._group = group
+        self._prepare(self.latest_rule, schemes.only())
 
     def _prepare(self, rule: Rule, scheme: Scheme | None) -> None:
         """Tell the expected rule what it will run on, if every micro-batch has the same scheme."""
@@ -133,23 +148,26 @@ class MicroBatches:
             states = scheme.name == LinearCpMode.CHUNKWISE
             rule.prepare(scheme.layout, _expected_dtype(self._config), states)
 
-    def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor) -> MicroBatch:
+    def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
         """What the micro-batch of these projection rows is.
 
         Args:
             packed: the documents' boundaries, and maybe a group that goes before the layer's.
             proj_sBP: ``[s, B, P]``, this rank's tokens.
+            group: goes before the layer's, too; None: the layer's.
 
         Raises:
             TypeError, ValueError: boundaries that do not fit, see
                 :func:`.packing.resolve_packed_seq_params`.
-            ValueError: ranks that disagree (see :mod:`.context_parallel.agreement`), a batch of
-                packed rows, ``local_cp_size`` that is not the size of ``cp_group``; or as the
-                constructor, for a group, device or dtype seen first here.
+            ValueError: sources that contradict each other about the cut of the documents, see
+                :mod:`.loader_layout`; ranks that disagree (see
+                :mod:`.context_parallel.agreement`), a batch of packed rows, ``local_cp_size`` that
+                is not the size of ``cp_group``; or as the constructor, for a group, device or dtype
+                seen first here.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
-        group, documents = self._group, None
+        group, documents = self._group if group is None else group, None
         if packed is not None:
             group = context_parallel_group_of(packed, group)
         tokens = s if group is None else s * group.size()
@@ -157,14 +175,16 @@ class MicroBatches:
             documents = resolve_packed_seq_params(packed, tokens, device)
             if documents is not None and B != 1:
                 require_one_row(B, f"{B} rows of {s} tokens on this rank")
+        layout = _WHATEVER
         if tokens != s:
-            require_agreement(self._layer, group, tokens, B, documents, device)
+            layout = self._loader_layout.of(None if documents is None else packed)
+            require_agreement(self._layer, group, tokens, B, documents, layout, device)
         deterministic = self._deterministic()
-        key = (stream_of_tables(), documents, group, deterministic, s, B, device, dtype)
+        key = (stream_of_tables(), documents, group, layout, deterministic, s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
             rule = self.rule_for(device, dtype)
-            scheme = self._choose(group, rule, tokens, B, documents, dtype.itemsize)
+            scheme = self._choose(group, rule, layout, tokens, B, documents, dtype.itemsize)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
             if len(self._made) >= _MOST_MICRO_BATCHES:
@@ -186,26 +206,28 @@ class MicroBatches:
             self._rules[key] = rule
         return self._rules[key]
 
-    def _schemes_of(self, group: Any, rule: Rule) -> _Schemes:
-        found = self._schemes.get((group, rule))
+    def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
+        found = self._schemes.get((group, rule, layout))
         if found is None:
             if len(self._schemes) >= _MOST_GROUPS:
                 self._forget_oldest_group()
-            found = self._schemes[group, rule] = self._possible(group, rule)
+            found = self._possible(group, rule, layout)
+            self._schemes[group, rule, layout] = found
         return found
 
     def _forget_oldest_group(self) -> None:
         """Also forget the micro-batches over it, which would keep its schemes alive."""
-        gone = self._schemes.pop(next(key for key in self._schemes if key[0] is not self._group))
+        others = (key for key in self._schemes if key[0] is not self._group)
+        gone = self._schemes.pop(next(others, next(iter(self._schemes))))
         self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
 
-    def _possible(self, group: Any, rule: Rule) -> _Schemes:
+    def _possible(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
         if group is None or group.size() == 1:
             return _Schemes(whole=Whole(self._layout))
         headwise = None
         if self._mode is not LinearCpMode.CHUNKWISE:
             try:
-                headwise = self._headwise(group, rule)
+                headwise = self._headwise(group, rule, layout)
             except ValueError as error:
                 if self._mode is LinearCpMode.HEADWISE:
                     raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
@@ -215,13 +237,11 @@ class MicroBatches:
         exchange = "share" if rule.batch_invariant else None
         return _Schemes(
             headwise,
-            Chunkwise(
-                self._layout, self._state, self._taps, group, self._sequence_layout, exchange
-            ),
+            Chunkwise(self._layout, self._state, self._taps, group, layout, exchange),
         )
 
-    def _headwise(self, group: Any, rule: Rule) -> Headwise:
-        scheme = Headwise(self._layout, group, self._sequence_layout)
+    def _headwise(self, group: Any, rule: Rule, layout: SequenceLayout) -> Headwise:
+        scheme = Headwise(self._layout, group, layout)
         heads = scheme.layout.state_heads
         why = rule.why_not_heads(heads)
         if why is not None:
@@ -235,12 +255,13 @@ class MicroBatches:
         self,
         group: Any,
         rule: Rule,
+        layout: SequenceLayout,
         tokens: int,
         rows: int,
         documents: Documents | None,
         element_size: int,
     ) -> Scheme:
-        schemes = self._schemes_of(group, rule)
+        schemes = self._schemes_of(group, rule, layout)
         only = schemes.only()
         if only is not None:
             self._announce(only, "the only one that these heads and this backend leave")
@@ -251,7 +272,7 @@ class MicroBatches:
             return schemes.headwise
         lengths = None if documents is None else documents.lengths
         cost = price(
-            self._state, schemes.headwise.layout, group.size(), self._sequence_layout,
+            self._state, schemes.headwise.layout, group.size(), layout,
             tokens, rows, lengths, element_size,
         )  # fmt: skip
         scheme = getattr(schemes, cost.cheaper)

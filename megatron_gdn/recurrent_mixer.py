@@ -18,14 +18,18 @@ from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, SequenceLayout
 from .inference.generating import GeneratingMixer
 from .init import device_for
+from .loader_layout import AUTO, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatches
 from .ops.rule import Rule
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
+from .process_groups import FollowsGroups
 from .tensor_parallel import mark_sharded
 
 
-class RecurrentMixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule):
+class RecurrentMixer(
+    FollowsGroups, GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule
+):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A mixer calls :meth:`_choose_by`, builds its parameters in the order in which files and
@@ -60,15 +64,16 @@ class RecurrentMixer(GeneratingMixer, MarkedParameters, Fp32Parameters, Megatron
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = 0,
-        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        cp_layout: str | SequenceLayout = AUTO,
     ) -> None:
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
-        self.cp_layout, self.aligned = SequenceLayout.parse(cp_layout), config.batch_invariant_mode
+        self.cp_layout = LoaderLayout(cp_layout, config).option
+        self.aligned = config.batch_invariant_mode
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
         if config.fp8:
             from megatron.core.fp8_utils import get_fp8_align_size

@@ -31,9 +31,12 @@ class UpstreamNames:
     """Mixin of the layer, with the names of ``megatron.core.ssm.gated_delta_net``."""
 
     def _name_sizes(self: GatedDeltaNet) -> None:
-        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names."""
+        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.
+
+        ``feat_dim_split`` has those of q, k and v, of z, beta and alpha inside a head exchange over
+        the context-parallel group.
+        """
         whole, local = self.global_dims, self.dims
-        self.cp_size = self.pg_collection.cp.size()
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
         self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
         self.num_key_heads, self.num_value_heads = whole.num_key_heads, whole.num_value_heads
@@ -42,10 +45,20 @@ class UpstreamNames:
         self.in_proj_dim, self.conv_dim = whole.layout.width, whole.layout.conv_width
         self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
+        self.num_k_heads_local_tp = local.num_key_heads
         self.num_v_heads_local_tp = local.num_value_heads
+        self.a_log_dim = self.dt_bias_dim = local.num_value_heads
+        self.in_proj_qkvg_dim = 2 * whole.qk_dim + 2 * whole.v_dim
+        self.in_proj_extra_dim = 2 * whole.num_value_heads
+        gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
+        self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
         self.in_proj_split_names = list(local.layout.names)
         self.act_fn, self.activation = F.silu, "silu"
+
+    def _setup_variant_attrs(self: GatedDeltaNet) -> None:
+        """As upstream's, which tools call after they have set other process groups."""
+        self._name_sizes()
 
     def set_for_recompute_input_layernorm(self: GatedDeltaNet) -> None:
         """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""

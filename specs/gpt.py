@@ -19,8 +19,10 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_gdn.loader_layout import AUTO
 from megatron_gdn.local_norm import TorchRMSNorm
 
+from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
@@ -56,7 +58,7 @@ def gpt_block_spec(
         ValueError: the config does not ask for Gated DeltaNet layers.
         ImportError: Transformer Engine is asked for and absent.
     """
-    config = getattr(config, "transformer", config)
+    config, options = getattr(config, "transformer", config), with_launch_options(options)
     if config.experimental_attention_variant not in GDN_VARIANTS:
         raise ValueError(
             "gpt_block_spec builds Gated DeltaNet layers, but experimental_attention_variant is "
@@ -89,7 +91,7 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
     mixer = gated_delta_net_spec("local", **options)
-    attention = local_attention_spec(config.qk_layernorm, options.get("cp_layout", "zigzag"))
+    attention = local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO))
     dense = [0] * config.num_layers
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
     layer_specs = []

@@ -26,9 +26,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_gdn.loader_layout import AUTO
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops.ssd.resolve import RULES
 
+from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, mamba2_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
@@ -92,10 +94,10 @@ def _hybrid_stack_spec(
     mamba: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    modules = resolve_modules(modules)
+    modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
     mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
-    cp_layout = options.get("cp_layout", "zigzag")
+    cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
         submodules = _te_submodules(mixer, mamba2, qk_layernorm)
     else:

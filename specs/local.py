@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_gdn.loader_layout import AUTO
 from megatron_gdn.local_attention import TorchAttention
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.local_self_attention import TorchSelfAttention
@@ -31,7 +32,7 @@ def local_mlp_builder():
     )
 
 
-def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = "zigzag") -> ModuleSpec:
+def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
     """Causal self-attention in plain torch: batches, packed documents, context parallelism."""
     qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
     return ModuleSpec(

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gdn.context_parallel import SequenceLayout
+from megatron_gdn.loader_layout import AUTO, LoaderLayout
 from megatron_gdn.local_norm import TorchRMSNorm
 
 
@@ -48,18 +49,14 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
         submodules: MultiTokenPredictionLayerSubmodules,
         *,
         pg_collection: ProcessGroupCollection,
-        cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
+        cp_layout: str | SequenceLayout = AUTO,
         **others: Any,
     ) -> None:
-        layout, ranks = SequenceLayout.parse(cp_layout), pg_collection.cp.size()
-        if ranks > 1 and layout is not SequenceLayout.ZIGZAG:
-            raise ValueError(
-                f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
-                f"cp_layout={layout.value!r} over {ranks} ranks is another: labels would be those "
-                f"of other tokens. Use cp_layout='zigzag', one context-parallel rank, or a layer "
-                f"pattern without '/'."
-            )
+        loader_layout = LoaderLayout(cp_layout, config)
+        if pg_collection.cp.size() > 1:
+            require_zigzag(loader_layout.expected(), pg_collection.cp)
         super().__init__(config, submodules, pg_collection=pg_collection, **others)
+        self._loader_layout = loader_layout
 
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
@@ -67,11 +64,28 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
         """As Megatron's.
 
         Raises:
-            ValueError: documents in padded slots.
+            ValueError: documents in padded slots; a micro-batch in another layout than zigzag.
             NotImplementedError: a micro-batch with a context-parallel group of its own.
         """
         require_shiftable(packed_seq_params, self.cp_group)
+        if packed_seq_params is not None and self.cp_group.size() > 1:
+            require_zigzag(self._loader_layout.of(packed_seq_params), self.cp_group)
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+
+
+def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
+    """Refuse a cut in which Megatron would give tokens other tokens' labels.
+
+    Raises:
+        ValueError: always, but for zigzag.
+    """
+    if layout is not SequenceLayout.ZIGZAG:
+        raise ValueError(
+            f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
+            f"cp_layout={layout.value!r} over {cp_group.size()} ranks is another: labels would be "
+            f"those of other tokens. Cut every document in zigzag, use one context-parallel rank, "
+            f"or a layer pattern without '/'."
+        )
 
 
 def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:

@@ -1,8 +1,8 @@
 """Do all ranks of a context-parallel group have the same micro-batch?
 
-Every rank derives the scheme, its messages and its waits from the tokens, rows and document
-boundaries that it was given. Ranks with different ones would hang, or exchange wrong rows. So they
-compare them, in an all-gather of four integers.
+Every rank derives the scheme, its messages and its waits from the tokens, rows, document
+boundaries and layout that it was given. Ranks with different ones would hang, or exchange wrong
+rows. So they compare them, in an all-gather of five integers.
 
 Which ranks *take part* must not depend on what a rank was given, or a rank could wait alone. So one
 layer takes part, in each of its forwards: the first that runs over the group after the latest layer
@@ -30,8 +30,10 @@ from torch import Tensor
 from ..ops import Documents, StaticDocuments
 from ..ops.host_tables import stream_of_tables, to_device
 from ..ops.uncompiled import uncompiled
+from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
+_LAYOUTS = tuple(SequenceLayout)
 _REMEMBERED = 256  # contents per group: more than the micro-batches that a pipeline has in flight
 
 _numbers = count(1)
@@ -79,6 +81,7 @@ def require_agreement(
     tokens: int,
     rows: int,
     documents: Documents | None,
+    layout: SequenceLayout,
     device: torch.device,
 ) -> None:
     """Refuse a micro-batch that the ranks of ``group`` were given differently.
@@ -94,6 +97,7 @@ def require_agreement(
         rows: of the batch.
         documents: the packed documents; None when not packed. Of ``StaticDocuments`` only how many
             they hold at most is compared: the host does not know the boundaries.
+        layout: how this rank takes its tokens to be cut.
         device: where the group's backend communicates.
 
     Raises:
@@ -110,7 +114,7 @@ def require_agreement(
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     packed = (-1, 0) if documents is None else documents.contents
-    mine = (tokens, rows, *packed)
+    mine = (tokens, rows, *packed, _LAYOUTS.index(layout))
     gathered = _gather(mine, known.agreed.get(mine), group, device)
     if not known.is_new(mine) and device.type == "cuda":
         return
@@ -124,7 +128,7 @@ def require_agreement(
 def _gather(
     mine: tuple[int, ...], kept: dict[int, Tensor] | None, group: Any, device: torch.device
 ) -> Tensor:
-    """int64 ``[ranks, 4]``; the host waits for nothing.
+    """int64 ``[ranks, 5]``; the host waits for nothing.
 
     ``kept``: this rank's own on the device, by stream; None for contents that may not come again.
     """
@@ -159,11 +163,12 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
 
 
 def _words(what: tuple[int, ...]) -> str:
-    tokens, rows, count, fingerprint = what
+    tokens, rows, count, fingerprint, layout = what
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
-    return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}"
+    cut = f"cut {_LAYOUTS[layout].value!r}"
+    return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, {cut}"
 
 
 def _short(documents: Documents) -> str:

@@ -71,10 +71,12 @@ def check_lengths(
                 f"context_parallel_size={cp_size}. Pad it to "
                 f"{-(-length // multiple) * multiple} tokens"
                 + (
-                    " and pass the padded boundaries as cu_seqlens_q_padded."
+                    " and pass the padded boundaries as cu_seqlens_q_padded"
                     if layout is SequenceLayout.ZIGZAG
-                    else "."
+                    else ""
                 )
+                + f"; or, if the data loader cut it otherwise, name that as cp_layout: "
+                f"{', '.join(repr(other.value) for other in SequenceLayout if other != layout)}."
             )
 
 

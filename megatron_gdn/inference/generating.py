@@ -56,7 +56,7 @@ class GeneratingMixer:
     def carry_shape(self) -> CarryShape:
         """What one sequence carries from call to call in generation, on this rank."""
         layout: Layout = self.dims.layout
-        taps, tp = self.conv_weight.shape[-1], self.pg_collection.tp
+        taps, tp = self.conv_weight.shape[-1], self.tp_group
         return CarryShape.of(layout, self.state_shape, taps, self.aligned, tp.rank(), tp.size())
 
     # Under the names by which Megatron's dynamic inference asks and calls a mixer.

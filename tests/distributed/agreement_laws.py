@@ -57,6 +57,10 @@ def ranks_that_disagree_are_told_what_each_was_given() -> None:
         own = [0, 8, 16] if rank else [0, 4, 16]
         assert f"This rank was given cu_seqlens={own}" in message, message
         assert "global boundaries" in message and "before any split" in message, message
+        packed = thd((8, 8))
+        packed.cp_partition_mode = "contiguous" if rank else "zigzag"
+        message = _refusal(layers, packed=packed)
+        assert "cut 'zigzag'; rank 1" in message and "cut 'contiguous'" in message, message
 
 
 def ranks_that_disagree_about_sizes_or_packing_are_told_so() -> None:

@@ -1,0 +1,80 @@
+"""Options of the layer in a launch: ``--spec`` names a spec and takes no options of its own.
+
+    MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \\
+        pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
+
+The specs read the variable once, when they are imported. Every process of a launch must be given
+the same. An option that a call in Python names goes before the variable's.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+from functools import cache
+from typing import Any
+
+from megatron_gdn.layer import GatedDeltaNet
+from megatron_gdn.observe import log_once
+
+VARIABLE = "MEGATRON_GDN_OPTIONS"
+# What Megatron passes itself; every other keyword of the constructor is an option.
+_OF_MEGATRON = {
+    "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
+    "pp_layer_offset", "is_mtp_layer",
+}  # fmt: skip
+
+
+def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
+    """These options of GatedDeltaNet, and those of the launch that they do not name.
+
+    Raises:
+        ValueError: the variable names an unknown option, or a value that is none.
+    """
+    return {**_of_launch(), **options}
+
+
+@cache
+def _of_launch() -> dict[str, Any]:
+    options = parse_options(os.environ.get(VARIABLE, ""))
+    if options:
+        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        log_once(f"{VARIABLE}: Gated DeltaNet layers are built with {said}")
+    return options
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """``"name=value,name=value"`` with values as in Python, or words; spaces separate too.
+
+    Raises:
+        ValueError: see :func:`with_launch_options`.
+    """
+    legal = _legal()
+    options = {}
+    for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in legal:
+            raise ValueError(
+                f"{VARIABLE}={text!r} has {part!r}; it must be name=value,name=value with the "
+                f"names {', '.join(sorted(legal))}."
+            )
+        options[name] = _value(name, value, legal[name])
+    return options
+
+
+def _value(name: str, text: str, default: Any) -> Any:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise ValueError(f"{VARIABLE} has {name}={text!r}; it must be True or False.")
+    return value
+
+
+def _legal() -> dict[str, Any]:
+    """Every option of the layer, with its default."""
+    arguments = inspect.signature(GatedDeltaNet).parameters.items()
+    return {name: given.default for name, given in arguments if name not in _OF_MEGATRON}

@@ -1,0 +1,36 @@
+"""A built layer follows the process groups it is given: evaluation under another size."""
+
+import os
+
+import pytest
+
+from tests.distributed import rebinding_laws as laws
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
+def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(pools, linear_cp_mode, packed):
+    pools(2).run(laws.rebound_and_back, packed=packed, linear_cp_mode=linear_cp_mode)
+
+
+@pytest.mark.skipif(
+    "MEGATRON_BRIDGE" not in os.environ,
+    reason="MEGATRON_BRIDGE=folder names a clone of NVIDIA-NeMo/Megatron-Bridge",
+)
+def test_bridges_own_context_for_evaluation_does_the_same(pools):
+    pools(2).run(laws.rebound_and_back, os.environ["MEGATRON_BRIDGE"])
+
+
+def test_the_groups_of_one_forward_hold_for_that_forward(pools):
+    pools(2).run(laws.groups_of_one_forward)
+
+
+def test_sizes_under_upstreams_names_follow(pools):
+    pools(2).run(laws.names_follow_the_group)
+
+
+def test_what_cannot_be_followed_is_refused_by_name(pools):
+    for size, tensor_ranks, in_forward, heads in pools(2).run(laws.refusals):
+        assert "cp_size=2" in size and "pg_collection" in size
+        assert "tensor-parallel group of 1 ranks" in tensor_ranks and tensor_ranks == in_forward
+        assert "context_parallel_size=2" in heads and "linear_cp_mode='chunkwise'" in heads

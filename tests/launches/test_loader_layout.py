@@ -1,0 +1,94 @@
+"""``pretrain_hybrid.py`` of a Megatron-LM clone under context parallelism, as its own loader cuts.
+
+Documents of 32 tokens: every layout can cut them over two ranks, so that a wrong one is silent.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from megatron_gdn.specs.launch_options import VARIABLE
+from tests.examples.launching import ROOT
+from tests.launches.on_cpu import WITHOUT_GPU
+
+CLONE = os.environ.get("MEGATRON_LM")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM"),
+]
+
+LENGTH = 32
+FLAGS = """
+    --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern G-*-
+    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
+    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
+    --linear-value-head-dim 16 --linear-conv-kernel-dim 4 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --seq-length 64 --max-position-embeddings 64 --vocab-size 256 --tokenizer-type NullTokenizer
+    --global-batch-size 2 --train-iters 4 --lr 3e-3 --lr-warmup-iters 1
+    --split 100,0,0 --eval-iters 0 --eval-interval 100 --log-interval 1 --num-workers 0
+    --no-persist-layer-norm --no-masked-softmax-fusion --dataloader-inter-document-masking
+"""
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> str:
+    """400 documents that count in threes, in the files that Megatron reads."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path_factory.mktemp("data") / "documents")
+    made, builder = (
+        torch.Generator().manual_seed(5),
+        IndexedDatasetBuilder(f"{prefix}.bin", numpy.int32),
+    )
+    for start in torch.randint(200, (400,), generator=made):
+        builder.add_document((start + torch.arange(LENGTH) * 3) % 250, [LENGTH])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def launched(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess:
+    """The script over so many context-parallel ranks, with these options of the layer.
+
+    Before it builds the model Megatron draws numbers for a rank's share of a micro-batch, to warm
+    fused functions up. On a CPU they come from the generator of the initial weights, so each rank
+    is given as many tokens of a micro-batch, whatever the ranks.
+    """
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={ranks}", str(ROOT / "tests/launches/on_cpu.py"),
+            str(Path(CLONE) / "pretrain_hybrid.py"), *FLAGS.split(), *WITHOUT_GPU.split(),
+            f"--context-parallel-size={ranks}", f"--micro-batch-size={ranks}",
+            f"--data-path={documents}",
+            f"--data-cache-path={documents}-cache",
+        ],
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1", VARIABLE: options},
+        capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+
+
+def losses(done: subprocess.CompletedProcess) -> list[float]:
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [float(loss) for loss in re.findall(r"iteration +\d.*lm loss: (\S+)", done.stdout)]
+
+
+def test_two_ranks_take_the_steps_of_one_where_the_whole_buffer_is_cut(documents):
+    """fp32; the log has seven digits, and four steps multiply rounding by less than ten."""
+    one, two = losses(launched(documents, 1)), losses(launched(documents, 2))
+    assert len(one) == 4 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_an_option_that_contradicts_the_launch_ends_it_with_both_names(documents):
+    done = launched(documents, 2, "cp_layout=zigzag")
+    assert done.returncode != 0
+    assert "cp_layout='zigzag' and --dataloader-inter-document-masking" in done.stderr
