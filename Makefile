@@ -12,8 +12,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-all test-kernels nightly test-gpu lint format clean
 
 demo: $(VENV)/.ready
-	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
-		examples/pretrain_hybrid.py
+	@$(BIN)/python examples/pretrain_hybrid.py --nproc-per-node 2
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"

@@ -52,6 +52,7 @@ def way_round(text, tmp_path_factory) -> Path:
         *("--context-parallel-size=1", "--tensor-model-parallel-size=2", "--sequence-parallel"),
         *(f"--seq-length={LENGTH}", f"--micro-batch-size={ROWS}"),
         *(f"--train-iters={STEPS + 1}", f"--save-interval={STEPS}", "--lr-warmup-iters=0"),
+        "--lr=6e-3",  # in three steps to somewhere
     )
     trained = at / "run" / "checkpoints" / f"iter_{STEPS:07d}"
     assert main(["export", str(trained), str(at / "back"), "--like", str(at / "hf")]) == 0
