@@ -209,7 +209,12 @@ def describe(args, corpus, training, device: torch.device, first: int) -> str:
         f"dp {args.data_parallel_size}, {args.transformer_impl} modules\n"
         f"{len(corpus.documents)} documents, {corpus.num_bytes / 1e6:.1f} MB{skipped}; {steps} of "
         f"{args.global_batch_size} x {args.seq_length} tokens, "
-        f"{'packed' if args.packing else 'dense'}\n"
+        f"{'packed' if args.packing else 'dense'}\n{words_of_schedule(args)}"
+    )
+
+
+def words_of_schedule(args) -> str:
+    return (
         f"learning rate {args.lr:g}{args.lr_note} after {args.lr_warmup_iters} steps of warm-up, "
         f"{args.min_lr:g} at the end"
     )

@@ -106,6 +106,9 @@ def test_transformers_has_the_loss_of_the_examples_next_step(way_round, text):
     ("flags", "advice"),
     [
         (["--hidden-size=64"], "--hidden-size 64 is not the 24 of --hf-config"),
+        # What the example's own model has: it stands there, so it counts.
+        (["--hidden-size=128"], "--hidden-size 128 is not the 24 of --hf-config"),
+        (["--mamba-num-heads=8"], "--mamba-num-heads is of M layers"),
         (["--hybrid-layer-pattern=G-*-"], "--hybrid-layer-pattern G-\\*- is not the G-G-G-\\*-"),
     ],
 )

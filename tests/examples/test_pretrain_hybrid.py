@@ -123,7 +123,10 @@ def test_a_model_of_all_three_mixers_is_learned(text, tmp_path):
 @pytest.mark.parametrize(
     "flags, advice",
     [
-        (["--seq-length=66"], "--seq-length 66 must be a multiple of 4 with --context-parallel-size 2; use 68"),
+        (
+            ["--seq-length=66"],
+            "--seq-length 66 must be a multiple of 4 with --context-parallel-size 2; use 68",
+        ),
         (["--context-parallel-size=3"], "Use --nproc-per-node 3"),
         (["--sequence-parallel"], "needs --tensor-model-parallel-size"),
         (["--hybrid-layer-pattern=GQ"], "unknown symbols 'Q'; use G"),
