@@ -47,17 +47,39 @@ def test_the_run_stops_at_that_step_and_names_the_last_good_checkpoint(text, tmp
     assert again[-1]["loss"] < again[0]["loss"] - 1
 
 
-def test_a_run_whose_last_step_breaks_the_weights_writes_no_sample(text, tmp_path):
-    flags = [*TINY, "--train-iters=1", "--lr=1e38"]
-    last = said_last(Launch(*flags, "--data", text, cwd=tmp_path, size=1))
-    assert re.search(r"the held-out loss after step 1 is (nan|inf); there is no checkpoint", last)
+def what_ends_a_run_of_broken_weights() -> list[str]:
+    from pretraining.arguments import parse_args
+    from pretraining.corpus import Corpus
+    from pretraining.held_out import held_out_loss
+    from pretraining.loop import text_sample
+    from pretraining.model import build_training
+    from pretraining.step import NotFiniteError
+
+    args = parse_args([*TINY, "--context-parallel-size=1"])
+    args.transformer_impl = "local"
+    said = []
+    with parallel(1):
+        training = build_training(args)
+        held_out, device = Corpus((b"held out",)), torch.device("cpu")
+        assert held_out_loss(args, training, held_out, device)[0] == pytest.approx(5.5, abs=0.5)
+        for parameter in training.model.parameters():
+            parameter.data.fill_(math.nan)
+        for end in (
+            lambda: held_out_loss(args, training, held_out, device),
+            lambda: text_sample(args, training),
+        ):
+            with pytest.raises(NotFiniteError) as fault:
+                end()
+            said.append(f"{fault.value.weights}: {fault.value}")
+    return said
 
 
-def test_without_held_out_documents_the_sample_shows_it(text, tmp_path):
-    (tmp_path / "one.txt").write_text((text / "16.py").read_text())
-    flags = [*TINY, "--train-iters=1", "--lr=1e38", "--data", tmp_path / "one.txt"]
-    last = said_last(Launch(*flags, cwd=tmp_path, size=1))
-    assert "the model's logits are not finite after step 1; there is no checkpoint" in last
+def test_weights_that_the_last_step_broke_are_seen_by_held_out_documents_and_by_the_sample(pools):
+    (said,) = pools(1).run(what_ends_a_run_of_broken_weights)
+    assert said == [
+        "12: the held-out loss after step 12 is nan",
+        "12: the model's logits are not finite after step 12",
+    ]
 
 
 def what_a_rank_finds() -> list[str]:
