@@ -17,6 +17,8 @@ from pretraining.launch import NPROC
 from pretraining.memory import require_room
 
 LAYER_SYMBOLS = "G-*ME"
+# How the names of flags end that count something.
+_SIZES = ["size", "iters", "heads", "groups", "dim", "length", "interval", "tokens", "node"]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,19 +76,7 @@ def _complete(args: argparse.Namespace, given: set[str]) -> None:
 
 def _require_sizes(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
-        is_size = name.endswith(
-            (
-                "_size",
-                "_iters",
-                "_heads",
-                "_groups",
-                "_dim",
-                "_length",
-                "_interval",
-                "_tokens",
-                "_node",
-            )
-        )
+        is_size = name.rpartition("_")[2] in _SIZES
         least = 0 if name in ("lr_warmup_iters", "save_interval", "sample_tokens") else 1
         if is_size and value is not None and value < least:
             raise ValueError(f"{settings.flag(name)} {value} is not a size; use {least} or more.")

@@ -28,13 +28,13 @@ def refuse(message: str, code: int = 1) -> NoReturn:
     _leave(f"{PROGRAM}: error: {message}", code)
 
 
-def fail(error: BaseException, output_dir: Path, way_on: str) -> NoReturn:
-    """End with one line about an error of this rank; its traceback goes into a file."""
+def fail(error: BaseException, said: str, output_dir: Path, way_on: str) -> NoReturn:
+    """End with one line about an error of this rank, ``said``; its traceback goes into a file."""
     if _is_echo(error):
         time.sleep(_WAIT_S)
     text = "".join(traceback.format_exception(error))
     place = _write_traceback(text, output_dir)
-    line = f"{PROGRAM}: rank {rank()}: {first_line(error)} (traceback: {place})"
+    line = f"{PROGRAM}: rank {rank()}: {said} (traceback: {place})"
     _leave(f"{line}; {way_on}", 1)
 
 

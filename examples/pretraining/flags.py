@@ -34,6 +34,7 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Every flag, with its default or, after "unset:", what takes its place."""
     parser = _Parser(
         prog="pretrain_hybrid.py",
         usage="python examples/%(prog)s [--nproc-per-node N] [flags]",

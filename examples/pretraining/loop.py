@@ -10,7 +10,7 @@ import torch
 from pretraining.arguments import parse_args
 from pretraining.checkpoint import load_checkpoint, save_checkpoint
 from pretraining.corpus import read_paths, standard_library
-from pretraining.failures import fail, full_disk, refuse
+from pretraining.failures import fail, first_line, full_disk, refuse
 from pretraining.feed import Feed
 from pretraining.flags import with_flags
 from pretraining.going_on import closing_words, how_to_go_back, how_to_go_on
@@ -46,7 +46,7 @@ def give_up(error: Exception, args) -> NoReturn:
     full = full_disk(error, args.save)
     if full:
         refuse(f"{full}; {way_on}")
-    fail(error, args.output_dir, way_on)
+    fail(error, with_flags(first_line(error)), args.output_dir, way_on)
 
 
 def share_places(args) -> None:

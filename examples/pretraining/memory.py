@@ -32,7 +32,8 @@ def require_room(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--seq-length {args.seq_length} with --micro-batch-size {args.micro_batch_size} needs "
             f"more than {least / 1e9:,.0f} GB for the activations of each rank, which has "
-            f"{room / 1e9:,.0f} GB; make one of the two {least / room:,.0f} times smaller or more."
+            f"{room / 1e9:,.0f} GB; make one of the two at least {least / room:,.0f} times "
+            "smaller."
         )
 
 
