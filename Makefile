@@ -20,8 +20,7 @@ PYTHON ?= $(or $(shell for python in python3.12 python3.13 python3.14 python3 \
 .PHONY: demo test test-shapes test-all test-kernels nightly test-gpu docs lint format clean
 
 demo: $(VENV)/.ready
-	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
-		examples/pretrain_hybrid.py
+	@$(BIN)/python examples/pretrain_hybrid.py --nproc-per-node 2
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"

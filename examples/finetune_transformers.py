@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import textwrap
 
 import torch
@@ -29,15 +30,43 @@ from megatron_gdn.hf import (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--documents", type=int, default=6, help="packed into the row of a step")
-    parser.add_argument("--hidden", type=int, default=64)
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument(
-        "--layout", default="zigzag_buffer", choices=["zigzag_buffer", "contiguous"]
+        "--layout",
+        default="zigzag_buffer",
+        choices=["zigzag_buffer", "contiguous"],
+        help="how ranks share the tokens",
     )
     parser.add_argument("--fully-shard", action="store_true", help="torch's FSDP2 over all ranks")
-    return parser.parse_args()
+    return parse(parser)
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """The flags of both examples of training a transformers model."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, default, meaning in (
+        ("--steps", 30, "optimizer steps"),
+        ("--documents", 6, "packed into a row"),
+        ("--hidden", 64, "channels"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=meaning)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line; what cannot work ends the program, before a model is made."""
+    args = parser.parse_args()
+    for name, most in (("steps", None), ("documents", len(texts()) - 1), ("hidden", None)):
+        number = getattr(args, name)
+        if number < 1 or (most and number > most):
+            parser.error(f"--{name} {number}: use 1 {f'to {most}' if most else 'or more'}.")
+    if "RANK" not in os.environ:
+        parser.error(f"start it by torchrun --nproc_per_node=2 examples/{parser.prog}")
+    return args
 
 
 def tiny_model(hidden: int) -> Qwen3_5ForCausalLM:

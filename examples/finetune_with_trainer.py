@@ -9,10 +9,12 @@ each with its own batches. Wants accelerate. Runs on the CPU (gloo, fp32) and on
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetune_transformers import texts, tiny_model
+from finetune_transformers import make_parser, parse, texts, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -30,13 +32,18 @@ class PrintLoss(TrainerCallback):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--documents", type=int, default=6, help="packed into a row")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--replicas", type=int, default=1, help="groups with batches of their own")
+    parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="groups with batches of their own"
+    )
     parser.add_argument("--save", metavar="FOLDER", help="save the trained model here")
-    return parser.parse_args()
+    args = parse(parser)
+    ranks = int(os.environ["WORLD_SIZE"])
+    if args.replicas < 1 or ranks % args.replicas:
+        parser.error(f"--replicas {args.replicas} does not divide {ranks} ranks.")
+    if args.save and Path(args.save).is_file():
+        parser.error(f"--save {args.save} is a file; name a folder.")
+    return args
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ after the other from what the layers carry. Needs a tokenizer only for ``--text`
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,38 +18,84 @@ from megatron_gdn.hf import build_model, load_hf_weights, read_hf_config
 from megatron_gdn.inference.generate import generate
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="config.json and safetensors of Qwen3-Next or Qwen3.5")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[0], help="prompt, as numbers")
-    parser.add_argument("--text", help="prompt, as text; the folder needs its tokenizer")
-    parser.add_argument("--count", type=int, default=32, help="tokens to append")
-    args = parser.parse_args()
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with the model's config as ``hf``, the tokenizer or None, and the prompt.
 
+    What cannot work ends the program in one line, before a model is built.
+    """
+    parser = argparse.ArgumentParser(
+        prog="generate.py",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", help="config.json and safetensors of Qwen3-Next or Qwen3.5")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--tokens", type=int, nargs="+", default=[0], metavar="ID", help="prompt, as numbers"
+    )
+    prompt.add_argument(
+        "--text",
+        default=argparse.SUPPRESS,
+        help="prompt, as text in place of --tokens; the folder needs its tokenizer",
+    )
+    parser.add_argument("--count", type=int, default=32, metavar="N", help="tokens to append")
+    args = parser.parse_args(argv)
+    try:
+        args.hf, args.tokenizer = read_hf_config(args.folder), None
+        if "text" in args:
+            args.tokenizer = _tokenizer(args.folder)
+            args.tokens = args.tokenizer(args.text)["input_ids"]
+        _check(args)
+    except (ValueError, NotImplementedError, OSError) as error:
+        parser.exit(2, f"generate.py: error: {error}\n")
+    return args
+
+
+def _tokenizer(folder: str):
+    # Without such files transformers makes a tokenizer that knows no word, and says nothing.
+    if not any(Path(folder).glob("tokenizer*")):
+        raise ValueError(f"--text needs a tokenizer, and {folder} has none; use --tokens.")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.count < 1:
+        raise ValueError(f"--count {args.count}: use 1 or more.")
+    if not args.tokens:
+        raise ValueError(f"--text {args.text!r} is no token; give some text.")
+    wrong = [token for token in args.tokens if not 0 <= token < args.hf.vocab_size]
+    if wrong:
+        raise ValueError(
+            f"token {wrong[0]} is not of this model, whose {args.hf.vocab_size} tokens are "
+            f"0 to {args.hf.vocab_size - 1}."
+        )
+    if not any(Path(args.folder).glob("*.safetensors")):
+        raise ValueError(f"{args.folder} has no weights (*.safetensors).")
+
+
+def main() -> None:
+    args = arguments()
     run_megatron_on_cpu()  # does nothing on a machine with a GPU
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234)
 
-    hf, tokenizer = read_hf_config(args.folder), None
-    model, _ = build_model(hf, modules="local", parallel_output=False)
+    model, _ = build_model(args.hf, modules="local", parallel_output=False)
     load_hf_weights(model, args.folder)
     model.to(device)
-    if args.text is not None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.folder)
-        args.tokens = tokenizer(args.text)["input_ids"]
 
     def likeliest(logits: torch.Tensor) -> torch.Tensor:
-        return logits[:, : hf.vocab_size].argmax(-1)
+        return logits[:, : args.hf.vocab_size].argmax(-1)
 
     prompt = torch.tensor([args.tokens], device=device)
     begin = time.perf_counter()
     tokens = generate(model, prompt, args.count, pick=likeliest)[0].tolist()
     rate = args.count / (time.perf_counter() - begin)
-    print(tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens)))
+    print(args.tokenizer.decode(tokens) if args.tokenizer else " ".join(map(str, tokens)))
     print(f"{args.count} tokens at {rate:.1f} tokens/s")
 
     parallel_state.destroy_model_parallel()

@@ -1,11 +1,12 @@
 """Pretrain a small Megatron HybridModel with Gated DeltaNet layers on real text.
 
-    torchrun --nproc_per_node=2 examples/pretrain_hybrid.py
+    python examples/pretrain_hybrid.py --nproc-per-node 2
 
 trains three Gated DeltaNet layers, an attention layer and an MLP after each, with context
 parallelism over two ranks, on the source of Python's standard library, byte by byte, every file a
 sequence of its own in a packed buffer. It ends with the loss on files that were held out. The same
-command runs on GPUs (nccl, bf16) and on a machine without one (gloo, fp32).
+command runs on GPUs (nccl, bf16) and on a machine without one (gloo, fp32). Without
+--nproc-per-node it is one process; torchrun can start it too, on several machines for one.
 
 Everything around the layer is Megatron-Core's: process groups, HybridModel, distributed data
 parallel, optimizer and schedule, pipeline schedule, distributed checkpoints. What happens to
@@ -15,6 +16,14 @@ documents that are longer than a sequence, and at the end of an epoch, is said i
 
 if __name__ == "__main__":
     # Imported here: a helper process of Megatron may import this file again.
+    import sys
+
+    from pretraining.launch import launch, processes_to_start
+
+    processes = processes_to_start(sys.argv[1:])
+    if processes > 1:
+        sys.exit(launch(processes, sys.argv[0], sys.argv[1:]))
+
     from pretraining.quiet import hide_import_notes, say_what_takes_time
     from pretraining.stopping import Stop
 

@@ -1,31 +1,24 @@
-"""Command line of `pretrain_hybrid.py`; flags that Megatron has keep Megatron's names."""
+"""The run's settings: flags, those of a checkpoint, defaults; what cannot work is refused."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from pathlib import Path
 
 import torch
 
 from megatron_gdn.hf.checkpoint_files import find_checkpoint
 from pretraining import places, settings
-from pretraining.failures import rank, refuse
+from pretraining.failures import refuse
+from pretraining.flags import LR, PRETRAINED_LR, make_parser, with_flags
 from pretraining.hf_model import take_sizes
+from pretraining.launch import NPROC
+from pretraining.memory import require_room
 
 LAYER_SYMBOLS = "G-*ME"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Speaks on rank 0 only: every rank has the same command line."""
-
-    def error(self, message: str):
-        refuse(message, code=2, usage=self.format_usage())
-
-    def print_help(self, file=None) -> None:
-        if rank() == 0:
-            super().print_help(file)
+# How the names of flags end that count something.
+_SIZES = ["size", "iters", "heads", "groups", "dim", "length", "interval", "tokens", "node"]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,19 +27,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     Beside the flags it holds ``start``, the checkpoint's folder to continue from (or None), and
     ``settings_json``, what a checkpoint keeps of the settings.
     """
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    given = _given(argv)
     try:
         places.settle(
             args,
-            given=_given(argv),
+            given=given,
             shaping=set(_names(parser, "model")) - {"transformer_impl"},
         )
-        _complete(args)
+        _complete(args, given)
     except (OSError, ValueError) as error:
-        refuse(str(error), code=2)
-    names = [name for name in _names(parser) if name not in places.FLAGS]
+        refuse(with_flags(str(error)), code=2)
+    names = [name for name in _names(parser) if name not in (*places.FLAGS, "nproc_per_node")]
     args.settings_json = settings.to_json(args, names)
     return args
 
@@ -59,161 +53,44 @@ def _names(parser: argparse.ArgumentParser, group: str | None = None) -> list[st
 
 def _given(argv: list[str] | None) -> set[str]:
     """Names of the flags that stand on the command line."""
-    bare = _parser()
+    bare = make_parser()
     for action in bare._actions:
         action.default = argparse.SUPPRESS
     return set(vars(bare.parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="pretrain_hybrid.py",
-        usage="torchrun --nproc_per_node=N examples/%(prog)s [flags]     (--help lists them)",
-        description="Pretrain a small Megatron HybridModel with Gated DeltaNet layers on text, "
-        "byte by byte. On a machine without a GPU it runs on the CPU (gloo, fp32).",
-        epilog="torchrun --nproc_per_node=2 examples/pretrain_hybrid.py",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    group = parser.add_argument_group("parallelism (number of ranks)")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
-    group.add_argument("--context-parallel-size", type=int, default=2, metavar="N")
-    group.add_argument(
-        "--sequence-parallel", action="store_true", help="shard activations over tensor ranks"
-    )
-    group.add_argument(
-        "--use-distributed-optimizer",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="shard optimizer state over data-parallel ranks; unset: on with --bf16",
-    )
-
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--hf-config",
-        type=Path,
-        metavar="FOLDER",
-        help="Hugging Face folder whose config.json gives every size of the model",
-    )
-    group.add_argument(
-        "--hybrid-layer-pattern",
-        default="G-G-G-*-",
-        metavar="SYMBOLS",
-        help="one symbol per layer: G Gated DeltaNet, M Mamba2, - MLP, * attention; | cuts "
-        "pipeline stages",
-    )
-    group.add_argument("--hidden-size", type=int, default=128, help="channels")
-    group.add_argument("--ffn-hidden-size", type=int, help="channels; unset: 3 x hidden size")
-    group.add_argument("--num-attention-heads", type=int, default=4, help="heads of '*' layers")
-    group.add_argument("--linear-num-key-heads", type=int, default=2, help="query and key heads")
-    group.add_argument("--linear-num-value-heads", type=int, default=4, help="value heads")
-    group.add_argument("--linear-key-head-dim", type=int, default=32, help="channels per key head")
-    group.add_argument(
-        "--linear-value-head-dim", type=int, default=32, help="channels per value head"
-    )
-    group.add_argument("--linear-conv-kernel-dim", type=int, default=4, help="tokens")
-    group.add_argument("--mamba-num-heads", type=int, default=8, help="heads of 'M' layers")
-    group.add_argument("--mamba-head-dim", type=int, default=32, help="channels per such head")
-    group.add_argument("--mamba-state-dim", type=int, default=32, help="rows of its state")
-    group.add_argument("--mamba-num-groups", type=int, default=2, help="groups that share B and C")
-    group.add_argument(
-        "--transformer-impl",
-        choices=("auto", "local", "transformer_engine"),
-        default="auto",
-        help="modules around the Gated DeltaNet rule",
-    )
-
-    group = parser.add_argument_group("data")
-    group.add_argument(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help="text files or folders; unset: the Python standard library's own source",
-    )
-    group.add_argument("--seq-length", type=int, default=256, help="tokens of a sequence, at most")
-    group.add_argument(
-        "--micro-batch-size",
-        type=int,
-        default=8,
-        help="sequences per forward pass; with packing, its buffer holds this x seq-length tokens",
-    )
-    group.add_argument(
-        "--global-batch-size", type=int, help="sequences per step; unset: one micro-batch per rank"
-    )
-    group.add_argument(
-        "--packing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="every document a sequence of its own in a packed buffer, or dense [s, b] rows",
-    )
-    group.add_argument(
-        "--shuffle",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="visit sequences in a seeded order, a new one every epoch; off: as they stand",
-    )
-
-    group = parser.add_argument_group("training")
-    group.add_argument("--train-iters", type=int, default=240, help="optimizer steps in all")
-    group.add_argument("--lr", type=float, default=6e-3, help="peak learning rate")
-    group.add_argument("--min-lr", type=float, help="final learning rate; unset: lr / 10")
-    group.add_argument("--lr-warmup-iters", type=int, help="steps; unset: a tenth of train-iters")
-    group.add_argument("--weight-decay", type=float, default=0.1)
-    group.add_argument("--clip-grad", type=float, default=1.0, help="gradient norm; 0: off")
-    group.add_argument("--seed", type=int, default=1234)
-    group.add_argument(
-        "--bf16",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="bf16 compute; unset: on with a GPU, off without",
-    )
-    group.add_argument(
-        "--deterministic", action="store_true", help="bitwise repeatable, also on a GPU"
-    )
-
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--output-dir",
-        type=Path,
-        help="base of the below; unset: runs/pretrain_hybrid, or where that holds a run -2, -3, "
-        "...; with --resume the last of these",
-    )
-    group.add_argument("--save", type=Path, help="checkpoints; unset: OUTPUT_DIR/checkpoints")
-    group.add_argument("--save-interval", type=int, default=50, help="steps; 0: only at the end")
-    group.add_argument("--load", type=Path, help="continue in a new folder from these checkpoints")
-    group.add_argument(
-        "--pretrained-checkpoint",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of checkpoints whose weights a new run starts from; --load comes before it",
-    )
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --output-dir, with the settings of its checkpoint where the "
-        "command line has none",
-    )
-    group.add_argument("--ckpt-step", type=int, help="step to load; unset: the latest")
-    group.add_argument("--tensorboard-dir", type=Path, help="unset: OUTPUT_DIR/tensorboard")
-    group.add_argument("--sample-tokens", type=int, default=120, help="bytes to write at the end")
-    group.add_argument("--sample-prompt", default="def ", help="text the sample starts from")
-    group.add_argument(
-        "--sample-temperature", type=float, default=0.7, help="0: always the likeliest byte"
-    )
-    return parser
-
-
-def _complete(args: argparse.Namespace) -> None:
+def _complete(args: argparse.Namespace, given: set[str]) -> None:
     """Fill in defaults that depend on others, and refuse what cannot work with the way out."""
-    _require_positive(args)
+    _require_sizes(args)
     if args.hf_config:
-        take_sizes(args, _parser())
+        take_sizes(args, given)
     if args.pretrained_checkpoint and not args.load:
         find_checkpoint(args.pretrained_checkpoint)
-    _complete_model(args)
+    _complete_model(args, given)
     _complete_parallelism(args)
     _complete_data(args)
     _complete_precision(args)
+    _complete_schedule(args)
+    require_room(args)
+
+
+def _require_sizes(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        is_size = name.rpartition("_")[2] in _SIZES
+        least = 0 if name in ("lr_warmup_iters", "save_interval", "sample_tokens") else 1
+        if is_size and value is not None and value < least:
+            raise ValueError(f"{settings.flag(name)} {value} is not a size; use {least} or more.")
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise ValueError(f"{settings.flag(name)} {value}: use a number of 0 or more.")
+
+
+def _complete_schedule(args: argparse.Namespace) -> None:
+    args.lr_note = ""
+    if args.lr is None and args.pretrained_checkpoint and not args.start:
+        args.lr = PRETRAINED_LR
+        args.lr_note = f" (the default with --pretrained-checkpoint; a new run's is {LR:g})"
+    elif args.lr is None:
+        args.lr = LR
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
@@ -229,19 +106,7 @@ def _complete(args: argparse.Namespace) -> None:
         )
 
 
-def _require_positive(args: argparse.Namespace) -> None:
-    for name, value in vars(args).items():
-        is_size = name.endswith(
-            ("_size", "_iters", "_heads", "_groups", "_dim", "_length", "_interval")
-        )
-        least = 0 if name in ("lr_warmup_iters", "save_interval") else 1
-        if is_size and value is not None and value < least:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value} is not a size; it must be at least {least}."
-            )
-
-
-def _complete_model(args: argparse.Namespace) -> None:
+def _complete_model(args: argparse.Namespace, given: set[str]) -> None:
     unknown = sorted(set(args.hybrid_layer_pattern) - set(LAYER_SYMBOLS) - {"|"})
     if unknown or not args.hybrid_layer_pattern.strip("|"):
         raise ValueError(
@@ -249,6 +114,13 @@ def _complete_model(args: argparse.Namespace) -> None:
             f"{''.join(unknown)!r}; use G (Gated DeltaNet), - (MLP), * (attention), M (Mamba2), "
             "E (experts), and | between pipeline stages."
         )
+    for prefix, symbol in (("linear_", "G"), ("mamba_", "M")):
+        unread = sorted(name for name in given if name.startswith(prefix))
+        if unread and symbol not in args.hybrid_layer_pattern:
+            raise ValueError(
+                f"{settings.flag(unread[0])} is of {symbol} layers, and the pattern "
+                f"{args.hybrid_layer_pattern} has none; leave it out."
+            )
     args.num_layers = len(args.hybrid_layer_pattern.replace("|", ""))
     args.ffn_hidden_size = args.ffn_hidden_size or 3 * args.hidden_size
     if not args.hf_config and args.hidden_size % args.num_attention_heads:
@@ -259,16 +131,21 @@ def _complete_model(args: argparse.Namespace) -> None:
 
 
 def _complete_parallelism(args: argparse.Namespace) -> None:
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    if args.world_size % (tp * pp * cp):
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    if args.nproc_per_node not in (None, started):
         raise ValueError(
-            f"{args.world_size} processes cannot form groups of tensor x pipeline x context = "
-            f"{tp} x {pp} x {cp} = {tp * pp * cp} ranks. Launch "
-            f"`torchrun --nproc_per_node={tp * pp * cp} ...`, or choose smaller "
+            f"{NPROC} {args.nproc_per_node} beside torchrun, which has started {started} "
+            f"processes on this machine; leave out one of the two."
+        )
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if args.context_parallel_size is None:
+        args.context_parallel_size = 1 if args.world_size % (tp * pp * 2) else 2
+    cp = args.context_parallel_size
+    if args.world_size % (tp * pp * cp):
+        processes = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
+        raise ValueError(
+            f"{processes} cannot form groups of tensor x pipeline x context = "
+            f"{tp} x {pp} x {cp} = {tp * pp * cp} ranks. Use {NPROC} {tp * pp * cp}, or smaller "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size, "
             "--context-parallel-size."
         )
@@ -295,7 +172,7 @@ def _complete_data(args: argparse.Namespace) -> None:
     if args.seq_length % multiple:
         raise ValueError(
             f"--seq-length {args.seq_length} must be a multiple of {multiple} with "
-            f"context_parallel_size={cp}; use {-(-args.seq_length // multiple) * multiple}."
+            f"--context-parallel-size {cp}; use {-(-args.seq_length // multiple) * multiple}."
         )
     per_step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
@@ -303,7 +180,7 @@ def _complete_data(args: argparse.Namespace) -> None:
     if args.global_batch_size % per_step:
         raise ValueError(
             f"--global-batch-size {args.global_batch_size} must be a multiple of "
-            f"micro-batch-size x data-parallel-size = {args.micro_batch_size} x "
+            f"--micro-batch-size x data-parallel ranks = {args.micro_batch_size} x "
             f"{args.data_parallel_size}; use {-(-args.global_batch_size // per_step) * per_step}."
         )
     args.num_micro_batches = args.global_batch_size // per_step

@@ -80,7 +80,7 @@ def read_paths(paths: Sequence[str]) -> Corpus:
 
     Raises:
         FileNotFoundError: a path does not exist.
-        ValueError: nothing readable was found.
+        ValueError: there is not one byte of text.
     """
     named, found = [], []
     for path in map(Path, paths):
@@ -94,10 +94,10 @@ def read_paths(paths: Sequence[str]) -> Corpus:
     corpus = Corpus(
         tuple(p.read_bytes() for p in named) + below_folders.documents, below_folders.skipped
     )
-    if not corpus.documents:
+    if not corpus.num_bytes:
         raise ValueError(
-            f"--data {' '.join(map(str, paths))}: no text in there "
-            f"({len(corpus.skipped)} files are not UTF-8); name text files or folders of them."
+            f"--data {' '.join(map(str, paths))}: no text in there ({len(corpus.documents)} files "
+            f"are empty, {len(corpus.skipped)} are not UTF-8); name text files or folders of them."
         )
     return corpus
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import sys
 import tempfile
@@ -16,23 +18,23 @@ PROGRAM = "pretrain_hybrid.py"
 _WAIT_S = 6
 
 
-def refuse(message: str, code: int = 1, usage: str = "") -> NoReturn:
+def refuse(message: str, code: int = 1) -> NoReturn:
     """End with one line about a fault that every rank finds alike; rank 0 says it.
 
     A rank that is still there after some seconds has a fault of its own, and says it too.
     """
     if rank() != 0:
         time.sleep(_WAIT_S)
-    _leave(f"{usage}{PROGRAM}: error: {message}", code)
+    _leave(f"{PROGRAM}: error: {message}", code)
 
 
-def fail(error: BaseException, output_dir: Path, way_on: str) -> NoReturn:
-    """End with one line about an error of this rank; its traceback goes into a file."""
+def fail(error: BaseException, said: str, output_dir: Path, way_on: str) -> NoReturn:
+    """End with one line about an error of this rank, ``said``; its traceback goes into a file."""
     if _is_echo(error):
         time.sleep(_WAIT_S)
     text = "".join(traceback.format_exception(error))
     place = _write_traceback(text, output_dir)
-    line = f"{PROGRAM}: rank {rank()}: {first_line(error)} (traceback: {place})"
+    line = f"{PROGRAM}: rank {rank()}: {said} (traceback: {place})"
     _leave(f"{line}; {way_on}", 1)
 
 
@@ -99,8 +101,19 @@ def _leave(line: str, code: int) -> NoReturn:
     sys.stdout.flush()
     below_the_bar = "\n" if sys.stderr.isatty() else ""
     print(below_the_bar + line, file=sys.stderr, flush=True)
+    _tell_torchrun(line)
     import torch
 
     if torch.distributed.is_initialized():
         os._exit(code)
     raise SystemExit(code)
+
+
+def _tell_torchrun(line: str) -> None:
+    """What torchrun, started without `launch.py`, quotes at the end of its own traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        now = str(int(time.time()))
+        said = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": now}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": said}))

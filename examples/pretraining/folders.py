@@ -11,6 +11,7 @@ A checkpoint gets its name when it is complete: while it is written its folder e
 from __future__ import annotations
 
 import os
+import tempfile
 from itertools import count
 from pathlib import Path
 
@@ -50,6 +51,25 @@ def holds_a_run(folder: Path) -> bool:
 
 def holds_checkpoints(folder: Path) -> bool:
     return (folder / LATEST).exists() or bool(steps_in(folder))
+
+
+def require_writable(folder: Path, flag: str) -> None:
+    """Write a file that is gone again where ``folder`` is, or will be made.
+
+    Raises:
+        ValueError: it is a file, lies below one, or does not take files.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{flag} {folder}: {there} is a file; name a folder.")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {folder}: nothing can be written in {there} ({error.strerror}); name another "
+            "folder."
+        ) from error
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:

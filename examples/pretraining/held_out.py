@@ -7,13 +7,13 @@ the corpus changes nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any
+import math
 
 import torch
 
 from pretraining.corpus import Corpus
 from pretraining.feed import Feed
+from pretraining.step import NotFiniteError, forward_step, mean_loss
 
 # One document in this many, at least one, and none of a corpus that has fewer.
 ONE_IN = 20
@@ -33,22 +33,26 @@ def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
 
 @torch.no_grad()
 def held_out_loss(
-    args, training, held_out: Corpus, device: torch.device, forward_step: Callable
-) -> str:
-    """A line that says the mean loss per byte of pieces of the held-out documents.
+    args, training, held_out: Corpus, device: torch.device
+) -> tuple[float | None, str]:
+    """The mean loss per byte of pieces of the held-out documents (or None), and a line about it.
 
-    Every rank takes part. ``forward_step`` is the training's own.
+    Every rank takes part.
+
+    Raises:
+        NotFiniteError: on all ranks, if the loss is not finite.
     """
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     if not held_out.documents:
-        return f"no held-out loss: a corpus of fewer than {ONE_IN} documents is trained on whole"
+        return None, (
+            f"no held-out loss: a corpus of fewer than {ONE_IN} documents is trained on whole"
+        )
     feed = Feed.of(args, held_out, device)
     per_rank = feed.micro_batches_per_epoch // args.data_parallel_size
     rows = 1 if args.packing else args.micro_batch_size
     training.model.eval()
-    parts: list[Any] = get_forward_backward_func()(
+    sums = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=feed,
         model=training.model,
@@ -58,18 +62,12 @@ def held_out_loss(
         forward_only=True,
     )
     training.model.train()
-    # Loss and labels; empty on all but the last pipeline stage.
-    total = torch.zeros(2, device=device) + sum(parts)
-    torch.distributed.all_reduce(
-        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    torch.distributed.broadcast(
-        total,
-        parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    loss, labels = total.tolist()
-    return (
-        f"held-out loss {loss / labels:.3f} nats per byte, over {labels:,.0f} bytes of "
+    loss, labels = mean_loss(sums, device)
+    if not math.isfinite(loss):  # the same number on every rank
+        raise NotFiniteError(
+            f"the held-out loss after step {args.train_iters} is {loss}", weights=args.train_iters
+        )
+    return loss, (
+        f"held-out loss {loss:.3f} nats per byte, over {labels:,} bytes of "
         f"{len(held_out.documents)} documents that training never saw"
     )

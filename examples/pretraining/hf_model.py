@@ -1,7 +1,7 @@
 """A run of the model that a Hugging Face ``config.json`` describes, from its weights or from none.
 
     python -m megatron_gdn.hf import HF_FOLDER IMPORTED
-    torchrun ... examples/pretrain_hybrid.py --hf-config HF_FOLDER --pretrained-checkpoint IMPORTED
+    python examples/pretrain_hybrid.py --hf-config HF_FOLDER --pretrained-checkpoint IMPORTED
     python -m megatron_gdn.hf export OUTPUT_DIR/checkpoints NEW_FOLDER --like HF_FOLDER
 
 The text stays what it is for every model of this example, bytes as tokens 0 to 256: no tokenizer is
@@ -17,10 +17,15 @@ from typing import Any
 import torch
 
 from pretraining.corpus import VOCAB_SIZE
+from pretraining.settings import flag
 
 
-def take_sizes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in the model's sizes from ``--hf-config``; flags that would say otherwise are refused.
+def take_sizes(args: argparse.Namespace, named: set[str]) -> None:
+    """Fill in the model's sizes from ``--hf-config``.
+
+    Args:
+        args: the settings, changed in place.
+        named: those that stand on the command line; one that says otherwise is refused.
 
     Raises:
         ValueError: such a flag, or a vocabulary without room for bytes.
@@ -49,10 +54,9 @@ def take_sizes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         # One with '|' in it cuts the model's own into pipeline stages.
         sizes["hybrid_layer_pattern"] = hf.hybrid_layer_pattern
     for name, size in sizes.items():
-        given = getattr(args, name)
-        if given not in (parser.get_default(name), size):
+        if name in named and getattr(args, name) != size:
             raise ValueError(
-                f"--{name.replace('_', '-')} {given} is not the {size} of --hf-config "
+                f"{flag(name)} {getattr(args, name)} is not the {size} of --hf-config "
                 f"{args.hf_config}; leave it out."
             )
         setattr(args, name, size)

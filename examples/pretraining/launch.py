@@ -1,23 +1,44 @@
-"""torchrun, ending in a line: ``python examples/pretraining/launch.py TORCHRUN_ARGUMENTS``.
+"""Starts a script's ranks by torchrun, and ends in the line that the script has said last.
 
-torchrun itself adds a traceback of its own to every end that is not a success, Ctrl-C included,
-below the line in which the run has said what happened and how to go on.
+torchrun itself adds a traceback of its own to every end that is not a success, Ctrl-C included.
 """
 
+from __future__ import annotations
+
+import argparse
 import logging
+import os
 import signal
 import sys
+from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+NPROC = "--nproc-per-node"
 
 
-def launch(arguments: list[str]) -> int:
-    """Run torchrun; the exit code of the first rank that failed, or 128 + the signal's number."""
+def processes_to_start(flags: Sequence[str]) -> int:
+    """What `NPROC` among these flags says; 1 if it is absent, wrong, or torchrun runs already."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(NPROC, dest="number", nargs="?")
+    number = parser.parse_known_args(flags)[0].number or "1"
+    return int(number) if number.isdigit() and "RANK" not in os.environ else 1
+
+
+def launch(processes: int, script: str, flags: Sequence[str]) -> int:
+    """Run the script in that many processes of this machine.
+
+    Returns:
+        0, the exit code of the first rank that failed, or 128 + the signal's number.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until torchrun has a handler of its own
+    print(f"starting {processes} processes ...", flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun takes 1 too, and warns
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        main(arguments)
+        run(parse_args(["--standalone", f"{NPROC}={processes}", script, *flags]))
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
@@ -28,7 +49,3 @@ def launch(arguments: list[str]) -> int:
             return 128 - failure.exitcode
         return failure.exitcode
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -12,12 +10,16 @@ import torch
 from pretraining.arguments import parse_args
 from pretraining.checkpoint import load_checkpoint, save_checkpoint
 from pretraining.corpus import read_paths, standard_library
-from pretraining.failures import fail, full_disk, refuse
+from pretraining.failures import fail, first_line, full_disk, refuse
 from pretraining.feed import Feed
+from pretraining.flags import with_flags
+from pretraining.going_on import closing_words, how_to_go_back, how_to_go_on
 from pretraining.held_out import held_out_loss, hold_out
 from pretraining.hf_model import load_pretrained
-from pretraining.report import Report, closing_words, how_to_go_on
+from pretraining.launch import NPROC
+from pretraining.report import Report
 from pretraining.sampling import sample
+from pretraining.step import NotFiniteError, train_step
 from pretraining.stopping import Stop
 
 
@@ -31,6 +33,8 @@ def main(stop: Stop) -> None:
         device = start_distributed(args)
         share_places(args)
         train(args, corpus, device, stop)
+    except NotFiniteError as fault:
+        refuse(f"{fault}; {how_to_go_back(args, fault.weights)}")
     except Exception as error:
         give_up(error, args)
     torch.distributed.destroy_process_group()
@@ -42,7 +46,7 @@ def give_up(error: Exception, args) -> NoReturn:
     full = full_disk(error, args.save)
     if full:
         refuse(f"{full}; {way_on}")
-    fail(error, args.output_dir, way_on)
+    fail(error, with_flags(first_line(error)), args.output_dir, way_on)
 
 
 def share_places(args) -> None:
@@ -69,9 +73,9 @@ def start_distributed(args) -> torch.device:
         if local_rank >= torch.cuda.device_count():
             refuse(
                 f"every process needs a GPU of its own, and there are "
-                f"{torch.cuda.device_count()}. Launch `torchrun --nproc_per_node="
-                f"{torch.cuda.device_count()} ...` with parallel sizes to match, or hide the GPUs "
-                "with CUDA_VISIBLE_DEVICES= to run on the CPU."
+                f"{torch.cuda.device_count()}. Use {NPROC} {torch.cuda.device_count()} with "
+                "parallel sizes to match, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on "
+                "the CPU."
             )
         torch.cuda.set_device(local_rank)
         use_torch_norm_after_the_last_hybrid_layer()
@@ -86,11 +90,12 @@ def start_distributed(args) -> torch.device:
         os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.use_deterministic_algorithms(True)
 
-    # Without torchrun this process is the whole world.
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29500")
-    torch.distributed.init_process_group("nccl" if has_gpu else "gloo")
+    backend = "nccl" if has_gpu else "gloo"
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend)
+    else:  # this process is the whole world
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -102,10 +107,13 @@ def start_distributed(args) -> torch.device:
 
 
 def train(args, corpus, device: torch.device, stop: Stop) -> None:
-
     from pretraining.model import build_training
 
-    training = build_training(args)
+    try:
+        training = build_training(args)
+    except (ValueError, NotImplementedError) as error:
+        # Megatron adds which modules it was building.
+        refuse(with_flags(str(error).partition(" when instantiating ")[0]))
     training_corpus, held_out = hold_out(corpus)
     feed = Feed.of(args, training_corpus, device, shuffle=args.shuffle)
     first = start_from(args, training, feed)
@@ -117,13 +125,20 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
         active=torch.distributed.get_rank() == 0,
     )
     report.say(describe(args, corpus, training, device, first))
-    with stop.at_step_boundaries():
-        iteration = run_steps(args, training, feed, device, stop, report, first)
+    try:
+        with stop.at_step_boundaries():
+            iteration = run_steps(args, training, feed, device, stop, report, first)
+        if not stop.reason:
+            loss, words = held_out_loss(args, training, held_out, device)
+            report.held_out(loss)
+            report.say(words)
+    except NotFiniteError:
+        report.close()  # the curve shows how the run came to it
+        raise
     report.close()
     if stop.reason:
         report.say(f"stopped by {stop.reason}; {how_to_go_on(args)}")
         return
-    report.say(held_out_loss(args, training, held_out, device, forward_step))
     if args.sample_tokens:
         report.say(text_sample(args, training))
     report.say(closing_words(args, iteration))
@@ -141,6 +156,10 @@ def text_sample(args, training) -> str:
         )
     except NotImplementedError as error:
         return f"no sample: {error}"
+    except FloatingPointError as error:
+        raise NotFiniteError(
+            f"{error} after step {args.train_iters}", weights=args.train_iters
+        ) from error
     return f"--- sample ---\n{text}\n--------------\nwritten at {rate:.1f} tokens/s"
 
 
@@ -162,7 +181,7 @@ def run_steps(args, training, feed, device, stop: Stop, report: Report, first: i
     Whatever the end, that step's checkpoint is on disk.
     """
     for iteration in range(first + 1, args.train_iters + 1):
-        measured = train_step(args, training, feed, device)
+        measured = train_step(args, training, feed, device, iteration)
         try:
             report.step(iteration=iteration, **measured)
         except OSError as error:
@@ -175,69 +194,6 @@ def run_steps(args, training, feed, device, stop: Stop, report: Report, first: i
         if is_end:
             return iteration
     return first
-
-
-def train_step(args, training, feed: Feed, device: torch.device) -> dict[str, float]:
-    """One optimizer step; returns what `Report.step` records."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    started = time.perf_counter()
-    training.model.zero_grad_buffer()
-    training.optimizer.zero_grad()
-    # A packed buffer is one row of micro_batch_size x seq_length tokens.
-    rows = 1 if args.packing else args.micro_batch_size
-    sums = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=feed,
-        model=training.model,
-        num_microbatches=args.num_micro_batches,
-        seq_length=args.micro_batch_size * args.seq_length // rows,
-        micro_batch_size=rows,
-    )
-    lr = training.optimizer.param_groups[0]["lr"]
-    _, grad_norm, _ = training.optimizer.step()
-    training.scheduler.step(increment=1)
-
-    total = torch.zeros(2, device=device)
-    for part in sums:  # empty on all but the last pipeline stage
-        total += part
-    torch.distributed.all_reduce(
-        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    torch.distributed.broadcast(
-        total,
-        parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    loss_sum, tokens = total.tolist()
-    return {
-        "loss": loss_sum / tokens,
-        "lr": lr,
-        "grad_norm": float(grad_norm or 0.0),
-        "tokens": int(tokens),
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def forward_step(feed: Feed, model):
-    """Megatron's forward step: the model's per-token losses, and how to reduce them."""
-    batch = next(feed)
-    loss_per_token = model(
-        batch.tokens,
-        batch.position_ids,
-        None,
-        labels=batch.labels,
-        packed_seq_params=batch.packed_seq_params,
-    )
-    return loss_per_token, partial(masked_sum, batch.loss_mask)
-
-
-def masked_sum(loss_mask: torch.Tensor, loss_per_token: torch.Tensor):
-    """Sum of the losses that count (fp32), how many there are, and both for the report."""
-    total = (loss_per_token.float() * loss_mask).sum()
-    tokens = loss_mask.sum()
-    return total, tokens.to(torch.int), torch.stack((total.detach(), tokens))
 
 
 def describe(args, corpus, training, device: torch.device, first: int) -> str:
@@ -253,5 +209,12 @@ def describe(args, corpus, training, device: torch.device, first: int) -> str:
         f"dp {args.data_parallel_size}, {args.transformer_impl} modules\n"
         f"{len(corpus.documents)} documents, {corpus.num_bytes / 1e6:.1f} MB{skipped}; {steps} of "
         f"{args.global_batch_size} x {args.seq_length} tokens, "
-        f"{'packed' if args.packing else 'dense'}"
+        f"{'packed' if args.packing else 'dense'}\n{words_of_schedule(args)}"
+    )
+
+
+def words_of_schedule(args) -> str:
+    return (
+        f"learning rate {args.lr:g}{args.lr_note} after {args.lr_warmup_iters} steps of warm-up, "
+        f"{args.min_lr:g} at the end"
     )

@@ -30,6 +30,8 @@ def settle(args: argparse.Namespace, given: set[str], shaping: set[str]) -> None
         args.output_dir = folders.newest_run() if args.resume else folders.fresh_run()
     args.save = args.save or args.output_dir / folders.CHECKPOINTS
     args.tensorboard_dir = args.tensorboard_dir or args.output_dir / "tensorboard"
+    for name in ("output_dir", "save", "tensorboard_dir"):
+        folders.require_writable(getattr(args, name), settings.flag(name))
     if args.resume:
         args.load = args.save
     else:

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress bar, TensorBoard, metrics.jsonl, loss curve.
+"""What a run shows and leaves behind: progress bar, TensorBoard, metrics.jsonl, loss.png.
 
 Only rank 0 writes. One line of ``metrics.jsonl`` per step is the record; the plot is drawn from it.
 """
@@ -6,17 +6,15 @@ Only rank 0 writes. One line of ``metrics.jsonl`` per step is the record; the pl
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from pretraining.folders import BASE, CHECKPOINTS, METRICS, newest_run, steps_in, write_whole
+from pretraining.curve import LOSS_CURVE, plot_loss
+from pretraining.folders import METRICS, write_whole
 
-LOSS_CURVE = "loss.png"
 # Without a terminal there is no bar but a line now and then.
 _LINE_EVERY_S = 15
 
@@ -42,6 +40,7 @@ class Report:
 
         output_dir.mkdir(parents=True, exist_ok=True)
         self._output_dir = output_dir
+        self._held_out: float | None = None
         self._history = [m for m in read_metrics(output_dir) if m["iteration"] <= first]
         lines = "".join(json.dumps(metrics) + "\n" for metrics in self._history)
         write_whole(output_dir / METRICS, lines)
@@ -71,6 +70,10 @@ class Report:
             self._tensorboard.add_scalar(name, metrics[name], metrics["iteration"])
         self._tensorboard.add_scalar("tokens_per_second", speed, metrics["iteration"])
 
+    def held_out(self, loss: float | None) -> None:
+        """The loss on held-out documents after the last step, for the curve."""
+        self._held_out = loss
+
     def close(self) -> None:
         """Close the files and draw the curve; a full disk is said, for the checkpoint is there."""
         if not self._active:
@@ -80,7 +83,7 @@ class Report:
             self._record.close()
             self._tensorboard.close()
             if self._history:
-                plot_loss(self._history, self._output_dir / LOSS_CURVE)
+                plot_loss(self._history, self._output_dir / LOSS_CURVE, self._held_out)
         except OSError as error:
             self.say(f"{self._output_dir} cannot be written in full: {error}")
 
@@ -138,54 +141,6 @@ class _Lines:
         pass
 
 
-def closing_words(args, iteration: int) -> str:
-    """What the run leaves behind, and how to go on with it."""
-    scripts = Path(sys.executable).parent
-    board = _shortest(scripts / "tensorboard") if (scripts / "tensorboard").exists() else ""
-    return (
-        f"loss curve     {args.output_dir / LOSS_CURVE}\n"
-        f"TensorBoard    {board or 'tensorboard'} --logdir {args.tensorboard_dir}\n"
-        f"checkpoint     {args.save / f'iter_{iteration:07d}'}\n"
-        f"further steps  {command_to_resume(args)} --train-iters {2 * iteration}"
-    )
-
-
-def how_to_go_on(args) -> str:
-    """The checkpoint that is left and the command that continues from it."""
-    steps = steps_in(args.save)
-    if not steps:
-        return f"there is no checkpoint in {args.save} yet, so the run starts afresh"
-    place = args.save / f"iter_{steps[-1]:07d}"
-    return f"saved is step {steps[-1]}, {place}; go on with: {command_to_resume(args)}"
-
-
-def command_to_resume(args) -> str:
-    """The command line that continues this run; its settings come from the checkpoint."""
-    script = _shortest(Path(sys.argv[0]).absolute())
-    scripts = Path(sys.executable).parent
-    local, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if local and local != world:
-        words = ["torchrun, on every node as before,"]
-    elif local:
-        launcher = scripts / "torchrun"
-        words = [_shortest(launcher) if launcher.exists() else "torchrun"]
-        words.append(f"--nproc_per_node={local}")
-    else:
-        words = [_shortest(Path(sys.executable))]
-    words += [script, "--resume"]
-    if args.output_dir.absolute() != newest_run(BASE).absolute():
-        words += ["--output-dir", shlex.quote(str(args.output_dir))]
-    if args.save != args.output_dir / CHECKPOINTS:
-        words += ["--save", shlex.quote(str(args.save))]
-    return " ".join(words)
-
-
-def _shortest(path: Path) -> str:
-    """Relative to the working directory where it lies below."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
     """The steps recorded in a run's output folder; a last line that was cut off does not count."""
     path = output_dir / METRICS
@@ -193,27 +148,3 @@ def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
         return []
     whole_lines = path.read_text().rpartition("\n")[0]
     return [json.loads(line) for line in whole_lines.splitlines()]
-
-
-def plot_loss(history: list[dict[str, Any]], path: Path) -> None:
-    """Draw loss over tokens seen: every step, and a running mean (a step sees few documents)."""
-    from itertools import accumulate
-
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    tokens = [count / 1e6 for count in accumulate(m["tokens"] for m in history)]
-    losses = [m["loss"] for m in history]
-    smooth = list(accumulate(losses, lambda mean, loss: 0.9 * mean + 0.1 * loss))
-    axes.plot(tokens, losses, linewidth=0.8, alpha=0.4, label="step")
-    axes.plot(tokens, smooth, linewidth=1.6, color="C0", label="running mean")
-    axes.legend(frameon=False)
-    axes.set_xlabel("tokens seen (millions)")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.set_title("Gated DeltaNet hybrid, training loss")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)

@@ -26,6 +26,7 @@ def sample(
         prompt and continuation, which stops at the end of a document, and tokens per second.
 
     Raises:
+        FloatingPointError: the model's logits are not finite.
         NotImplementedError: Transformer Engine's attention with context parallelism, see
             :func:`megatron_gdn.inference.generate.static_context`.
     """
@@ -33,6 +34,8 @@ def sample(
 
     def pick(logits: Tensor) -> Tensor:
         bytes_of = logits[:, :VOCAB_SIZE].cpu()
+        if not bytes_of.isfinite().all():
+            raise FloatingPointError("the model's logits are not finite")
         if temperature == 0:
             return bytes_of.argmax(-1).to(logits.device)
         weights = (bytes_of / temperature).softmax(-1)

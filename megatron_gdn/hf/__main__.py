@@ -8,6 +8,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 from .checkpoint_folder import export_folder, import_folder
 from .compare import compare_folders
@@ -31,14 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_gdn.hf", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="import | export | compare | flags")
+    add = partial(commands.add_parser, allow_abbrev=False)
 
-    command = commands.add_parser("import", help="Hugging Face folder to a Megatron checkpoint")
+    command = add("import", help="Hugging Face folder to a Megatron checkpoint")
     command.add_argument("source", help="folder with config.json and safetensors weights")
     command.add_argument("target", help="new folder, for Megatron's --load")
     _add_model(command)
     command.set_defaults(run=_import)
 
-    command = commands.add_parser("export", help="a Megatron checkpoint to Hugging Face files")
+    command = add("export", help="a Megatron checkpoint to Hugging Face files")
     command.add_argument("source", help="folder of checkpoints, or of one iteration")
     command.add_argument("target", help="new Hugging Face folder")
     command.add_argument(
@@ -56,14 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_export)
 
-    command = commands.add_parser("flags", help="flags of a Megatron launch that builds the model")
+    command = add("flags", help="flags of a Megatron launch that builds the model")
     command.add_argument("source", help="folder with config.json")
     _add_model(command)
     command.set_defaults(run=_flags)
 
-    command = commands.add_parser(
-        "compare", help="bits and dtypes of a folder and another, or a checkpoint"
-    )
+    command = add("compare", help="bits and dtypes of a folder and another, or a checkpoint")
     command.add_argument("left")
     command.add_argument("right")
     command.set_defaults(run=_compare)

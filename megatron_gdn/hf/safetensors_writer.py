@@ -91,12 +91,18 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: ``target`` exists and is not an empty folder.
+        OSError: nothing can be made beside it.
     """
     refuse_existing(target)
     target = Path(target).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling, so that the rename stays on one file system and is atomic.
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A sibling, so that the rename stays on one file system and is atomic.
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise OSError(
+            f"no folder can be made in {target.parent} ({error.strerror}); choose another place."
+        ) from error
     try:
         yield scratch
         scratch.chmod(0o755)

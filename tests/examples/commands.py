@@ -40,8 +40,11 @@ def _command(line: str) -> list[str]:
 
 
 def flags_of(command: str) -> tuple[int, list[str]]:
-    """Number of processes and the script's flags of a torchrun command."""
+    """Number of processes and the script's flags of a launch, by torchrun or by the script."""
     words = shlex.split(command)
-    (size,) = (w.partition("=")[2] for w in words if w.startswith("--nproc_per_node="))
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    return int(size), words[script + 1 :]
+    flags = words[script + 1 :]
+    if "--nproc-per-node" in flags:
+        return int(flags[flags.index("--nproc-per-node") + 1]), flags
+    sizes = [w.partition("=")[2] for w in words if w.startswith("--nproc_per_node=")]
+    return int(*sizes or [1]), flags

@@ -213,6 +213,10 @@ def test_missing_and_empty_data_are_named(tmp_path):
         read_paths([str(tmp_path / "nowhere.txt")])
     with pytest.raises(ValueError, match="no text in there"):
         read_paths([str(tmp_path)])
+    (tmp_path / "empty.txt").touch()
+    for path in (tmp_path, tmp_path / "empty.txt"):
+        with pytest.raises(ValueError, match="no text in there .1 files are empty, 0 are not UTF"):
+            read_paths([str(path)])
 
 
 def test_the_default_corpus_is_the_standard_library_without_tests():

@@ -52,6 +52,7 @@ def way_round(text, tmp_path_factory) -> Path:
         *("--context-parallel-size=1", "--tensor-model-parallel-size=2", "--sequence-parallel"),
         *(f"--seq-length={LENGTH}", f"--micro-batch-size={ROWS}"),
         *(f"--train-iters={STEPS + 1}", f"--save-interval={STEPS}", "--lr-warmup-iters=0"),
+        "--lr=6e-3",  # in three steps to somewhere
     )
     trained = at / "run" / "checkpoints" / f"iter_{STEPS:07d}"
     assert main(["export", str(trained), str(at / "back"), "--like", str(at / "hf")]) == 0
@@ -105,6 +106,9 @@ def test_transformers_has_the_loss_of_the_examples_next_step(way_round, text):
     ("flags", "advice"),
     [
         (["--hidden-size=64"], "--hidden-size 64 is not the 24 of --hf-config"),
+        # What the example's own model has: it stands there, so it counts.
+        (["--hidden-size=128"], "--hidden-size 128 is not the 24 of --hf-config"),
+        (["--mamba-num-heads=8"], "--mamba-num-heads is of M layers"),
         (["--hybrid-layer-pattern=G-*-"], "--hybrid-layer-pattern G-\\*- is not the G-G-G-\\*-"),
     ],
 )

@@ -109,12 +109,12 @@ def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before
 
 def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
     """Real torchrun, launched as `make demo` does."""
-    command = [sys.executable, EXAMPLES / "pretraining/launch.py", "--standalone"]
-    command += ["--nproc_per_node=2", EXAMPLES / "pretrain_hybrid.py", *TINY, *flags]
+    command = [sys.executable, EXAMPLES / "pretrain_hybrid.py", "--nproc-per-node", 2]
+    command += [*TINY, *flags]
     return subprocess.Popen(
         [*map(str, command)],
         cwd=cwd,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -133,7 +133,7 @@ def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go
     assert process.wait() == 128 + signal.SIGINT, printed
     last = printed.splitlines()[-1]
     assert last.startswith("stopped by SIGINT (Ctrl-C); saved is step"), printed
-    assert last.endswith("pretrain_hybrid.py --resume"), printed
+    assert last.endswith("pretrain_hybrid.py --nproc-per-node 2 --resume"), printed
     assert "Traceback" not in printed
     assert metrics(newest_output(tmp_path))
 
@@ -143,6 +143,7 @@ def test_ranks_that_fail_say_so_in_one_line_and_one_that_could_not_is_named(text
     refused = make_demo("--hidden-size=130", cwd=tmp_path)
     said = refused.communicate()[0].splitlines()
     assert said == [
+        "starting 2 processes ...",
         "loading torch and Megatron ...",
         "pretrain_hybrid.py: error: --hidden-size 130 is not a multiple of "
         "--num-attention-heads 4.",

@@ -123,11 +123,14 @@ def test_a_model_of_all_three_mixers_is_learned(text, tmp_path):
 @pytest.mark.parametrize(
     "flags, advice",
     [
-        (["--seq-length=66"], "--seq-length 66 must be a multiple of 4 .* use 68"),
-        (["--context-parallel-size=3"], "torchrun --nproc_per_node=3"),
+        (
+            ["--seq-length=66"],
+            "--seq-length 66 must be a multiple of 4 with --context-parallel-size 2; use 68",
+        ),
+        (["--context-parallel-size=3"], "Use --nproc-per-node 3"),
         (["--sequence-parallel"], "needs --tensor-model-parallel-size"),
         (["--hybrid-layer-pattern=GQ"], "unknown symbols 'Q'; use G"),
-        (["--global-batch-size=12"], "multiple of .* = 8 x 1; use 16"),
+        (["--global-batch-size=12"], "multiple of --micro-batch-size x .* = 8 x 1; use 16"),
         (["--train-iters=0"], "--train-iters 0 is not a size"),
         (["--lr-warmup-iters=160"], "leaves no step"),
         (["--resume", "--load=x"], "give one of the two"),
@@ -142,4 +145,5 @@ def test_flags_that_cannot_work_are_refused_with_the_way_out(flags, advice, monk
     with pytest.raises(SystemExit) as stopped:
         parse_args([*flags, "--train-iters=160"] if "--train-iters=0" not in flags else flags)
     assert stopped.value.code == 2
-    assert re.search(advice, " ".join(capsys.readouterr().err.split()))
+    said = capsys.readouterr().err
+    assert re.search(advice, said) and said.count("\n") == 1

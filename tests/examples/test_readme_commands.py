@@ -34,7 +34,7 @@ DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
-EXAMPLE = ".venv/bin/torchrun --nproc_per_node={} " + EXAMPLE_PY
+EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
 
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {
@@ -52,7 +52,7 @@ RUN_BY = {
     ".venv/bin/python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
         "tests/hf/test_generation.py::test_the_example_generates_from_a_folder"
     ),
-    EXAMPLE.format(2) + " --help": IN_ORDER,
+    ".venv/bin/python " + EXAMPLE_PY + " --help": IN_ORDER,
     EXAMPLE.format(2) + " --data my_texts/ --train-iters 500": IN_ORDER,
     EXAMPLE.format(2) + " --resume --train-iters 800": IN_ORDER,
     EXAMPLE.format(4)
@@ -155,7 +155,7 @@ def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp
         if "--data" not in flags and "--resume" not in flags:
             flags += ["--data", "my_texts"]  # the standard library is long to read
         printed = run(*flags, cwd=tmp_path, size=size)
-        assert ("usage: torchrun" in printed) == ("--help" in flags)
+        assert ("usage: python" in printed) == ("--help" in flags)
     # 5 steps of --data my_texts/, and with --resume on to 8; each run in a folder of its own.
     runs = [tmp_path / "runs" / f"pretrain_hybrid{n}" for n in ("", "-2", "-3")]
     assert [metrics(folder)[-1]["iteration"] for folder in runs] == [12, 8, 12]

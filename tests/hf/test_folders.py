@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,6 +288,21 @@ def test_a_target_that_exists_is_not_touched(copy, tmp_path, capsys):
     assert main(["import", str(copy), str(target)]) == 2
     assert "exists; remove it" in capsys.readouterr().err
     assert (target / "precious").read_text() == "data"
+
+
+def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file" / "imported", "/proc/imported"):
+        assert main(["import", str(copy), str(target)]) == 2
+        said = capsys.readouterr().err
+        assert f"no folder can be made in {Path(target).parent} (" in said
+        assert said.count("\n") == 1
+
+
+def test_flags_are_not_guessed(capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "a", "b", "--li", "c"])
+    assert "required: --like" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

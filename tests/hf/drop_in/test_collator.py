@@ -2,6 +2,7 @@
 
 import math
 import re
+import runpy
 import subprocess
 import sys
 
@@ -60,6 +61,28 @@ def losses_of(*flags: str) -> list[float]:
     assert done.returncode == 0, done.stderr
     assert "no packed document reaches another" in done.stdout
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "words"),
+    [
+        ("finetune_transformers.py", ["--steps", "0"], "--steps 0: use 1 or more."),
+        ("finetune_transformers.py", ["--documents", "999"], "--documents 999: use 1 to "),
+        ("finetune_transformers.py", ["--step", "1"], "unrecognized arguments: --step 1"),
+        ("finetune_transformers.py", [], "start it by torchrun --nproc_per_node=2 examples/fi"),
+        ("finetune_with_trainer.py", ["--replicas", "2"], "--replicas 2 does not divide 3 ranks"),
+        ("finetune_with_trainer.py", ["--save", "README.md"], "--save README.md is a file"),
+    ],
+)
+def test_the_examples_refuse_what_they_cannot_do(script, flags, words, monkeypatch, capsys):
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    if flags:
+        monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / script))["arguments"]()
+    assert stopped.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.nightly

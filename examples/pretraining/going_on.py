@@ -1,0 +1,83 @@
+"""What a run says last: what it leaves behind, and the command that goes on from there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from pretraining.curve import LOSS_CURVE
+from pretraining.folders import BASE, CHECKPOINTS, checkpoint_of, newest_run, steps_in
+
+
+def closing_words(args, iteration: int) -> str:
+    """What the run leaves behind, and how to go on with it."""
+    scripts = Path(sys.executable).parent
+    board = _shortest(scripts / "tensorboard") if (scripts / "tensorboard").exists() else ""
+    return (
+        f"loss curve     {args.output_dir / LOSS_CURVE}\n"
+        f"TensorBoard    {board or 'tensorboard'} --logdir {args.tensorboard_dir}\n"
+        f"checkpoint     {args.save / f'iter_{iteration:07d}'}\n"
+        f"further steps  {command_to_resume(args)} --train-iters {2 * iteration}"
+    )
+
+
+def how_to_go_on(args) -> str:
+    """The checkpoint that is left and the command that continues from it."""
+    steps = steps_in(args.save)
+    if not steps:
+        return f"there is no checkpoint in {args.save} yet, so the run starts afresh"
+    place = checkpoint_of(args.save, steps[-1])
+    return f"saved is step {steps[-1]}, {place}; go on with: {command_to_resume(args)}"
+
+
+def how_to_go_back(args, bad: int) -> str:
+    """Where to go on from when the weights of step ``bad`` gave a number that is not finite.
+
+    The step after a checkpoint proves it, so that of step ``bad`` itself is not recommended.
+    """
+    lower = f"--lr {args.lr / 4:g} --min-lr {args.min_lr / 4:g}"
+    start = int(args.start.name.removeprefix("iter_")) if args.start else 0
+    for folder, last in ((args.save, bad), (args.load, start)):
+        proven = [s for s in steps_in(folder) if s < bad and s <= last] if folder else []
+        if proven:
+            command = command_of(
+                args, "--load", shlex.quote(str(folder)), f"--ckpt-step {proven[-1]}", lower
+            )
+            return (
+                f"the last good checkpoint is that of step {proven[-1]}, go on from it in a new "
+                f"folder with a lower learning rate: {command}"
+            )
+    if bad == start:
+        source = args.start or args.pretrained_checkpoint or "the start"
+        return f"its weights are those of {source}, which this run has not changed yet"
+    return f"there is no checkpoint from before: start again with a lower learning rate, {lower}"
+
+
+def command_to_resume(args) -> str:
+    """The command line that continues this run; its settings come from the checkpoint."""
+    words = ["--resume"]
+    if args.output_dir.absolute() != newest_run(BASE).absolute():
+        words += ["--output-dir", shlex.quote(str(args.output_dir))]
+    if args.save != args.output_dir / CHECKPOINTS:
+        words += ["--save", shlex.quote(str(args.save))]
+    return command_of(args, *words)
+
+
+def command_of(args, *flags: str) -> str:
+    """The command line that starts as many processes as this run has, with these flags."""
+    script = _shortest(Path(sys.argv[0]).absolute())
+    if args.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
+        words = ["torchrun, on every node as before,", script]
+    else:
+        words = [_shortest(Path(sys.executable)), script]
+        if args.world_size > 1:
+            words.append(f"--nproc-per-node {args.world_size}")
+    return " ".join([*words, *flags])
+
+
+def _shortest(path: Path) -> str:
+    """Relative to the working directory where it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
