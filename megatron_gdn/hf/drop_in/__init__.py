@@ -20,6 +20,7 @@ transformers is imported where a function needs it, and not before.
 from .batch import ModelBatch
 from .collator import PackingCollator, context_parallel_share
 from .fully_sharded import shard_gates
+from .gates import SSMGate, install_ssm_gate
 from .layer import CPAwareGatedDeltaNet
 from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks, packing_reach
 from .loading import gates_in_fp32
@@ -35,9 +36,11 @@ __all__ = [
     "PackingCollator",
     "PackingLeak",
     "Patch",
+    "SSMGate",
     "assert_no_packing_leak",
     "context_parallel_share",
     "gates_in_fp32",
+    "install_ssm_gate",
     "is_indexed_packed_mask",
     "packing_leaks",
     "packing_reach",

@@ -22,10 +22,16 @@ from ...ops.delta_rule.resolve import choose_rule
 from ...ops.head_sizes import HeadSizes
 from ...ops.layout import Layout
 from ...ops.mixer import GatedNorm, gated_delta_mixer
-from ..fp32_contract import HOLDER_NAME
+from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
 from .families import class_for_config, is_plain_gated_norm, transformers_class
-from .gates import HeldParameter, hold_gates, release_gates, route_to_holder
+from .gates import (
+    HeldParameter,
+    install_ssm_gate,
+    release_gates,
+    route_to_holder,
+    tell_of_other_dtype,
+)
 from .place import group_of, place_of, require_agreement
 from .projections import project
 from .sources import Sources
@@ -118,6 +124,10 @@ class CPAwareGatedDeltaNet(nn.Module):
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
         super().__init__(config, layer_idx)
         become_drop_in(self, config, DropInOptions(**options))
+
+    def _compute_gate(self, a: Tensor) -> Tensor:
+        """The log-decay of ``a`` ``[..., num_v_heads]``, see :class:`.gates.SSMGate`."""
+        return self._modules[HOLDER_NAME](a)
 
     def forward(
         self,
@@ -295,7 +305,10 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     )
     if not isinstance(module, CPAwareGatedDeltaNet):
         module.__class__ = drop_in_class(transformers_class(module))
-    runner = _Runner(options, dims, expected, hold_gates(module))
+    tell_of_other_dtype(config)
+    stored = {name: module._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
+    install_ssm_gate(module)
+    runner = _Runner(options, dims, expected, stored)
     module.drop_in = runner
     runner.micro_batches(SequenceLayout.parse(options.cp_layout))
 

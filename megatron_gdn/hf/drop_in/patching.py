@@ -66,7 +66,7 @@ class Patch:
         """
         for name, layer in self.layers.items():
             mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
-            if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "Fp32Gates":
+            if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "SSMGate":
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so it cannot be given back. Undo the patch before wrapping the model."

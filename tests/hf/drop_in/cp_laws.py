@@ -198,6 +198,9 @@ def fully_sharded_equals_one_rank(family: str) -> None:
         assert gradient.dtype == torch.float32
         # A random model magnifies roundings in fp32; the same law in float64 is above.
         assert_close(name, gradient, truth[name], 1e-3)
+    alone, sharded = (each.model.layers[0].linear_attn for each in (one, many))
+    a = torch.randn(3, 8)
+    assert torch.equal(sharded._compute_gate(a), alone._compute_gate(a))
 
 
 def different_batches_are_refused() -> None:
