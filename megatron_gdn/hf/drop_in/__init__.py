@@ -6,6 +6,7 @@
 | ``layer.py``              | the module that takes their place                                 |
 | ``model_forward.py``      | resolves a forward's batch once and tells layers and attention    |
 | ``sources.py``            | masks, ids, offsets, positions: all to document ids               |
+| ``block_masks.py``        | 4-D masks to document ids, and as attention reads them            |
 | ``batch.py``, ``place.py``| how rows lie on one rank, and over context-parallel ranks         |
 | ``exchange.py``           | any order of tokens over ranks to contiguous shares               |
 | ``attention.py``          | softmax attention over context-parallel ranks                     |

@@ -34,7 +34,7 @@ from .gates import (
 )
 from .place import group_of, place_of, require_agreement
 from .projections import project
-from .sources import Sources
+from .sources import Sources, offsets_of
 
 _UNPACKED = ("transformers", "fused")
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -133,10 +133,13 @@ class CPAwareGatedDeltaNet(nn.Module):
         self,
         hidden_states: Tensor,
         cache_params: Any = None,
-        attention_mask: Tensor | None = None,
         *,
+        cache_position: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        qkv_format: str | None = None,
         cu_seqlens: Tensor | None = None,
+        indices: Tensor | None = None,
         seq_index: Tensor | None = None,
         gdn_batch: ModelBatch | None = None,
         **kwargs: Any,
@@ -146,9 +149,13 @@ class CPAwareGatedDeltaNet(nn.Module):
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; transformers' own forward then runs.
+            cache_position, qkv_format: not read; callers of older transformers pass them. What
+                follows ``cache_params`` is given by keyword, as its order differs between them.
             attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
             position_ids, cu_seqlens: other sources of documents, see :mod:`.sources`; so are
                 ``cu_seq_lens_q`` and ``_packed_seq_ids`` among the keywords.
+            indices: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens`` counts; the others
+                are padding.
             seq_index: with context parallelism, the sequence positions of this rank's tokens.
             gdn_batch: all this, resolved; a patched model hands it to its layers.
             kwargs: what transformers passes on to its kernels.
@@ -157,15 +164,21 @@ class CPAwareGatedDeltaNet(nn.Module):
             ``[B, S, H]``; exactly zero at the padding of packed rows.
 
         Raises:
-            ValueError: boundaries, ids, positions or lengths that do not fit.
+            ValueError: boundaries, ids, positions or lengths that do not fit or contradict each
+                other; documents with a batch that goes on from a cache.
             NotImplementedError: a cache together with packed documents or context parallelism.
         """
         batch = gdn_batch
         packed_seq_ids = kwargs.pop("_packed_seq_ids", None)
-        if batch is None and (cache_params is None or cache_params.get_seq_length() == 0):
-            offsets = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-            sources = Sources(attention_mask, packed_seq_ids, offsets, position_ids)
-            batch = resolve_call(self.drop_in.options, sources, hidden_states, seq_index)
+        offsets = offsets_of(cu_seqlens, kwargs.get("cu_seq_lens_q"))
+        if batch is None:
+            options = self.drop_in.options
+            sources = Sources(attention_mask, packed_seq_ids, offsets, position_ids, indices)
+            goes_on = cache_params is not None and cache_params.get_seq_length() > 0
+            if goes_on and group_of(options.cp_mesh) is None:
+                refuse_documents_after_cache(sources, seq_index)
+            else:
+                batch = resolve_call(options, sources, hidden_states, seq_index)
         if cache_params is not None and batch is not None and not batch.is_plain:
             raise NotImplementedError(
                 "a cache cannot be filled from packed documents or under context parallelism: it "
@@ -175,6 +188,8 @@ class CPAwareGatedDeltaNet(nn.Module):
         if batch is not None:
             for name in _OFFSETS:  # the batch has them; plain-torch kernels refuse them
                 kwargs.pop(name, None)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = None  # of whole rows without padding, or the batch has it
         plain = batch is None or batch.is_plain
         if plain and (cache_params is not None or self.drop_in.options.unpacked == "transformers"):
             return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
@@ -245,7 +260,7 @@ def resolve_call(
     group = group_of(options.cp_mesh)
     if group is None:
         if seq_index is not None and not torch.equal(
-            _flat(seq_index, tokens), torch.arange(tokens)
+            _flat(seq_index), torch.arange(tokens, device="cpu")
         ):
             raise ValueError(
                 f"seq_index of shape {tuple(seq_index.shape)} without context-parallel ranks: one "
@@ -253,7 +268,7 @@ def resolve_call(
             )
         return resolve_batch(sources, rows, tokens, x_BSH.device)
     if sources.cu_seqlens is not None:
-        offsets = torch.as_tensor(sources.cu_seqlens).detach().to("cpu", torch.int64)
+        offsets = torch.as_tensor(sources.cu_seqlens, device="cpu").detach().long()
         sources = sources._replace(cu_seqlens=offsets)
     require_agreement(sources, x_BSH.shape, seq_index, group, x_BSH.device)
     place = place_of(
@@ -263,7 +278,27 @@ def resolve_call(
     return resolve_batch(sources, rows, tokens, x_BSH.device, place)
 
 
-def _flat(seq_index: Tensor, tokens: int) -> Tensor:
+def refuse_documents_after_cache(sources: Sources, seq_index: Tensor | None) -> None:
+    """A batch that goes on from a cache has one sequence per row, in order.
+
+    Raises:
+        ValueError: names what was given besides a mask and positions.
+    """
+    told = {
+        "_packed_seq_ids": sources.packed_seq_ids,
+        "cu_seqlens or cu_seq_lens_q": sources.cu_seqlens,
+        "indices": sources.indices,
+        "seq_index": seq_index,
+    }
+    given = [name for name, x in told.items() if x is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
+            f"per row, in order. Leave it out, or pass no past_key_values."
+        )
+
+
+def _flat(seq_index: Tensor) -> Tensor:
     """int64 on the host, of one row if all are equal."""
     index = seq_index.detach().to("cpu", torch.int64)
     if index.dim() == 2 and not bool((index != index[:1]).any()):

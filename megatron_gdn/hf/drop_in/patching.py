@@ -107,6 +107,7 @@ class Patch:
     def _hook(self, text: nn.Module, options: DropInOptions) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
 
+        @torch.compiler.disable  # reads boundaries on the host
         def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             return (), prepare_forward(module, options, given)

@@ -93,6 +93,39 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
         compare(local, y, mine, sum_gradients(many), gradients(one), what, 1e-11)
 
 
+def tables_do_not_follow_the_default_device() -> None:
+    """On meta, which stands for a GPU here, what is worked out on the host would have no values."""
+    model = build("Qwen3_5ForCausalLM")
+    patch(model, mesh(), attention="gathered")
+    tokens = torch.randint(67, (1, TOKENS), generator=torch.Generator().manual_seed(4))
+    weight = torch.randn(1, TOKENS, 67, generator=torch.Generator().manual_seed(5))
+    ids = torch.repeat_interleave(torch.tensor([1, 2, 3, 0]), torch.tensor([5, 1, 23, 19]))[None]
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 23, 19)])[None]
+    orders = {order: own_positions(order, TOKENS) for order in ("zigzag_buffer", "scattered")}
+    offsets = offsets_of((5, 1, 23, 19))
+
+    def results() -> list[torch.Tensor]:
+        made = []
+        for order, mine in orders.items():
+            index = {"seq_index": mine} if order == "scattered" else {}
+            for told in (
+                {},
+                {"attention_mask": ids[:, mine]},
+                {"position_ids": positions[:, mine]},
+                {"cu_seq_lens_q": offsets},
+            ):
+                model.zero_grad()
+                logits = model(tokens[:, mine], use_cache=False, **told, **index).logits
+                logits.backward(weight[:, mine])
+                made += [logits, *gradients(model).values()]
+        return made
+
+    usual = results()
+    with torch.device("meta"):
+        elsewhere = results()
+    assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
+
+
 def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
     """A model with attention; ``cases`` are (order, mode, lengths or None, source)."""
     model = in_float64(build(family))
