@@ -72,22 +72,33 @@ class _Runner:
     dims: GDNDims
     expected: SimpleNamespace
     stored: dict[str, torch.dtype]
-    made: dict[SequenceLayout, MicroBatches] = field(default_factory=dict)
+    made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> _Runner:
         """For a copy of the model: of the same ranks, whose groups cannot be copied."""
         return replace(self, stored=dict(self.stored), made={})
 
-    def micro_batches(self, layout: SequenceLayout) -> MicroBatches:
-        if layout not in self.made:
+    def run_over(self, cp_mesh: Any) -> None:
+        """Context parallelism over another mesh, from the next forward on; None is one rank.
+
+        Raises:
+            ValueError: a mesh of several dimensions, heads that its ranks cannot share.
+        """
+        options = replace(self.options, cp_mesh=cp_mesh)
+        self.micro_batches(group_of(cp_mesh), SequenceLayout.parse(options.cp_layout))
+        self.options = options
+
+    def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
+        """How rows run that lie in ``layout`` over ``group``."""
+        if (group, layout) not in self.made:
             options, sizes = self.options, self.dims.heads
-            self.made[layout] = MicroBatches(
+            self.made[group, layout] = MicroBatches(
                 self.expected, sizes.layout, sizes.state, self.dims.conv_kernel_dim,
-                group_of(options.cp_mesh), layout, mode=options.linear_cp_mode,
+                group, layout, mode=options.linear_cp_mode,
                 choose_rule=partial(choose_rule, options.backend, sizes,
                                     operands=options.rule_operands, normalise_qk=True),
             )  # fmt: skip
-        return self.made[layout]
+        return self.made[group, layout]
 
 
 class CPAwareGatedDeltaNet(nn.Module):
@@ -124,6 +135,18 @@ class CPAwareGatedDeltaNet(nn.Module):
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
         super().__init__(config, layer_idx)
         become_drop_in(self, config, DropInOptions(**options))
+
+    @property
+    def _cp_mesh(self) -> Any:
+        """The mesh of context parallelism. Set, by a parallelizer, it counts from the next forward.
+
+        In a patched model all layers must be given one mesh.
+        """
+        return self.drop_in.options.cp_mesh
+
+    @_cp_mesh.setter
+    def _cp_mesh(self, cp_mesh: Any) -> None:
+        self.drop_in.run_over(cp_mesh)
 
     def _compute_gate(self, a: Tensor) -> Tensor:
         """The log-decay of ``a`` ``[..., num_v_heads]``, see :class:`.gates.SSMGate`."""
@@ -214,7 +237,7 @@ class CPAwareGatedDeltaNet(nn.Module):
 
     @torch.compiler.disable  # tables on the host, and one autograd function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        run = self.drop_in.micro_batches(model_batch.layout)
+        run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
         batch = run.of(model_batch.packed, proj_TBP)
         scheme, norm = batch.scheme, self.norm
         A_log, dt_bias = self._modules[HOLDER_NAME]()
@@ -343,9 +366,8 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     tell_of_other_dtype(config)
     stored = {name: module._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
     install_ssm_gate(module)
-    runner = _Runner(options, dims, expected, stored)
-    module.drop_in = runner
-    runner.micro_batches(SequenceLayout.parse(options.cp_layout))
+    module.drop_in = _Runner(options, dims, expected, stored)
+    module.drop_in.run_over(options.cp_mesh)
 
 
 def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:

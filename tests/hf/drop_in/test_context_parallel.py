@@ -76,6 +76,19 @@ def test_every_model_in_every_order_equals_one_rank(pools, family, ranks):
     pools(ranks).run(laws.models_equal_one_rank, family, cases)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
+    pools(ranks).run(laws.a_mesh_that_is_set_counts, [None, ANY])
+
+
+def test_a_mesh_set_on_a_patched_model_counts(pools):
+    pools(2).run(laws.a_mesh_set_on_a_patched_model_counts)
+
+
+def test_a_mesh_of_one_rank_leaves_attention_alone(pools):
+    pools(2).run(laws.a_mesh_of_one_rank_leaves_attention_alone)
+
+
 def test_tables_do_not_follow_the_default_device(pools):
     pools(2).run(laws.tables_do_not_follow_the_default_device)
 
