@@ -22,7 +22,8 @@ class SSMGate(Fp32Parameters, nn.Module):
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    Both are 0 and 1 until they are filled.
+    but no less than -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
+    ``dt_bias`` is 1 until they are filled.
 
     Args:
         num_v_heads: value heads.
