@@ -6,6 +6,7 @@
 | ``layer.py``              | the module that takes their place                                 |
 | ``model_forward.py``      | resolves a forward's batch once and tells layers and attention    |
 | ``sources.py``            | masks, ids, offsets, positions: all to document ids               |
+| ``block_masks.py``        | 4-D masks to document ids, and as attention reads them            |
 | ``batch.py``, ``place.py``| how rows lie on one rank, and over context-parallel ranks         |
 | ``exchange.py``           | any order of tokens over ranks to contiguous shares               |
 | ``attention.py``          | softmax attention over context-parallel ranks                     |
@@ -20,6 +21,7 @@ transformers is imported where a function needs it, and not before.
 from .batch import ModelBatch
 from .collator import PackingCollator, context_parallel_share
 from .fully_sharded import shard_gates
+from .gates import SSMGate, install_ssm_gate
 from .layer import CPAwareGatedDeltaNet
 from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks, packing_reach
 from .loading import gates_in_fp32
@@ -35,9 +37,11 @@ __all__ = [
     "PackingCollator",
     "PackingLeak",
     "Patch",
+    "SSMGate",
     "assert_no_packing_leak",
     "context_parallel_share",
     "gates_in_fp32",
+    "install_ssm_gate",
     "is_indexed_packed_mask",
     "packing_leaks",
     "packing_reach",

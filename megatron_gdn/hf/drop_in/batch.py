@@ -100,8 +100,8 @@ def resolve_batch(
 
     Raises:
         ValueError: what :func:`.sources.document_ids` refuses; with context parallelism also
-            packed documents in several rows, 4-D masks, padding before tokens, and sources that
-            a layout by documents cannot be read from.
+            packed documents in several rows, 4-D masks, ``indices``, padding before tokens, and
+            sources that a layout by documents cannot be read from.
     """
     if place is not None:
         return _resolve_shared(sources, rows, tokens, device, place)
@@ -111,8 +111,8 @@ def resolve_batch(
     token_T, _, lengths = read_mask(ids)
     keep = take = None
     if len(token_T) < rows * tokens:
-        back = torch.full((rows * tokens,), -1)
-        back[token_T] = torch.arange(len(token_T))
+        back = torch.full((rows * tokens,), -1, device="cpu")
+        back[token_T] = torch.arange(len(token_T), device="cpu")
         take = Take.along(token_T, device), Take.along(back, device)
         keep = to_device(ids > 0, device)
     return ModelBatch(packed_of(lengths), ids, keep, take)
@@ -120,7 +120,8 @@ def resolve_batch(
 
 def packed_of(lengths: tuple[int, ...]) -> PackedSeqParams:
     """Boundaries of documents, on the host: no layer has to wait for a device to read them."""
-    offsets = torch.tensor((0, *(lengths or (0,)))).cumsum(0).to(torch.int32)
+    ends = torch.tensor((0, *(lengths or (0,))), device="cpu")
+    offsets = ends.cumsum(0).to(torch.int32)
     longest = max(lengths, default=0)
     return PackedSeqParams(
         qkv_format="thd",
@@ -135,6 +136,12 @@ def _resolve_shared(
     sources: Sources, rows: int, tokens: int, device: torch.device, place: Place
 ) -> ModelBatch:
     mask = sources.attention_mask
+    if sources.indices is not None:
+        raise ValueError(
+            f"indices of {sources.indices.numel()} tokens with context parallelism: offsets count "
+            f"the tokens of the whole buffer, padding included. Give this rank's ids of documents "
+            f"as attention_mask instead, 0 at padding."
+        )
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .gates import Fp32Gates
+from .gates import SSMGate
 
 
 def shard_gates(model: nn.Module, **options: Any) -> None:
@@ -28,7 +28,7 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
-    holders = [module for module in model.modules() if isinstance(module, Fp32Gates)]
+    holders = [module for module in model.modules() if isinstance(module, SSMGate)]
     if not holders:
         raise ValueError(
             f"{type(model).__name__} has no fp32 gates to shard; patch it first: "

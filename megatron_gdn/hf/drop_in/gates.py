@@ -11,27 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mixer import require_wide_gates
-from ...precision import Fp32Parameters
+from ...observe import log_once
+from ...ops.gates import decay_and_write_gates
+from ...precision import Fp32Parameters, require_wide_gates
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 
 
-class Fp32Gates(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias`` ``[H]``, which follow moves but not casts."""
+class SSMGate(Fp32Parameters, nn.Module):
+    """Holds ``A_log`` and ``dt_bias`` ``[num_v_heads]``, which follow moves but not casts.
+
+        g = -exp(A_log) * softplus(a + dt_bias)
+
+    but no less than -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
+    ``dt_bias`` is 1 until they are filled.
+
+    Args:
+        num_v_heads: value heads.
+        dtype: fp32, or fp64.
+
+    Raises:
+        ValueError: a narrower dtype.
+    """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Copies of ``A_log`` and ``dt_bias``.
+    def __init__(self, num_v_heads: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"gates of dtype {dtype}: the recurrence compounds what rounding changes in them. "
+                f"Use torch.float32 (or float64); casts of the module around them leave them so."
+            )
+        self.A_log = nn.Parameter(torch.zeros(num_v_heads, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.ones(num_v_heads, dtype=dtype))
 
-        Copies, because torch's ``fully_shard`` frees the gathered parameters when this call ends,
-        and the mixer reads them after that.
+    def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The gate of ``a`` ``[..., num_v_heads]``: of its shape, in the parameters' dtype.
+
+        Without ``a``, copies of ``A_log`` and ``dt_bias``, for a mixer that computes the gate.
+        Copies, because torch's ``fully_shard`` gathers the parameters for this call and frees them
+        when it ends, and the mixer reads them after that.
 
         Raises:
-            ValueError: either is narrower than fp32.
+            ValueError: a parameter is narrower than fp32.
         """
         require_wide_gates(self)
-        return self.A_log.clone(), self.dt_bias.clone()
+        if a is None:
+            return self.A_log.clone(), self.dt_bias.clone()
+        return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, _bare(prefix), keep_vars)
@@ -56,30 +83,39 @@ class HeldParameter:
         return getattr(holder, self.name)
 
 
-def hold_gates(module: nn.Module) -> dict[str, torch.dtype]:
-    """Move the bare parameters of ``module`` into a holder, in fp32; they stay the same objects.
+def install_ssm_gate(module: nn.Module, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
+    """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
-    Returns:
-        the dtypes that they had.
+    They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
 
     Raises:
         KeyError: ``module`` has no bare ``A_log`` and ``dt_bias``.
+        ValueError: an ``fp32_dtype`` narrower than fp32.
     """
-    bare = {name: module._parameters.pop(name) for name in FP32_GDN_PARAM_NAMES}
-    dtypes = {name: parameter.dtype for name, parameter in bare.items()}
-    holder = Fp32Gates()
-    for name, parameter in bare.items():
-        if parameter.dtype not in (torch.float32, torch.float64):
-            parameter.data = parameter.data.float()
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.float()
+    holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
+    for name in FP32_GDN_PARAM_NAMES:
+        parameter = module._parameters.pop(name)
+        wide = torch.promote_types(parameter.dtype, fp32_dtype)
+        parameter.data = parameter.data.to(wide)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(wide)
         holder.register_parameter(name, parameter)
     module.add_module(HOLDER_NAME, holder)
-    return dtypes
+    return holder
+
+
+def tell_of_other_dtype(config: Any) -> None:
+    """Log that a config's ``mamba_ssm_dtype`` is not taken, if it is another than fp32."""
+    asked = str(getattr(config, "mamba_ssm_dtype", None) or torch.float32).removeprefix("torch.")
+    if asked not in ("float32", "fp32", "float"):
+        log_once(
+            f"mamba_ssm_dtype={asked!r} of the config is not taken: A_log and dt_bias are fp32 in "
+            f"replaced modules"
+        )
 
 
 def release_gates(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`hold_gates`: the parameters are the module's own again, in ``dtypes``."""
+    """Undo :func:`install_ssm_gate`: the parameters are the module's own again, in ``dtypes``."""
     holder = module._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         parameter = holder._parameters[name]

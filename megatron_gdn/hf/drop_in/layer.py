@@ -22,13 +22,19 @@ from ...ops.delta_rule.resolve import choose_rule
 from ...ops.head_sizes import HeadSizes
 from ...ops.layout import Layout
 from ...ops.mixer import GatedNorm, gated_delta_mixer
-from ..fp32_contract import HOLDER_NAME
+from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
 from .families import class_for_config, is_plain_gated_norm, transformers_class
-from .gates import HeldParameter, hold_gates, release_gates, route_to_holder
+from .gates import (
+    HeldParameter,
+    install_ssm_gate,
+    release_gates,
+    route_to_holder,
+    tell_of_other_dtype,
+)
 from .place import group_of, place_of, require_agreement
 from .projections import project
-from .sources import Sources
+from .sources import Sources, offsets_of
 
 _UNPACKED = ("transformers", "fused")
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -66,22 +72,33 @@ class _Runner:
     dims: GDNDims
     expected: SimpleNamespace
     stored: dict[str, torch.dtype]
-    made: dict[SequenceLayout, MicroBatches] = field(default_factory=dict)
+    made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> _Runner:
         """For a copy of the model: of the same ranks, whose groups cannot be copied."""
         return replace(self, stored=dict(self.stored), made={})
 
-    def micro_batches(self, layout: SequenceLayout) -> MicroBatches:
-        if layout not in self.made:
+    def run_over(self, cp_mesh: Any) -> None:
+        """Context parallelism over another mesh, from the next forward on; None is one rank.
+
+        Raises:
+            ValueError: a mesh of several dimensions, heads that its ranks cannot share.
+        """
+        options = replace(self.options, cp_mesh=cp_mesh)
+        self.micro_batches(group_of(cp_mesh), SequenceLayout.parse(options.cp_layout))
+        self.options = options
+
+    def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
+        """How rows run that lie in ``layout`` over ``group``."""
+        if (group, layout) not in self.made:
             options, sizes = self.options, self.dims.heads
-            self.made[layout] = MicroBatches(
+            self.made[group, layout] = MicroBatches(
                 self.expected, sizes.layout, sizes.state, self.dims.conv_kernel_dim,
-                group_of(options.cp_mesh), layout, mode=options.linear_cp_mode,
+                group, layout, mode=options.linear_cp_mode,
                 choose_rule=partial(choose_rule, options.backend, sizes,
                                     operands=options.rule_operands, normalise_qk=True),
             )  # fmt: skip
-        return self.made[layout]
+        return self.made[group, layout]
 
 
 class CPAwareGatedDeltaNet(nn.Module):
@@ -119,14 +136,33 @@ class CPAwareGatedDeltaNet(nn.Module):
         super().__init__(config, layer_idx)
         become_drop_in(self, config, DropInOptions(**options))
 
+    @property
+    def _cp_mesh(self) -> Any:
+        """The mesh of context parallelism. Set, by a parallelizer, it counts from the next forward.
+
+        In a patched model all layers must be given one mesh.
+        """
+        return self.drop_in.options.cp_mesh
+
+    @_cp_mesh.setter
+    def _cp_mesh(self, cp_mesh: Any) -> None:
+        self.drop_in.run_over(cp_mesh)
+
+    def _compute_gate(self, a: Tensor) -> Tensor:
+        """The log-decay of ``a`` ``[..., num_v_heads]``, see :class:`.gates.SSMGate`."""
+        return self._modules[HOLDER_NAME](a)
+
     def forward(
         self,
         hidden_states: Tensor,
         cache_params: Any = None,
-        attention_mask: Tensor | None = None,
         *,
+        cache_position: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        qkv_format: str | None = None,
         cu_seqlens: Tensor | None = None,
+        indices: Tensor | None = None,
         seq_index: Tensor | None = None,
         gdn_batch: ModelBatch | None = None,
         **kwargs: Any,
@@ -136,9 +172,13 @@ class CPAwareGatedDeltaNet(nn.Module):
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; transformers' own forward then runs.
+            cache_position, qkv_format: not read; callers of older transformers pass them. What
+                follows ``cache_params`` is given by keyword, as its order differs between them.
             attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
             position_ids, cu_seqlens: other sources of documents, see :mod:`.sources`; so are
                 ``cu_seq_lens_q`` and ``_packed_seq_ids`` among the keywords.
+            indices: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens`` counts; the others
+                are padding.
             seq_index: with context parallelism, the sequence positions of this rank's tokens.
             gdn_batch: all this, resolved; a patched model hands it to its layers.
             kwargs: what transformers passes on to its kernels.
@@ -147,15 +187,21 @@ class CPAwareGatedDeltaNet(nn.Module):
             ``[B, S, H]``; exactly zero at the padding of packed rows.
 
         Raises:
-            ValueError: boundaries, ids, positions or lengths that do not fit.
+            ValueError: boundaries, ids, positions or lengths that do not fit or contradict each
+                other; documents with a batch that goes on from a cache.
             NotImplementedError: a cache together with packed documents or context parallelism.
         """
         batch = gdn_batch
         packed_seq_ids = kwargs.pop("_packed_seq_ids", None)
-        if batch is None and (cache_params is None or cache_params.get_seq_length() == 0):
-            offsets = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-            sources = Sources(attention_mask, packed_seq_ids, offsets, position_ids)
-            batch = resolve_call(self.drop_in.options, sources, hidden_states, seq_index)
+        offsets = offsets_of(cu_seqlens, kwargs.get("cu_seq_lens_q"))
+        if batch is None:
+            options = self.drop_in.options
+            sources = Sources(attention_mask, packed_seq_ids, offsets, position_ids, indices)
+            goes_on = cache_params is not None and cache_params.get_seq_length() > 0
+            if goes_on and group_of(options.cp_mesh) is None:
+                refuse_documents_after_cache(sources, seq_index)
+            else:
+                batch = resolve_call(options, sources, hidden_states, seq_index)
         if cache_params is not None and batch is not None and not batch.is_plain:
             raise NotImplementedError(
                 "a cache cannot be filled from packed documents or under context parallelism: it "
@@ -165,6 +211,8 @@ class CPAwareGatedDeltaNet(nn.Module):
         if batch is not None:
             for name in _OFFSETS:  # the batch has them; plain-torch kernels refuse them
                 kwargs.pop(name, None)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = None  # of whole rows without padding, or the batch has it
         plain = batch is None or batch.is_plain
         if plain and (cache_params is not None or self.drop_in.options.unpacked == "transformers"):
             return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
@@ -189,7 +237,7 @@ class CPAwareGatedDeltaNet(nn.Module):
 
     @torch.compiler.disable  # tables on the host, and one autograd function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        run = self.drop_in.micro_batches(model_batch.layout)
+        run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
         batch = run.of(model_batch.packed, proj_TBP)
         scheme, norm = batch.scheme, self.norm
         A_log, dt_bias = self._modules[HOLDER_NAME]()
@@ -235,7 +283,7 @@ def resolve_call(
     group = group_of(options.cp_mesh)
     if group is None:
         if seq_index is not None and not torch.equal(
-            _flat(seq_index, tokens), torch.arange(tokens)
+            _flat(seq_index), torch.arange(tokens, device="cpu")
         ):
             raise ValueError(
                 f"seq_index of shape {tuple(seq_index.shape)} without context-parallel ranks: one "
@@ -243,7 +291,7 @@ def resolve_call(
             )
         return resolve_batch(sources, rows, tokens, x_BSH.device)
     if sources.cu_seqlens is not None:
-        offsets = torch.as_tensor(sources.cu_seqlens).detach().to("cpu", torch.int64)
+        offsets = torch.as_tensor(sources.cu_seqlens, device="cpu").detach().long()
         sources = sources._replace(cu_seqlens=offsets)
     require_agreement(sources, x_BSH.shape, seq_index, group, x_BSH.device)
     place = place_of(
@@ -253,7 +301,27 @@ def resolve_call(
     return resolve_batch(sources, rows, tokens, x_BSH.device, place)
 
 
-def _flat(seq_index: Tensor, tokens: int) -> Tensor:
+def refuse_documents_after_cache(sources: Sources, seq_index: Tensor | None) -> None:
+    """A batch that goes on from a cache has one sequence per row, in order.
+
+    Raises:
+        ValueError: names what was given besides a mask and positions.
+    """
+    told = {
+        "_packed_seq_ids": sources.packed_seq_ids,
+        "cu_seqlens or cu_seq_lens_q": sources.cu_seqlens,
+        "indices": sources.indices,
+        "seq_index": seq_index,
+    }
+    given = [name for name, x in told.items() if x is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
+            f"per row, in order. Leave it out, or pass no past_key_values."
+        )
+
+
+def _flat(seq_index: Tensor) -> Tensor:
     """int64 on the host, of one row if all are equal."""
     index = seq_index.detach().to("cpu", torch.int64)
     if index.dim() == 2 and not bool((index != index[:1]).any()):
@@ -295,9 +363,11 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     )
     if not isinstance(module, CPAwareGatedDeltaNet):
         module.__class__ = drop_in_class(transformers_class(module))
-    runner = _Runner(options, dims, expected, hold_gates(module))
-    module.drop_in = runner
-    runner.micro_batches(SequenceLayout.parse(options.cp_layout))
+    tell_of_other_dtype(config)
+    stored = {name: module._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
+    install_ssm_gate(module)
+    module.drop_in = _Runner(options, dims, expected, stored)
+    module.drop_in.run_over(options.cp_mesh)
 
 
 def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:

@@ -61,7 +61,7 @@ def packing_reach(
         raise ValueError(f"source={source!r} is not known; use one of {', '.join(SOURCES)}.")
     takes_ids = hasattr(module, "get_input_embeddings")
     parameter = next(module.parameters())
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     draw = _draw_tokens(module) if takes_ids else _draw_hidden(module, parameter.dtype)
     told = {**_told(source, lengths, parameter.device), **kwargs}
     if takes_ids:
@@ -74,7 +74,7 @@ def packing_reach(
             first = draw(sum(lengths), generator).to(parameter.device)
             other = draw(sum(lengths), generator).to(parameter.device)
             reference = _output(module(first, **told))
-            change = torch.empty(len(spans), len(spans))
+            change = torch.empty(len(spans), len(spans), device="cpu")
             for origin, (start, end) in enumerate(spans):
                 changed = first.clone()
                 changed[:, start:end] = other[:, start:end]
@@ -150,21 +150,21 @@ def assert_no_packing_leak(
 
 
 def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    ends = torch.tensor(lengths).cumsum(0).tolist()
+    ends = torch.tensor(lengths, device="cpu").cumsum(0).tolist()
     return list(zip([0, *ends], ends, strict=False))
 
 
 def _told(source: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    length_N = torch.tensor(lengths)
-    ids = torch.repeat_interleave(torch.arange(len(lengths)) + 1, length_N)[None].to(device)
+    length_N = torch.tensor(lengths, device="cpu")
+    ids = length_N.gt(0).cumsum(0).repeat_interleave(length_N)[None].to(device)
     if source == "packed_seq_ids":
         return {"_packed_seq_ids": ids}
     if source == "indexed_mask":
         return {"attention_mask": ids}
     if source == "position_ids":
-        positions = torch.cat([torch.arange(length) for length in lengths])
+        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])
         return {"position_ids": positions[None].to(device)}
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device, torch.int32)
     longest = max(lengths)
     return {
         "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
@@ -177,7 +177,9 @@ Draw = Callable[[int, torch.Generator], Tensor]
 
 def _draw_tokens(model: nn.Module) -> Draw:
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return lambda tokens, generator: torch.randint(vocabulary, (1, tokens), generator=generator)
+    return lambda tokens, generator: torch.randint(
+        vocabulary, (1, tokens), generator=generator, device="cpu"
+    )
 
 
 def _draw_hidden(layer: nn.Module, dtype: torch.dtype) -> Draw:
@@ -187,7 +189,9 @@ def _draw_hidden(layer: nn.Module, dtype: torch.dtype) -> Draw:
             f"{type(layer).__name__} has no hidden_size, so hidden states cannot be drawn for it; "
             f"give a transformers model or linear-attention module."
         )
-    return lambda tokens, generator: torch.randn(1, tokens, width, generator=generator).to(dtype)
+    return lambda tokens, generator: torch.randn(
+        1, tokens, width, generator=generator, device="cpu"
+    ).to(dtype)
 
 
 def _output(returned: Any) -> Tensor:

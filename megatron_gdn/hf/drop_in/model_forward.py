@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from ...ops.host_tables import to_device
 from .attention import GATHERED
 from .batch import ModelBatch
-from .layer import DropInOptions, resolve_call
+from .block_masks import as_attention_reads
+from .layer import DropInOptions, refuse_documents_after_cache, resolve_call
 from .place import group_of
-from .sources import Sources, text_positions
+from .sources import Sources, offsets_of, text_positions
 
 
-@torch.compiler.disable  # reads boundaries on the host
 def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, Any]) -> dict:
     """The keywords of the text model's forward, with the resolved batch among them.
 
@@ -28,27 +28,24 @@ def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, An
             context parallelism; attention that cannot be told of packed documents.
     """
     kwargs = dict(given)
-    packed_seq_ids, seq_index = kwargs.pop("_packed_seq_ids", None), kwargs.pop("seq_index", None)
+    seq_index = kwargs.pop("seq_index", None)
     kwargs.pop("gdn_batch", None)
+    given_mask = kwargs.get("attention_mask")
+    sources = Sources(
+        given_mask.get("linear_attention") if isinstance(given_mask, dict) else given_mask,
+        kwargs.pop("_packed_seq_ids", None),
+        offsets_of(kwargs.pop("cu_seqlens", None), kwargs.get("cu_seq_lens_q")),
+        kwargs.get("position_ids"),
+        kwargs.pop("indices", None),
+    )
+    mask = kwargs["attention_mask"] = as_attention_reads(text, given_mask)
     cache = kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0 and group_of(options.cp_mesh) is None:
-        told = {"_packed_seq_ids": packed_seq_ids, "seq_index": seq_index,
-                "cu_seq_lens_q": kwargs.get("cu_seq_lens_q")}  # fmt: skip
-        given = [name for name, x in told.items() if x is not None]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
-                f"per row, in order. Leave it out, or pass no past_key_values."
-            )
+        refuse_documents_after_cache(sources, seq_index)
         return kwargs  # the sequences go on: transformers' own forward
     x = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     if x is None:
         return kwargs  # its forward says what is missing
-    mask = kwargs.get("attention_mask")
-    of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
-    sources = Sources(
-        of_linear, packed_seq_ids, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    )
     batch = resolve_call(options, sources, x, seq_index)
     kwargs["gdn_batch"] = batch
     if batch.is_plain:
@@ -82,7 +79,7 @@ def _positions(batch: ModelBatch, rows: int, tokens: int, device: torch.device) 
     ids = batch.ids
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    column = torch.arange(ids.shape[1]).expand_as(ids)
+    column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     start = column.masked_fill(~starts, 0).cummax(-1).values
     position = (column - start).masked_fill(ids == 0, 0)
     if batch.place is not None:
@@ -106,7 +103,7 @@ def _attention_mask(
                 f"is what your attention takes."
             )
         return None
-    if mask is not None and mask.dim() == 4:
+    if mask is not None and mask.dim() == 4 and "flash" not in implementation:
         return mask
     from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 

@@ -21,6 +21,7 @@ from .layer import (
     stop_being_drop_in,
 )
 from .model_forward import prepare_forward
+from .place import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,9 @@ class Patch:
         try:
             for text in texts:
                 self._replace(text, options)
-                self._hook(text, options)
-                if attention is not None and options.cp_mesh is not None:
+                if attention is not None:
                     self._attention.append((text.config, text.config._attn_implementation))
-                    text.config._attn_implementation = attention
+                self._hook(text, attention)
         except Exception:
             self.undo()
             raise
@@ -66,7 +66,7 @@ class Patch:
         """
         for name, layer in self.layers.items():
             mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
-            if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "Fp32Gates":
+            if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "SSMGate":
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so it cannot be given back. Undo the patch before wrapping the model."
@@ -104,18 +104,48 @@ class Patch:
                 rounded[0],
             )
 
-    def _hook(self, text: nn.Module, options: DropInOptions) -> None:
+    def _hook(self, text: nn.Module, attention: str | None) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
+        own = text.config._attn_implementation
 
+        def options_now(module: nn.Module) -> DropInOptions:
+            options = _options_of(module)
+            if attention is not None:
+                off = group_of(options.cp_mesh) is None
+                old, new = (attention, own) if off else (own, attention)
+                if module.config._attn_implementation == old:
+                    module.config._attn_implementation = new
+            return options
+
+        @torch.compiler.disable  # reads boundaries on the host
         def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            return (), prepare_forward(module, options, given)
+            return (), prepare_forward(module, options_now(module), given)
 
+        options_now(text)
         self._hooks.append(text.register_forward_pre_hook(before, with_kwargs=True))
         for layer in text.layers:
             if not hasattr(layer, "linear_attn"):
                 hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
                 self._hooks.append(hook)
+
+
+def _options_of(text: nn.Module) -> DropInOptions:
+    """What the replaced layers of a text model are set to, whose ``_cp_mesh`` may have changed.
+
+    Raises:
+        ValueError: they are set to different context-parallel ranks.
+    """
+    layers = [layer.linear_attn for layer in text.layers if hasattr(layer, "linear_attn")]
+    first, *others = (layer.drop_in.options for layer in layers)
+    for options in others:
+        mine, theirs = first.cp_mesh, options.cp_mesh
+        if theirs is not mine and group_of(theirs) is not group_of(mine):
+            raise ValueError(
+                f"the layers of {type(text).__name__} are set to different context-parallel ranks, "
+                f"{mine} and {theirs}. Set _cp_mesh of all of them to one mesh, or to None."
+            )
+    return first
 
 
 def _before_attention(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -161,7 +191,8 @@ def patch(
 
     Args:
         model: any model of these families, or its text model.
-        cp_mesh: one-dimensional device mesh over the context-parallel ranks.
+        cp_mesh: one-dimensional device mesh over the context-parallel ranks. ``layer._cp_mesh`` of
+            all replaced layers may be set to another one, or to None, later.
         cp_layout: how sequences are cut, where there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row, as torch and Megatron do with one sequence),
             ``"contiguous"``, or ``"zigzag"`` (DualChunkSwap of every document).

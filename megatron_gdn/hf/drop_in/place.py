@@ -78,7 +78,7 @@ class Place:
         self, sources: Sources, rows: int, tokens: int, device: torch.device
     ) -> Sources:
         """The sources of all ranks, on the host; offsets are of all ranks already."""
-        mask, ids, offsets, positions = sources
+        mask, ids, offsets, positions, _ = sources
         if positions is not None and text_positions(positions) is None:
             raise ValueError(
                 f"position_ids of shape {tuple(positions.shape)} with context parallelism: a "
@@ -151,7 +151,7 @@ def place_of(
         return Place(group, native, positions)
     positions = gather_on_host(_row_of(seq_index, tokens).to(device), group)
     total = positions.numel()
-    if not torch.equal(positions.flatten().sort().values, torch.arange(total)):
+    if not torch.equal(positions.flatten().sort().values, torch.arange(total, device="cpu")):
         missing = sorted(set(range(total)) - set(positions.flatten().tolist()))
         raise ValueError(
             f"seq_index must name every position 0 .. {total - 1} of the sequence on exactly one "
@@ -183,7 +183,8 @@ def require_agreement(
     kinds[2] = int(sources.cu_seqlens is not None)  # any shape is told of by its own check
     offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
     kind = sum(min(count, 7) << (3 * number) for number, count in enumerate(kinds))
-    own = torch.tensor([shape[0], shape[1], kind, len(offsets), zlib.crc32(offsets)])
+    told = [shape[0], shape[1], kind, len(offsets), zlib.crc32(offsets)]
+    own = torch.tensor(told, device="cpu")
     all_c5 = gather_on_host(own.to(device), group)
     if bool((all_c5 == all_c5[0]).all()):
         return
@@ -191,7 +192,10 @@ def require_agreement(
     if bool((all_c5[:, :2] != all_c5[0, :2]).any()):
         what = f"have {sizes} tokens"
     elif bool((all_c5[:, 2] != all_c5[0, 2]).any()):
-        what = "were given different kinds of sources (masks, ids, offsets, positions, seq_index)"
+        what = (
+            "were given different kinds of sources (masks, ids, offsets, positions, indices, "
+            "seq_index)"
+        )
     else:
         what = "were given cu_seq_lens_q that differ"
     raise ValueError(

@@ -6,11 +6,13 @@
 | ``_packed_seq_ids`` ``[B, S]``                | the same, beside a 4-D attention mask           |
 | ``attention_mask`` ``[B, 1, S, S]``           | block-causal masks                              |
 | ``cu_seq_lens_q`` ``[N + 1]``                 | flash-attention kwargs, padding-free collators  |
+| ``cu_seqlens`` with ``indices`` ``[T]``       | the same, of tokens that are not padding        |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
-A table counts documents from 1 along each row; 0 is padding.
+A table counts documents from 1 along each row; 0 is padding. It lies on the host, whatever
+``torch.set_default_device`` says.
 
-Legend: B batch, S tokens of a row, N documents.
+Legend: B batch, S tokens of a row, N documents, T tokens that are not padding.
 """
 
 from __future__ import annotations
@@ -21,18 +23,42 @@ import torch
 from torch import Tensor
 
 from ...ops import Documents
+from .block_masks import document_ids_of_block_mask
+
+_BLOCKS = "attention_mask (4-D)"
 
 
 class Sources(NamedTuple):
-    """What one forward was given."""
+    """What one forward was given.
+
+    ``indices`` are the positions of tokens in the flattened ``[B * S]``; ``cu_seqlens`` then counts
+    these tokens alone, and the others are padding.
+    """
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     position_ids: Tensor | None = None
+    indices: Tensor | None = None
 
     def given(self) -> bool:
         return any(source is not None for source in self)
+
+
+def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tensor | None:
+    """The offsets that were given by either name.
+
+    Raises:
+        ValueError: both were given and differ.
+    """
+    if cu_seqlens is None or cu_seq_lens_q is None:
+        return cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+    if cu_seqlens.tolist() != cu_seq_lens_q.tolist():
+        raise ValueError(
+            f"cu_seqlens={cu_seqlens.tolist()[:8]} and cu_seq_lens_q={cu_seq_lens_q.tolist()[:8]} "
+            f"differ; they are two names of one thing. Give one of them."
+        )
+    return cu_seqlens
 
 
 def is_indexed_packed_mask(mask: object) -> bool:
@@ -55,24 +81,39 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
 
     Raises:
         ValueError: a source of the wrong shape; a 4-D mask that is not block-causal; offsets that
-            do not fit the tokens; sources that disagree; padding inside a document.
+            do not fit the tokens; sources that disagree; padding inside a document; ``indices``
+            without offsets.
     """
     mask = sources.attention_mask
     found: dict[str, Tensor] = {}
+    if mask is not None and mask.dim() not in (2, 4):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must be [{rows}, {tokens}] or "
+            f"[{rows}, 1, {tokens}, {tokens}]."
+        )
     if mask is not None and mask.dim() == 4:
-        _remember(found, "attention_mask (4-D)", _of_block_mask(mask, rows, tokens))
+        found[_BLOCKS] = document_ids_of_block_mask(mask, rows, tokens)
     elif is_indexed_packed_mask(mask):
         _require_shape("attention_mask", mask, rows, tokens)
-        _remember(found, "attention_mask", mask.detach().to("cpu", torch.int64))
+        found["attention_mask"] = mask.detach().to("cpu", torch.int64)
     if sources.packed_seq_ids is not None:
         ids = sources.packed_seq_ids
         _require_shape("_packed_seq_ids", ids, rows, tokens)
-        _remember(found, "_packed_seq_ids", ids.detach().to("cpu", torch.int64))
+        found["_packed_seq_ids"] = ids.detach().to("cpu", torch.int64)
     if sources.cu_seqlens is not None:
-        _remember(found, "cu_seq_lens_q", _of_offsets(sources.cu_seqlens, rows, tokens))
-    if not found and sources.position_ids is not None:
-        keep = mask if mask is not None and mask.dim() == 2 else None
-        _remember(found, "position_ids", _of_positions(sources.position_ids, keep, rows, tokens))
+        found["cu_seq_lens_q"] = _of_offsets(sources.cu_seqlens, sources.indices, rows, tokens)
+    elif sources.indices is not None:
+        raise ValueError(
+            f"indices of {sources.indices.numel()} tokens without cu_seqlens, which would count "
+            f"the documents of these tokens. Give both, or the ids of documents as attention_mask."
+        )
+    # Beside a 4-D mask of whole rows too: attention would follow the mask, conv and rule positions.
+    unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
+    if unnamed and sources.position_ids is not None:
+        keep = found.get(_BLOCKS, mask)
+        of_positions = _of_positions(sources.position_ids, keep, rows, tokens)
+        if of_positions is not None:
+            found["position_ids"] = of_positions
     if not found:
         return None
     (first, ids), *others = found.items()
@@ -84,15 +125,16 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             )
     if mask is not None and mask.dim() == 2 and "attention_mask" not in found:
         _require_shape("attention_mask", mask, rows, tokens)
-        ids = _without_padding(ids, mask.detach().cpu() == 0)
+        padding_BS = mask.detach().cpu() == 0
+        if sources.indices is not None and not torch.equal(padding_BS, ids == 0):
+            raise ValueError(
+                f"the attention_mask keeps {int((~padding_BS).sum())} tokens, which are not the "
+                f"{int((ids > 0).sum())} of indices. Give one of them, or make them agree."
+            )
+        ids = _without_padding(ids, padding_BS)
     if "attention_mask" in found or bool((ids == 0).any()):
         return ids  # what stands at padding, or a mask of other numbers than 0 and 1, matters
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
-
-
-def _remember(found: dict[str, Tensor], name: str, ids: Tensor | None) -> None:
-    if ids is not None:
-        found[name] = ids
 
 
 def _numbered(ids_BS: Tensor) -> Tensor:
@@ -130,15 +172,35 @@ def _require_shape(name: str, x: Tensor, rows: int, tokens: int) -> None:
         )
 
 
-def _of_offsets(cu_seqlens: Tensor, rows: int, tokens: int) -> Tensor:
-    documents = Documents.from_cu_seqlens(cu_seqlens, rows * tokens, device="cpu")
-    if rows > 1 and not set(range(0, rows * tokens, tokens)) <= set(documents.offsets):
+def _of_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int) -> Tensor:
+    if indices is None:
+        token_T = torch.arange(rows * tokens, device="cpu")
+    else:
+        token_T = _of_indices(indices, rows * tokens)
+    documents = Documents.from_cu_seqlens(cu_seqlens, len(token_T), device="cpu")
+    length_N = torch.tensor(documents.lengths, device="cpu")
+    id_T = length_N.gt(0).cumsum(0).repeat_interleave(length_N)
+    row_T = token_T // tokens if tokens else token_T
+    if bool(((id_T[1:] == id_T[:-1]) & (row_T[1:] != row_T[:-1])).any()):
         raise ValueError(
             f"cu_seq_lens_q={list(documents.offsets)[:20]} has a document that goes on from one "
             f"row of {tokens} tokens into the next; with {rows} rows every row must start one."
         )
-    ids = torch.tensor(documents.lengths).gt(0).cumsum(0)
-    return ids.repeat_interleave(torch.tensor(documents.lengths)).view(rows, tokens)
+    ids = torch.zeros(rows * tokens, dtype=torch.int64, device="cpu")
+    ids[token_T] = id_T
+    return ids.view(rows, tokens)
+
+
+def _of_indices(indices: Tensor, slots: int) -> Tensor:
+    token_T = indices.detach().to("cpu", torch.int64)
+    ends = [-1, *token_T.flatten().tolist(), slots]
+    if token_T.dim() != 1 or any(b <= a for a, b in zip(ends, ends[1:], strict=False)):
+        raise ValueError(
+            f"indices of shape {tuple(token_T.shape)} must be [T] and increase from 0 or more to "
+            f"at most {slots - 1}: the places of the tokens that are not padding, in the "
+            f"flattened rows (megatron_gdn.unpad_data makes them of a mask)."
+        )
+    return token_T
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
@@ -171,37 +233,5 @@ def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int
     if int(starts.sum()) == int(keep_BS.any(-1).sum()):
         return None
     ids = torch.zeros_like(position_BS)
-    ids[row_T, column_T] = starts.cumsum(0)
-    return ids
-
-
-def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
-    """The documents of a mask ``[B, 1, S, S]``, bool (True attends) or added to the scores."""
-    if mask.shape[0] not in (1, rows) or mask.shape[-2:] != (tokens, tokens):
-        raise ValueError(
-            f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
-            f"{tokens} tokens; it must be [{rows}, 1, {tokens}, {tokens}]."
-        )
-    allowed = (mask == 0 if mask.is_floating_point() else mask != 0)[:, 0].expand(rows, -1, -1)
-    keep_BS = allowed.diagonal(dim1=-2, dim2=-1)
-    start_BS = allowed.int().argmax(-1)
-    column = torch.arange(tokens, device=mask.device)
-    block = (column >= start_BS[..., None]) & (column <= column[:, None])
-    wrong = ((allowed != block).any(-1) & keep_BS).nonzero()
-    if len(wrong):
-        row, token = wrong[0].tolist()
-        raise ValueError(
-            f"the 4-D attention_mask is not block-causal: token {token} of row {row} does not see "
-            f"exactly the tokens from one position up to itself. A recurrence sees a document from "
-            f"its start; give such a mask, or name the documents by _packed_seq_ids."
-        )
-    start_BS, keep_BS = start_BS.cpu(), keep_BS.cpu()
-    row_T, column_T = keep_BS.nonzero(as_tuple=True)
-    start_T = start_BS[row_T, column_T]
-    starts = torch.ones_like(row_T, dtype=torch.bool)
-    starts[1:] = (row_T[1:] != row_T[:-1]) | (start_T[1:] != start_T[:-1])
-    if int(starts.sum()) == int(keep_BS.any(-1).sum()):
-        return None
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
     ids[row_T, column_T] = starts.cumsum(0)
     return ids

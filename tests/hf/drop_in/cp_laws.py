@@ -9,11 +9,12 @@ import re
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
+from megatron_gdn.hf.drop_in.attention import GATHERED
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
 from tests.hf.drop_in.conftest import in_float64
 from tests.hf.tiny_models import build
@@ -91,6 +92,126 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
         (local * weight[:, mine]).sum().backward()
         assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
         compare(local, y, mine, sum_gradients(many), gradients(one), what, 1e-11)
+
+
+def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
+    """A parallelizer sets ``_cp_mesh`` on a built layer: another one each time, then None."""
+    model = build("Qwen3_5ForCausalLM").double()
+    theirs = model.model.layers[0].linear_attn
+    one, many = (copy.deepcopy(theirs) for _ in range(2))
+    become_drop_in(one, model.config, DropInOptions(unpacked="fused"))
+    become_drop_in(many, model.config, DropInOptions(unpacked="fused"))
+    pairs = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
+    for cp_mesh, lengths in [(one_mesh, x) for x in cases for one_mesh in (mesh(), pairs["cp"])]:
+        many._cp_mesh = cp_mesh
+        assert many._cp_mesh is cp_mesh
+        torch.manual_seed(1)
+        x = torch.randn(1, TOKENS, 24, dtype=torch.float64)
+        weight = torch.randn(1, TOKENS, 24, dtype=torch.float64)
+        size, rank = cp_mesh.size(), cp_mesh.get_local_rank()
+        mine = local_indices([TOKENS], size, rank, "zigzag_buffer")
+        told = {} if lengths is None else {"cu_seqlens": offsets_of(lengths)}
+        one.zero_grad(), many.zero_grad()
+        whole = x.clone().requires_grad_()
+        y = one(whole, **told)
+        (y * weight).sum().backward()
+        part = x[:, mine].clone().requires_grad_()
+        local = many(part, **told)
+        (local * weight[:, mine]).sum().backward()
+        what = f"over {size} ranks {lengths}"
+        assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
+        times = dist.get_world_size() // size  # groups that have the whole sequence each
+        summed = {name: grad / times for name, grad in sum_gradients(many).items()}
+        compare(local, y, mine, summed, gradients(one), what, 1e-11)
+    cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    try:
+        many(x[:, mine], cache)
+    except NotImplementedError as error:
+        assert "a cache cannot be filled" in str(error)
+    else:
+        raise AssertionError("nobody refused to go on from a cache")
+    many._cp_mesh = None
+    assert torch.equal(many(x), one(x))
+    try:
+        many._cp_mesh = pairs
+    except ValueError as error:
+        assert "runs over one" in str(error) and many._cp_mesh is None
+    else:
+        raise AssertionError("nobody refused a mesh of two dimensions")
+
+
+def a_mesh_set_on_a_patched_model_counts() -> None:
+    """Resolved batch, positions and softmax attention follow the layers' mesh."""
+    model = build("Qwen3_5ForCausalLM").double()
+    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    patch(one, unpacked="fused")
+    patched = patch(many, unpacked="fused", attention="gathered")
+    own = many.config._attn_implementation
+    tokens = torch.randint(67, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    mine = own_positions("zigzag_buffer", TOKENS)
+    offsets = offsets_of((5, 1, 23, 19))
+    logits = one(tokens, use_cache=False, cu_seq_lens_q=offsets).logits
+    for cp_mesh in (None, mesh(), None, mesh()):
+        for layer in patched.layers.values():
+            layer._cp_mesh = cp_mesh
+        given = slice(None) if cp_mesh is None else mine
+        local = many(tokens[:, given], use_cache=False, cu_seq_lens_q=offsets).logits
+        assert_close(f"logits over {cp_mesh}", local, logits[:, given], 1e-5)
+    assert many.config._attn_implementation == GATHERED
+    next(iter(patched.layers.values()))._cp_mesh = None
+    try:
+        many(tokens[:, mine], use_cache=False)
+    except ValueError as error:
+        assert "different context-parallel ranks" in str(error)
+    else:
+        raise AssertionError("nobody refused layers over different ranks")
+    patched.undo()
+    assert many.config._attn_implementation == own
+
+
+def a_mesh_of_one_rank_leaves_attention_alone() -> None:
+    """Gathered attention takes no mask, so padding before tokens would be seen."""
+    one, alone = build("Qwen3_5ForCausalLM"), build("Qwen3_5ForCausalLM")
+    by_itself = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
+    patch(alone, by_itself["cp"], attention="gathered")
+    tokens = torch.randint(67, (2, 8), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = one(tokens, attention_mask=mask).logits
+    assert torch.equal(alone(tokens, attention_mask=mask).logits, expected)
+
+
+def tables_do_not_follow_the_default_device() -> None:
+    """On meta, which stands for a GPU here, what is worked out on the host would have no values."""
+    model = build("Qwen3_5ForCausalLM")
+    patch(model, mesh(), attention="gathered")
+    tokens = torch.randint(67, (1, TOKENS), generator=torch.Generator().manual_seed(4))
+    weight = torch.randn(1, TOKENS, 67, generator=torch.Generator().manual_seed(5))
+    ids = torch.repeat_interleave(torch.tensor([1, 2, 3, 0]), torch.tensor([5, 1, 23, 19]))[None]
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 23, 19)])[None]
+    orders = {order: own_positions(order, TOKENS) for order in ("zigzag_buffer", "scattered")}
+    offsets = offsets_of((5, 1, 23, 19))
+
+    def results() -> list[torch.Tensor]:
+        made = []
+        for order, mine in orders.items():
+            index = {"seq_index": mine} if order == "scattered" else {}
+            for told in (
+                {},
+                {"attention_mask": ids[:, mine]},
+                {"position_ids": positions[:, mine]},
+                {"cu_seq_lens_q": offsets},
+            ):
+                model.zero_grad()
+                logits = model(tokens[:, mine], use_cache=False, **told, **index).logits
+                logits.backward(weight[:, mine])
+                made += [logits, *gradients(model).values()]
+        return made
+
+    usual = results()
+    with torch.device("meta"):
+        elsewhere = results()
+    assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 
 def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
@@ -198,6 +319,9 @@ def fully_sharded_equals_one_rank(family: str) -> None:
         assert gradient.dtype == torch.float32
         # A random model magnifies roundings in fp32; the same law in float64 is above.
         assert_close(name, gradient, truth[name], 1e-3)
+    alone, sharded = (each.model.layers[0].linear_attn for each in (one, many))
+    a = torch.randn(3, 8)
+    assert torch.equal(sharded._compute_gate(a), alone._compute_gate(a))
 
 
 def different_batches_are_refused() -> None:

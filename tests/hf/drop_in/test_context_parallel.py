@@ -76,6 +76,23 @@ def test_every_model_in_every_order_equals_one_rank(pools, family, ranks):
     pools(ranks).run(laws.models_equal_one_rank, family, cases)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
+    pools(ranks).run(laws.a_mesh_that_is_set_counts, [None, ANY])
+
+
+def test_a_mesh_set_on_a_patched_model_counts(pools):
+    pools(2).run(laws.a_mesh_set_on_a_patched_model_counts)
+
+
+def test_a_mesh_of_one_rank_leaves_attention_alone(pools):
+    pools(2).run(laws.a_mesh_of_one_rank_leaves_attention_alone)
+
+
+def test_tables_do_not_follow_the_default_device(pools):
+    pools(2).run(laws.tables_do_not_follow_the_default_device)
+
+
 def test_padding_is_zero_on_every_rank(pools):
     pools(2).run(laws.padded_rows_and_padding_in_a_row)
 
@@ -98,6 +115,9 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
          "cuts every document by itself"),
         ("zigzag_buffer", {}, {"position_ids": torch.arange(8)[None]}, "neither go on nor start"),
         ("zigzag_buffer", {}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "nothing about the tok"),
+        ("zigzag_buffer", {},
+         {"cu_seqlens": torch.tensor([0, 5]), "indices": torch.arange(5)},
+         "indices of 5 tokens with context parallelism"),
         ("zigzag_buffer", {}, {"attention_mask": two_rows}, "packed documents in one row only", 2),
         ("zigzag_buffer", {}, {"position_ids": torch.zeros(3, 1, 8)}, r"\[4, 1, 8\], text posit"),
         ("contiguous", {}, {"_packed_seq_ids": torch.tensor([[2, 2, 2, 2, 1, 1, 1, 1]])},

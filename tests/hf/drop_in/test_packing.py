@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_gdn import unpad_data
 from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, patch
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
 from tests.hf.drop_in.test_sources import block_mask
@@ -218,6 +219,42 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
             prepare_forward(
                 text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids, **more}
             )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_tables_do_not_follow_the_default_device(fresh, implementation):
+    model = fresh(DENSE)
+    model.set_attn_implementation(implementation)
+    patch(model, unpacked="fused")
+    tokens, mask = torch.randint(67, (2, 7)), torch.tensor(MASK)
+    indices, offsets, _ = unpad_data(mask)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
+    sources = (
+        {},
+        {"attention_mask": mask},
+        {"attention_mask": block_mask(MASK)},
+        {"position_ids": positions},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 7, 14])},
+        {"cu_seqlens": offsets, "indices": indices},
+        {"seq_index": torch.arange(7)},
+    )
+
+    def results():
+        made = []
+        for told in sources:
+            model.zero_grad()
+            logits = model(tokens, use_cache=False, **told).logits
+            logits.backward(torch.ones_like(logits))
+            made += [logits, *(p.grad for p in model.parameters())]
+        return made
+
+    usual = results()
+    with torch.device("meta"):  # stands for a GPU; what comes up there has no values
+        elsewhere = results()
+        for source in ("position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask"):
+            assert_no_packing_leak(model, source=source)
+        assert_no_packing_leak(model.model.layers[0].linear_attn)
+    assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 
 def test_the_readmes_lines_run(fresh):

@@ -92,6 +92,27 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
             {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
             "token 0 of row 0 does not see exactly",
         ),
+        (
+            {"attention_mask": block_mask(IDS) & ~block_mask(IDS).tril(-2)},
+            "token 2 of row 0 does not see exactly",
+        ),
+        ({"attention_mask": ~block_mask(IDS)}, "see token 0 of row 0, which does not see itself"),
+        ({"attention_mask": block_mask(IDS).float()}, r"is added to scores.* has 1\.0"),
+        ({"attention_mask": -block_mask(IDS).float()}, r"is added to scores.* has -1\.0"),
+        ({"attention_mask": block_mask(IDS) * 2}, "of torch.int64 holds 1 .* this one has 2"),
+        ({"attention_mask": block_mask(IDS).expand(1, 2, 8, 8)}, r"must be \[1, 1, 8, 8\]"),
+        ({"attention_mask": torch.arange(8)}, r"attention_mask has shape \(8,\)"),
+        (
+            {"attention_mask": block_mask([[1] * 8]), "packed_seq_ids": torch.tensor(IDS)},
+            r"\(4-D\) and _packed_seq_ids put the boundaries",
+        ),
+        (
+            {
+                "attention_mask": block_mask([[1] * 8]),
+                "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]),
+            },
+            r"\(4-D\) and position_ids put the boundaries",
+        ),
         ({"attention_mask": torch.ones(1, 1, 4, 8)}, "4-D attention_mask of shape"),
         ({"position_ids": torch.zeros(1, 5, dtype=torch.long)}, "position_ids has shape"),
     ],
@@ -99,6 +120,40 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
 def test_what_does_not_fit_is_refused(source, message):
     with pytest.raises(ValueError, match=message):
         read(**source)
+
+
+TWO_ROWS = [[1, 1, 2, 2, 2, 0, 0, 0], [0, 1, 1, 1, 1, 0, 3, 3]]
+KEPT = {
+    "cu_seqlens": torch.tensor([0, 2, 5, 9, 11]),
+    "indices": torch.tensor([0, 1, 2, 3, 4, 9, 10, 11, 12, 14, 15]),
+}
+
+
+def test_indices_say_which_tokens_offsets_count():
+    mask = torch.tensor(TWO_ROWS)
+    expected = [[1, 1, 2, 2, 2, 0, 0, 0], [0, 3, 3, 3, 3, 0, 4, 4]]
+    assert read(rows=2, **KEPT) == read(rows=2, **KEPT, attention_mask=mask > 0) == expected
+    assert read(rows=2, **KEPT, attention_mask=mask) == TWO_ROWS
+    blocks = [[1, 1, 2, 2, 2, 0, 0, 0], [0, 1, 1, 1, 1, 0, 2, 2]]
+    assert read(rows=2, **KEPT, attention_mask=block_mask(TWO_ROWS)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1, 2, 2, 2, 2, 0, 0, 0], TWO_ROWS[1]])}, "boundaries"),
+        ({"attention_mask": torch.ones(2, 8)}, "keeps 16 tokens, which are not the 11 of indices"),
+        ({"cu_seqlens": None}, "indices of 11 tokens without cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 2, 16])}, "ends at 16, which does not match the 11"),
+        ({"cu_seqlens": torch.tensor([0, 2, 6, 9, 11])}, "goes on from one row of 8 tokens"),
+        ({"indices": KEPT["indices"].flip(0)}, r"indices of shape \(11,\) must be \[T\]"),
+        ({"indices": KEPT["indices"] + 1}, "to at most 15"),
+        ({"indices": KEPT["indices"] - 1}, "increase from 0"),
+    ],
+)
+def test_indices_that_contradict_are_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        read(rows=2, **{**KEPT, **source})
 
 
 def test_a_document_over_the_end_of_a_row_is_refused():
