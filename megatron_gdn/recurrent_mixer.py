@@ -22,7 +22,7 @@ from .micro_batch import ChooseRule, MicroBatches
 from .ops.rule import Rule
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
-from .tensor_parallel import mark_sharded
+from .tensor_parallel import mark_packed, mark_sharded
 
 
 class RecurrentMixer(GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule):
@@ -115,6 +115,7 @@ class RecurrentMixer(GeneratingMixer, MarkedParameters, Fp32Parameters, Megatron
             tp_group=self.tp_group,
             name=None if name is None else f"{name}.in_proj",
         )
+        mark_packed(self.in_proj, self.dims.layout.widths)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False
