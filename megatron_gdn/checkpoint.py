@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 
+# What an adapter around in_proj (LoRA, DoRA) holds for every row of it, by the ends of its keys.
+_ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
+# Tensors with the projection's rows that megatron-core's layer stores without sections.
+_WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
+
+
 def _split_tensor_factory(
     orig_sh_ten: ShardedTensor,
     split_sections: Sequence[int],
@@ -77,7 +83,7 @@ def _split_tensor_factory(
                 part.key = f"{key}.{name}"
                 parts.append(part)
             start += section
-        if key.endswith("in_proj.bias"):
+        if key.endswith(_WHOLE_UPSTREAM):
             read_upstream_bias(key, parts)
         return parts
 
@@ -102,10 +108,11 @@ def mixer_sharded_state_dict(
 ) -> dict[str, Any]:
     """A mixer's parameters as Megatron's sharded tensors.
 
-    ``in_proj`` and ``conv1d`` are stored section by section, their biases like their weights.
-    Upstream splits all but the projection's bias: files of it are read all the same (see
-    :mod:`megatron_gdn.compat.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes one
-    that it reads, without tensor parallelism.
+    ``in_proj`` and ``conv1d`` are stored section by section, their biases like their weights, and
+    so is what an adapter around ``in_proj`` holds per row. Upstream splits neither the projection's
+    bias nor adapters: files of it are read all the same (see
+    :mod:`megatron_gdn.compat.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes a
+    bias that it reads, without tensor parallelism.
 
     Args:
         layer: has ``in_proj``, ``tp_group``, and ``conv1d`` or its parameters as
@@ -160,6 +167,10 @@ def mixer_sharded_state_dict(
                 f"checkpoint at tensor_model_parallel_size=1 and save it from there."
             )
         del split["in_proj.bias"]
+    for key, tensor in result.items():
+        of_adapter = key.startswith(f"{prefix}in_proj.") and key.endswith(_ADAPTER_ROWS)
+        if of_adapter and tensor.data.shape[0] == layout.width:
+            split[key.removeprefix(prefix)] = (layout.widths, layout.names)
     for name, (widths, names) in split.items():
         key = f"{prefix}{name}"
         if isinstance(result.get(key), ShardedTensor):

@@ -201,8 +201,6 @@ class Mamba2Mixer(RecurrentMixer):
                 sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, **kind
             )
         self._build_out_proj(submodules.out_proj, name)
-        if getattr(self.in_proj, "weight", None) is not None:
-            self.in_proj.weight.partition_sizes = list(self.layout.widths)
         self.remember_marks()
 
     def reset_parameters(self) -> None:

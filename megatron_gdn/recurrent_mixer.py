@@ -24,7 +24,7 @@ from .ops.rule import Rule
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .process_groups import FollowsGroups
-from .tensor_parallel import mark_sharded
+from .tensor_parallel import mark_packed, mark_sharded
 
 
 class RecurrentMixer(
@@ -120,6 +120,7 @@ class RecurrentMixer(
             tp_group=self.tp_group,
             name=None if name is None else f"{name}.in_proj",
         )
+        mark_packed(self.in_proj, self.dims.layout.widths)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False

@@ -22,6 +22,18 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     parameter.partition_sizes = list(sections)
 
 
+def mark_packed(linear: nn.Module, sections: Sequence[int]) -> None:
+    """Mark a column-parallel linear whose rows are several sections, each split by itself.
+
+    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). ``use_muon`` is read by
+    Megatron-LM's main branch: Muon would orthogonalise the sections as one matrix.
+    """
+    for parameter in (getattr(linear, "weight", None), getattr(linear, "bias", None)):
+        if isinstance(parameter, nn.Parameter):
+            parameter.partition_sizes = list(sections)
+            parameter.use_muon = False
+
+
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:

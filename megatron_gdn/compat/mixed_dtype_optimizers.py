@@ -10,11 +10,13 @@ but its optimizer state does not survive a checkpoint:
 2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` numbers the 16-bit parameters only,
    while Adam's state numbers all of them; the same consequences. Repaired on main (5929).
 3. ``DistributedOptimizer`` loads a shard of an fp32 parameter by writing into a view of it, which
-   autograd refuses for ``dp_reshardable`` checkpoints; and it writes this rank's shard only, so
-   replicas hold different values when the checkpoint's model and master differ, as they do in a
-   checkpoint of a layer that kept a 16-bit ``A_log``.
+   autograd refuses for ``dp_reshardable`` checkpoints and for those of ``--ckpt-format torch``; and
+   it writes this rank's shard only, so replicas hold different values when the checkpoint's model
+   and master differ, as they do in a checkpoint of a layer that kept a 16-bit ``A_log``.
 4. ``DistributedOptimizer`` refuses to save ``dp_reshardable``, its default, on a rank whose share
    of the fp32 parameters is empty, see :mod:`.empty_shares`.
+5. ``DistributedOptimizer`` saves wrong states under ``fully_reshardable`` where a buffer has
+   several buckets, whatever the dtypes, see :mod:`.padded_buckets`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. Wrapping is the least that works without the user doing anything, and it
@@ -41,7 +43,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bucket_sizes import with_bucket_sizes_explained
 from .empty_shares import with_empty_shares
+from .padded_buckets import with_padded_buckets
 
 # Where the masters of fp32 parameters stand in a Float16Optimizer's state dict, beside Megatron's
 # own list of masters: a Megatron without this wrapper does not look here.
@@ -54,15 +58,19 @@ def repair_mixed_dtype_optimizers() -> None:
     """Install the wrappers; does nothing when called again. Touches no GPU."""
     if _originals:
         return
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     for owner, name, wrap in (
         (DistributedOptimizer, "__init__", _with_true_order),
         (DistributedOptimizer, "load_state_dict", _with_equal_replicas),
+        (DistributedOptimizer, "load_parameter_state_from_dp_zero", _with_equal_replicas_of_a_file),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
+        (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
+        (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
     ):
         original = getattr(owner, name)
         _originals.append((owner, name, original))
@@ -131,6 +139,17 @@ def _with_equal_replicas(load: Callable) -> Callable:
             _gather_fp32_parameters(self)
 
     return load_state_dict
+
+
+def _with_equal_replicas_of_a_file(load: Callable) -> Callable:
+    """The same for the state that ``--ckpt-format torch`` keeps in a file of its own."""
+
+    @torch.no_grad()
+    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        _gather_fp32_parameters(self)
+
+    return load_parameter_state_from_dp_zero
 
 
 def _gather_fp32_parameters(optimizer: Any) -> None:

@@ -1,10 +1,11 @@
-"""Loads the projection's bias from checkpoints of Megatron's own layer.
+"""Loads the projection's bias, and adapters of it, from checkpoints of Megatron's own layer.
 
 megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
 end to end, each ``[query | key | value | z | beta | alpha]`` of that rank. Its rows therefore stand
 in another order at every tensor-parallel size, and it loads scrambled, without an error, at any
-other size. Here the bias is stored section by section, like the weight (``in_proj.bias.query``,
-...), which is right at any size.
+other size. Megatron-Bridge stores what a LoRA adapter holds per row of the projection
+(``in_proj.adapter.linear_out.weight``) in the same way. Here both are stored section by section,
+like the weight (``in_proj.bias.query``, ...), which is right at any size.
 
 Where a file has the one tensor and not the sections, the wrapper below reads it: the file says how
 many shards it was written in, and so in which order its rows are. In files with sections it does
@@ -28,16 +29,16 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from torch import Tensor
 
-# Key of a section -> key of the whole bias, start and size of the section in the whole layer.
-_section_of: dict[str, tuple[str, int, int]] = {}
+# Key of a section -> key of the whole tensor, its rows; first row and rows of the section in it.
+_section_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> None:
-    """Let ``sections``, which make up the bias ``whole_key``, be loaded from upstream's files."""
+    """Let ``sections``, the rows of the tensor ``whole_key``, be loaded from upstream's files."""
+    sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
     start = 0
-    for section in sections:
-        size = section.global_shape[-1]
-        _section_of[section.key] = whole_key, start, size
+    for section, size in zip(sections, sizes, strict=True):
+        _section_of[section.key] = whole_key, sum(sizes), start, size
         start += size
     _wrap_load()
 
@@ -95,24 +96,24 @@ def _read(key: str, saved: Any, folder: str | Path) -> Tensor:
 
 
 def _rows_of(section: ShardedTensor, whole: Tensor, saved: Any) -> Tensor:
-    """What ``section`` asks for of upstream's bias ``[..., width]``.
+    """What ``section`` asks for of upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``.
 
     Raises:
-        ValueError: the bias has another width, or was written in shards of unequal size.
+        ValueError: the tensor has other rows, or was written in shards of unequal size.
     """
-    whole_key, start, size = _section_of[section.key]
-    width = sum(n for key, _, n in _section_of.values() if key == whole_key)
-    shards = {chunk.sizes[-1] for chunk in saved.chunks}
+    whole_key, width, start, size = _section_of[section.key]
+    axis = section.prepend_axis_num
+    shards = {chunk.sizes[axis] for chunk in saved.chunks}
     shard = shards.pop()
-    if whole.shape[-1] != width or shards or width % shard or size % (width // shard):
+    if whole.shape[axis] != width or shards or width % shard or size % (width // shard):
         raise ValueError(
-            f"{whole_key} has {whole.shape[-1]} rows in the checkpoint, in shards of "
+            f"{whole_key} has {whole.shape[axis]} rows in the checkpoint, in shards of "
             f"{sorted([shard, *shards])}; the layer has {width} and reads shards of equal size. "
             f"Build the layer with the checkpoint's sizes."
         )
     ranks = width // shard
-    bias = whole[tuple(section.global_offset[:-1])]
-    rows = bias.view(ranks, shard)[:, start // ranks : (start + size) // ranks].flatten()
-    first = section.global_offset[-1]
-    rows = rows[first : first + section.local_shape[-1]]
+    layer = whole[tuple(section.global_offset[:axis])].unflatten(0, (ranks, shard))
+    rows = layer[:, start // ranks : (start + size) // ranks].flatten(0, 1)
+    first = section.global_offset[axis]
+    rows = rows[first : first + section.local_shape[0]]
     return rows.to(section.dtype).to(section.data.device if section.data is not None else "cpu")

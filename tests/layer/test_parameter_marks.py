@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import mamba_mixers
 from tests.distributed.mark_laws import WAYS, layer_with
 from tests.parallel import make_config
 
@@ -14,7 +15,12 @@ EXPECTED = {
     "A_log": {**SPLIT, "partition_dim": 0, "partition_sizes": [8], "keep_in_fp32": True},
     "dt_bias": {**SPLIT, "partition_dim": 0, "partition_sizes": [8], "keep_in_fp32": True},
     "conv1d.weight": {**SPLIT, "partition_dim": 0, "partition_sizes": [32, 32, 96]},
-    "in_proj.weight": {**SPLIT, "partition_dim": 0},
+    "in_proj.weight": {
+        **SPLIT,
+        "partition_dim": 0,
+        "partition_sizes": [32, 32, 96, 96, 8, 8],
+        "use_muon": False,
+    },
     "out_proj.weight": {**SPLIT, "partition_dim": 1},
     "out_norm.weight": {"sequence_parallel": True},
 }
@@ -71,3 +77,8 @@ def test_marks_that_somebody_changed_on_purpose_stay_changed():
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     weight = dict(layer.named_parameters())["conv1d.weight"]
     assert (weight.partition_stride, weight.of_somebody_else) == (2, "kept")
+
+
+def test_mamba2s_projection_has_them_too():
+    marks = vars(mamba_mixers.build(mamba_mixers.mamba_config(), None).in_proj.weight)
+    assert marks["partition_sizes"] == [24, 24, 10, 10, 8] and marks["use_muon"] is False

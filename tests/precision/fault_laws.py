@@ -1,6 +1,7 @@
 """Run on every rank: Megatron's own way with mixed dtypes, with and without our remedy."""
 
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
@@ -10,6 +11,7 @@ from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
 )
+from megatron_gdn.compat.padded_buckets import with_padded_buckets
 from tests.parallel import parallel
 from tests.precision.training import (
     FLOAT16,
@@ -42,12 +44,12 @@ def remedy(is_on: bool):
         repair_mixed_dtype_optimizers()
 
 
-def stepped(kind: str, remedied: bool = True, **options) -> Training:
+def stepped(kind: str, remedied: bool = True, ddp: dict | None = None, **options) -> Training:
     """A model that took one step. Without the remedy, Megatron alone made its optimizer."""
     model = build_model(**options)
     # Marking the layer's parameters installed the wrappers; they come off before the optimizer.
     with remedy(remedied):
-        training = wrap(kind, model)
+        training = wrap(kind, model, **(ddp or {}))
         made_up_step(training, 1)
     return training
 
@@ -79,6 +81,27 @@ def state_stands_under_its_own_name(kind: str, remedied: bool, folder: str) -> b
         return torch.equal(saved, torch.zeros(8).lerp(gradient, 1 - 0.9))
 
 
+def states_that_buckets_change(remedied: bool, folder: str, **options) -> tuple[int, list[str]]:
+    """How many tensors a file has, and those that differ where the buffer has several buckets.
+
+    Adam works on every element by itself: buckets, which say in which messages gradients travel,
+    change no bit of the parameters and their states.
+    """
+    files = []
+    for size in (None, 500):
+        with parallel():
+            several = {"overlap_grad_reduce": True, "bucket_size": size} if size else {}
+            training = stepped("fully_reshardable", ddp=several, **options)
+            buffer = max(training.megatron_optimizer.buffers, key=lambda buffer: buffer.numel)
+            assert (len(buffer.buckets) > 2) is (size is not None), len(buffer.buckets)
+            files.append(f"{folder}/{size}")
+            with remedy(remedied):
+                save(training, files[-1])
+    one, other = map(tensors_in, files)
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return len(one), [key for key in one if not torch.equal(one[key], other[key])]
+
+
 def outcome_of_loading(kind: str, remedied: bool, folder: str) -> str | None:
     """The exception of loading one's own checkpoint into an optimizer whose order is right."""
     with parallel(tp=2):
@@ -99,18 +122,26 @@ def replicas_after_loading_upstream(kind: str, remedied: bool, folder: str) -> l
 
 
 def wrapping_is_reversible() -> None:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     def methods():
         return [
             getattr(owner, name, None)
-            for owner in (DistributedOptimizer, Float16OptimizerWithFloat16Params)
+            for owner in (
+                DistributedOptimizer,
+                Float16OptimizerWithFloat16Params,
+                TorchDistLoadShardedStrategy,
+            )
             for name in (
                 "__init__",
+                "load",
                 "load_state_dict",
+                "load_parameter_state_from_dp_zero",
                 "sharded_state_dict",
                 "sharded_param_state_dp_reshardable",
+                "sharded_param_state_fully_reshardable",
             )
         ]
 
@@ -120,10 +151,38 @@ def wrapping_is_reversible() -> None:
     during = methods()
     repair_mixed_dtype_optimizers()
     assert methods() == during
-    assert sum(a is not b for a, b in zip(before, during, strict=True)) == 5
+    assert sum(a is not b for a, b in zip(before, during, strict=True)) == 8
     restore_mixed_dtype_optimizers()
     assert methods() == before
     repair_mixed_dtype_optimizers()
+
+
+def _cut_without_padding(self, model, metadata=None):
+    """What a repaired Megatron saves: each parameter is cut where it stands without padding."""
+    ((state,),) = (tensors.values() for tensors in self.get_parameter_state_dp_zero().values())
+    (buffer,) = self.buffers
+    cut, start = {}, 0
+    for index, (first, end, _) in enumerate(buffer.param_index_map.values()):
+        data = state["param"][start : start + end - first]
+        cut[index] = {"param": SimpleNamespace(data=data)}
+        start += end - first
+    return cut
+
+
+def padding_is_left_to_a_repaired_optimizer() -> None:
+    saved = with_padded_buckets(_cut_without_padding)
+    kind, sizes = (torch.float32, torch.float32), {"a": (0, 3, 0), "b": (128, 130, 1)}
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
+        for n, at in ((3, 0), (2, 128))
+    ]
+    buffer = SimpleNamespace(buckets=buckets, numel=256, numel_unpadded=5, param_index_map=sizes)
+    gathered = {"param": torch.arange(5.0), "numel_unpadded": 5}
+    optimizer = SimpleNamespace(
+        buffers=[buffer], get_parameter_state_dp_zero=lambda **_: {0: {kind: gathered}}
+    )
+    found = [state["param"].data.tolist() for state in saved(optimizer, {}, metadata={}).values()]
+    assert found == [[0.0, 1.0, 2.0], [3.0, 4.0]], found
 
 
 def _unrelated_failure(optimizer) -> None:

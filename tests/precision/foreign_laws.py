@@ -72,6 +72,7 @@ def read_masters(
 
 
 def read_dp_reshardable_of_upstream(folder: str) -> str:
+    """The error of the load, and its notes."""
     with parallel():
         theirs = build("dp_reshardable", upstream_layer=True)
         made_up_step(theirs, 0)
@@ -79,7 +80,7 @@ def read_dp_reshardable_of_upstream(folder: str) -> str:
         try:
             load(build("dp_reshardable", seed=99), folder)
         except CheckpointException as error:
-            return str(error)
+            return "\n".join([str(error), *getattr(error, "__notes__", [])])
         return "loaded"
 
 

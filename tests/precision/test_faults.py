@@ -7,6 +7,7 @@ A test that fails with the remedy *off* says that Megatron has repaired the faul
 import pytest
 
 from tests.precision import fault_laws as laws
+from tests.precision import torch_file_laws
 from tests.precision.training import DISTRIBUTED, FLOAT16, KINDS
 
 remedies = pytest.mark.parametrize("remedied", [False, True], ids=["megatron alone", "remedied"])
@@ -35,6 +36,24 @@ def test_equal_shapes_would_be_exchanged_in_silence(pools, tmp_path, remedied):
     assert found == [remedied, remedied]
 
 
+MODELS = {
+    "our layers": {},
+    "upstream's": {"upstream_layer": True},
+    "no layer of ours": {"pattern": "--"},
+}
+
+
+@remedies
+@pytest.mark.parametrize("model", MODELS)
+def test_several_buckets_save_the_states_that_one_bucket_saves(pools, tmp_path, model, remedied):
+    """Megatron alone saves wrong ones in silence, of any model: a fault of upstream's."""
+    law = laws.states_that_buckets_change
+    for number, different in pools(2).run(law, remedied, str(tmp_path), **MODELS[model]):
+        print(f"{len(different)} of {number} tensors differ")
+        assert number > 10
+        assert (not different) is remedied, different
+
+
 @remedies
 @pytest.mark.parametrize("kind", DISTRIBUTED)
 def test_loading_writes_into_fp32_parameters(pools, tmp_path, kind, remedied):
@@ -43,6 +62,15 @@ def test_loading_writes_into_fp32_parameters(pools, tmp_path, kind, remedied):
             assert outcome.startswith("RuntimeError: a view of a leaf Variable"), outcome
         else:
             assert outcome is None, outcome
+
+
+@remedies
+def test_the_torch_format_resumes_with_fp32_parameters(pools, tmp_path, remedied):
+    for outcome in pools(2).run(torch_file_laws.outcome_of_resuming, remedied, str(tmp_path)):
+        if remedied:
+            assert outcome is None, outcome
+        else:
+            assert outcome.startswith("RuntimeError: a view of a leaf Variable"), outcome
 
 
 @remedies
@@ -58,3 +86,7 @@ def test_wrapping_is_reversible(pools):
 
 def test_a_repaired_optimizer_is_left_alone(pools):
     pools(2).run(laws.a_repaired_optimizer_is_left_alone)
+
+
+def test_a_repaired_optimizer_gets_states_without_padding():
+    laws.padding_is_left_to_a_repaired_optimizer()

@@ -74,6 +74,8 @@ def test_a_file_whose_model_is_fp32_needs_no_masters(pools, tmp_path):
 def test_a_dp_reshardable_checkpoint_of_upstream_is_refused_and_not_misread(pools, tmp_path):
     outcomes = pools(2).run(laws.read_dp_reshardable_of_upstream, str(tmp_path))
     assert all("Global shape mismatch" in outcome for outcome in outcomes), outcomes
+    way_out = "save it again with --dist-ckpt-optim-fully-reshardable"
+    assert all(outcome.count(way_out) == 1 for outcome in outcomes), outcomes
 
 
 def test_two_masters_for_one_parameter_are_refused():

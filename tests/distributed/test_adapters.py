@@ -1,0 +1,18 @@
+"""Adapters around in_proj (LoRA, DoRA) load at every tensor-parallel size."""
+
+import pytest
+
+from tests.distributed import adapter_laws as laws
+
+
+@pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
+    pools, tmp_path, mixer, as_bridge_alone
+):
+    """Files by sections, and files with whole rows that were written without this package."""
+    pools(2).run(laws.save, mixer, str(tmp_path), 2, as_bridge_alone)
+    for tp in (1, 2):
+        for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp):
+            assert len(differences) == 3
+            assert not any(differences.values()), differences
