@@ -1,0 +1,84 @@
+"""Run a script of a Megatron-LM clone on the CPU, unchanged:
+
+    torchrun --nproc_per_node=2 tests/launches/on_cpu.py MEGATRON_LM/pretrain_hybrid.py FLAGS
+
+`run_megatron_on_cpu` serves megatron.core. The functions below serve the script and
+megatron.training, which ask CUDA for tensors, streams and a device's properties. `FLAGS` end
+with `WITHOUT_GPU` and with sizes that a CPU trains in seconds: of a flag that is given twice,
+Megatron takes the last.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+WITHOUT_GPU = """
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-rope-fusion
+""".split()
+
+
+class MakeOnCPU(TorchFunctionMode):
+    """A tensor that is asked for on a GPU is made on the CPU; ``.cuda()`` returns it as it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def answer_for_a_gpu() -> None:
+    """What the training loop asks of ``torch.cuda``: devices to count, a Hopper, streams."""
+    hopper = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=80 * 2**30)
+    torch.cuda.device_count = lambda: 8
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device=None: hopper
+    torch.cuda.Stream = type(torch.cuda.current_stream())  # that of run_megatron_on_cpu
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def take_compiled_helpers_of_the_wheel() -> None:
+    """A clone compiles its C++ index builder into its own folder; megatron-core's wheel has it."""
+    from megatron.core import datasets
+    from megatron.core.datasets import utils
+
+    wheel = importlib.metadata.distribution("megatron-core")
+    datasets.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
+    utils.compile_helpers = lambda: None
+
+
+def run(script: Path, flags: list[str]) -> None:
+    """Run ``script`` as ``python script *flags`` does: its folder comes first among the imports."""
+    sys.argv = [str(script), *flags]
+    sys.path.insert(0, str(script.parent))
+    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu()
+    answer_for_a_gpu()
+    take_compiled_helpers_of_the_wheel()
+    from megatron.training import training
+
+    training.initialize_megatron = functools.partial(
+        training.initialize_megatron, allow_no_cuda=True
+    )
+    torch.compiler.set_stance("force_eager")  # Megatron's small fusions: minutes of a C++ compiler
+    with MakeOnCPU():
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]).resolve(), sys.argv[2:])
