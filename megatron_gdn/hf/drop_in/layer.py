@@ -27,6 +27,7 @@ from .batch import ModelBatch, resolve_batch
 from .families import class_for_config, is_plain_gated_norm, transformers_class
 from .gates import HeldParameter, hold_gates, release_gates, route_to_holder
 from .place import group_of, place_of, require_agreement
+from .plain_functions import plain_functions_on_cpu
 from .projections import project
 from .sources import Sources
 
@@ -295,6 +296,7 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     )
     if not isinstance(module, CPAwareGatedDeltaNet):
         module.__class__ = drop_in_class(transformers_class(module))
+    plain_functions_on_cpu(module)
     runner = _Runner(options, dims, expected, hold_gates(module))
     module.drop_in = runner
     runner.micro_batches(SequenceLayout.parse(options.cp_layout))

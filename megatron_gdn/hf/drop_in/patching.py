@@ -21,6 +21,7 @@ from .layer import (
     stop_being_drop_in,
 )
 from .model_forward import prepare_forward
+from .place import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,21 @@ class Patch:
         except Exception:
             self.undo()
             raise
+
+    def __repr__(self) -> str:
+        """What was replaced, in one line."""
+        if not self.layers:
+            return f"Patch of {type(self.model).__name__}: undone"
+        first, layer = next(iter(self.layers.items()))
+        count, options = len(self.layers), layer.drop_in.options
+        plain = "transformers" if options.unpacked == "transformers" else "megatron_gdn"
+        group = group_of(options.cp_mesh)
+        ranks = "one rank" if group is None else f"{group.size()} context-parallel ranks"
+        return (
+            f"Patch of {type(self.model).__name__}: {count} linear-attention modules ({first} is "
+            f"the first) on {ranks}; packed documents run megatron_gdn, other batches "
+            f"{plain if group is None else 'too'}"
+        )
 
     def undo(self) -> None:
         """Put transformers' own classes back; parameters stay the same objects.
@@ -175,7 +191,8 @@ def patch(
             cannot be told of packed documents here.
 
     Returns:
-        a handle with ``undo()``; also a context manager.
+        a handle with ``undo()``, also a context manager. Its ``repr`` says in one line what was
+        replaced, and so does the log.
 
     Raises:
         ValueError: a model without such modules, or one that is patched already; an option or a
@@ -194,4 +211,6 @@ def patch(
         )
     if attention is not None:
         register_gathered_attention()
-    return Patch(model, options, None if attention is None else GATHERED)
+    patched = Patch(model, options, None if attention is None else GATHERED)
+    logger.info("%s", patched)
+    return patched
