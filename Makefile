@@ -9,7 +9,7 @@ PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-kernels nightly test-gpu lint format clean
+.PHONY: demo test test-all test-kernels test-launches nightly test-gpu lint format clean
 
 demo: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/pretraining/launch.py --standalone --nproc_per_node=2 \
@@ -26,6 +26,10 @@ test-kernels: $(VENV)/.ready
 
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+
+# A clone's own scripts run README's launches: make test-launches MEGATRON_LM=folder
+test-launches: $(VENV)/.ready
+	MEGATRON_LM=$(abspath $(MEGATRON_LM)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launches
 
 test-gpu:
 	python3 -m pytest -m gpu

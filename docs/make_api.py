@@ -1,6 +1,6 @@
 """Writes docs/api.md from the docstrings of the public names.
 
-    python docs/make_api.py
+    .venv/bin/python docs/make_api.py
 
 A name is public if its module's ``__all__`` lists it without a leading underscore.
 """
@@ -27,7 +27,7 @@ MODULES = (
 PAGE = Path(__file__).with_name("api.md")
 TOP = """# API
 
-The public names and their docstrings. `python docs/make_api.py` writes this page.
+The public names and their docstrings. `.venv/bin/python docs/make_api.py` writes this page.
 """
 
 

@@ -8,11 +8,12 @@ import argparse
 import time
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.quiet import hide_import_notes
+
+hide_import_notes()
+
+from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.hf import build_model, load_hf_weights, read_hf_config
 from megatron_gdn.inference.generate import generate
 
@@ -25,12 +26,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=32, help="tokens to append")
     args = parser.parse_args()
 
-    run_megatron_on_cpu()  # does nothing on a machine with a GPU
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-
+    device = start_one_process()
     hf, tokenizer = read_hf_config(args.folder), None
     model, _ = build_model(hf, modules="local", parallel_output=False)
     load_hf_weights(model, args.folder)
@@ -51,8 +47,7 @@ def main() -> None:
     print(tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens)))
     print(f"{args.count} tokens at {rate:.1f} tokens/s")
 
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    end_one_process()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,15 @@ from pathlib import Path
 import matplotlib
 import torch
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from finetune_transformers import tiny_model  # noqa: E402
-from matplotlib.colors import LogNorm  # noqa: E402
+from megatron_gdn.compat.quiet import hide_import_notes
 
-from megatron_gdn.hf import packing_reach, patch, plain_functions_on_cpu  # noqa: E402
+matplotlib.use("Agg")
+hide_import_notes()
+import matplotlib.pyplot as plt
+from finetune_transformers import tiny_model
+from matplotlib.colors import LogNorm
+
+from megatron_gdn.hf import packing_reach, patch, plain_functions_on_cpu
 
 LENGTHS = (5, 70, 3, 1, 64, 9)
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mixer import require_wide_gates
-from ...precision import Fp32Parameters
+from ...precision import Fp32Parameters, require_wide_gates
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 
 

@@ -63,13 +63,14 @@ class Patch:
             return f"Patch of {type(self.model).__name__}: undone"
         first, layer = next(iter(self.layers.items()))
         count, options = len(self.layers), layer.drop_in.options
-        plain = "transformers" if options.unpacked == "transformers" else "megatron_gdn"
         group = group_of(options.cp_mesh)
         ranks = "one rank" if group is None else f"{group.size()} context-parallel ranks"
+        runs = "every batch runs this package's mixer"
+        if group is None and options.unpacked == "transformers":
+            runs = "packed batches run this package's mixer, others transformers' own forward"
         return (
             f"Patch of {type(self.model).__name__}: {count} linear-attention modules ({first} is "
-            f"the first) on {ranks}; packed documents run megatron_gdn, other batches "
-            f"{plain if group is None else 'too'}"
+            f"the first) on {ranks}; {runs}"
         )
 
     def undo(self) -> None:

@@ -1,8 +1,5 @@
 """Packed documents are those documents alone: padding, rows, gradients, whole models."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -215,28 +212,12 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
             )
 
 
-def test_the_readmes_lines_run_and_say_what_they_found(fresh, capsys):
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    section = readme.split("## transformers models")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    names = {"model": fresh(DENSE)}
-    exec(compile(code, "README.md", "exec"), names)
-    assert names["assert_no_packing_leak"] is assert_no_packing_leak
-    patched, leaks = capsys.readouterr().out.splitlines()
-    for line in (patched, leaks):  # as the page shows them, but for this model's numbers
-        assert _without_numbers(line) in _without_numbers(section)
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"[\d.e+-]+", "#", text)
-
-
 def test_what_was_found_is_logged(fresh, caplog):
     model = fresh(DENSE)
     with caplog.at_level("INFO", "megatron_gdn"):
         patched = patch(model, unpacked="fused")
         said = assert_no_packing_leak(model)
     assert repr(patched) in caplog.messages and said in caplog.messages
-    assert "3 linear-attention modules" in repr(patched) and "others" not in repr(patched)
+    assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(patched)
     patched.undo()
     assert repr(patched) == f"Patch of {DENSE}: undone"
