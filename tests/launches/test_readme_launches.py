@@ -24,7 +24,7 @@ VOCABULARY = 256
 # Given after the page's flags, of which the last one counts. Sizes, and how long it trains.
 TINY = f"""
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
-    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
+    --linear-num-key-heads 4 --linear-key-head-dim 16 --linear-num-value-heads 8
     --linear-value-head-dim 16 --seq-length 64 --max-position-embeddings 64
     --vocab-size {VOCABULARY} --global-batch-size 2 --train-iters 3 --lr-warmup-iters 1
     --log-interval 1 --eval-iters 1
