@@ -17,7 +17,7 @@ PYTHON ?= $(or $(shell for python in python3.12 python3.13 python3.14 python3 \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; \
 	done),python3)
 
-.PHONY: demo test test-shapes test-all test-kernels nightly test-gpu docs lint format clean
+.PHONY: demo test test-shapes test-all test-kernels test-launches nightly test-gpu docs lint format clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/pretrain_hybrid.py --nproc-per-node 2
@@ -37,6 +37,10 @@ test-kernels: $(VENV)/.ready
 
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+
+# A clone's own scripts run README's launches: make test-launches MEGATRON_LM=folder
+test-launches: $(VENV)/.ready
+	MEGATRON_LM=$(abspath $(MEGATRON_LM)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launches
 
 test-gpu:
 	python3 -m pytest -m gpu

@@ -16,6 +16,11 @@ import textwrap
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from megatron_gdn.compat.quiet import hide_import_notes
+
+hide_import_notes()
+
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.quiet import hide_import_notes
+
+hide_import_notes()
+
+from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.hf import build_model, load_hf_weights, read_hf_config
 from megatron_gdn.inference.generate import generate
 
@@ -78,12 +79,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = arguments()
-    run_megatron_on_cpu()  # does nothing on a machine with a GPU
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-
+    device = start_one_process()
     model, _ = build_model(args.hf, modules="local", parallel_output=False)
     load_hf_weights(model, args.folder)
     model.to(device)
@@ -98,8 +94,7 @@ def main() -> None:
     print(args.tokenizer.decode(tokens) if args.tokenizer else " ".join(map(str, tokens)))
     print(f"{args.count} tokens at {rate:.1f} tokens/s")
 
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    end_one_process()
 
 
 if __name__ == "__main__":

@@ -4,22 +4,19 @@ A training run with a whole model, data and checkpoints is `pretrain_hybrid.py` 
 """
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
+
+from megatron_gdn.compat.quiet import hide_import_notes
+
+hide_import_notes()  # of packages that are absent: fifteen lines
+
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.specs import gated_delta_net_spec
 
-# What every Megatron model needs: a process group (of one), parallel state, a seed.
-run_megatron_on_cpu()  # does nothing on a machine with a GPU
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-parallel_state.initialize_model_parallel()
-model_parallel_cuda_manual_seed(1234)
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = start_one_process()  # what every Megatron model needs; without a GPU on the CPU
 
 config = TransformerConfig(
     num_layers=1,
@@ -48,5 +45,4 @@ print(f"backend {layer.backend}, output {tuple(y.shape)}, gradients:")
 for name, parameter in layer.named_parameters():
     print(f"  {name:16} {tuple(parameter.shape)!s:14} {parameter.grad.norm().item():.3e}")
 
-parallel_state.destroy_model_parallel()
-dist.destroy_process_group()
+end_one_process()

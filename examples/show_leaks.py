@@ -9,19 +9,20 @@ replaced in turn; a cell is the largest change of a document's logits, over its 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib
 import torch
 
-matplotlib.use("Agg")
-sys.modules["fla"] = None  # whose kernels transformers would take, and no CPU runs
-import matplotlib.pyplot as plt  # noqa: E402
-from finetune_transformers import tiny_model  # noqa: E402
-from matplotlib.colors import LogNorm  # noqa: E402
+from megatron_gdn.compat.quiet import hide_import_notes
 
-from megatron_gdn.hf import packing_reach, patch  # noqa: E402
+matplotlib.use("Agg")
+hide_import_notes()
+import matplotlib.pyplot as plt
+from finetune_transformers import tiny_model
+from matplotlib.colors import LogNorm
+
+from megatron_gdn.hf import packing_reach, patch, plain_functions_on_cpu
 
 LENGTHS = (5, 70, 3, 1, 64, 9)
 
@@ -29,6 +30,7 @@ LENGTHS = (5, 70, 3, 1, 64, 9)
 def measured(hidden: int = 64) -> dict[str, torch.Tensor]:
     """``[N, N]`` for the model as it is and patched: row i changed, column j looked at."""
     model = tiny_model(hidden)
+    plain_functions_on_cpu(model)
     found = {"transformers": packing_reach(model, LENGTHS)}
     with patch(model):
         found["patched"] = packing_reach(model, LENGTHS)

@@ -4,6 +4,8 @@ import logging
 import os
 import warnings
 
+from megatron_gdn.compat import quiet
+
 
 def say_what_takes_time() -> None:
     """The imports take longer than a reader waits for a sign of life."""
@@ -16,9 +18,9 @@ def hide_import_notes() -> None:
 
     The run's first lines say which modules, device and precision are used instead.
     """
-    for module in ("megatron", "fla", r"torch\.distributed\.checkpoint"):
-        warnings.filterwarnings("ignore", category=UserWarning, module=module)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    quiet.hide_import_notes()
+    notes = r"torch\.distributed\.checkpoint"
+    warnings.filterwarnings("ignore", category=UserWarning, module=notes)
     # Megatron says this of every save, asynchronous or not, of saves that fail (which the run says
     # in its own words) and of every distributed optimizer.
     for name, note in (

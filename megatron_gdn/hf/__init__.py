@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         packing_leaks,
         packing_reach,
         patch,
+        plain_functions_on_cpu,
         shard_gates,
     )
 
@@ -74,6 +75,7 @@ __all__ = [
     "packing_reach",
     "parse_hf_config",
     "patch",
+    "plain_functions_on_cpu",
     "read_hf_config",
     "save_hf_weights",
     "shard_gates",

@@ -71,8 +71,8 @@ class HFView:
     Args:
         plan: the maps of the model, and the keys that repeat another.
         record: dtypes and originals of the source.
-        read_shards: a Megatron name (any of a map's ``names``, canonical first) to the shards of
-            all tensor-parallel ranks, in rank order.
+        read_shards: called with a map; returns the shards of its Megatron tensor, one of each
+            tensor-parallel rank, in rank order (or the whole tensor as the only one).
 
     Attributes:
         rounded_gates: the keys of ``A_log`` and ``dt_bias`` read so far whose values the dtype of

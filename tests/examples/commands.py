@@ -48,3 +48,22 @@ def flags_of(command: str) -> tuple[int, list[str]]:
         return int(flags[flags.index("--nproc-per-node") + 1]), flags
     sizes = [w.partition("=")[2] for w in words if w.startswith("--nproc_per_node=")]
     return int(*sizes or [1]), flags
+
+
+def blocks_of(page: Path, language: str = "") -> list[str]:
+    """The fenced blocks of a page that are written in ``language``."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [code for written_in, code in fenced if written_in == language]
+
+
+def words_of(block: str) -> list[str]:
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def launches_of(page: Path) -> dict[str, list[str]]:
+    """The flags of each whole launch of a script of Megatron-LM, by the script."""
+    found = {}
+    for words in map(words_of, (b for b in blocks_of(page) if "pretrain_" in b and "--spec" in b)):
+        (at,) = (i for i, word in enumerate(words) if word.endswith(".py"))
+        found[words[at]] = words[at + 1 :]
+    return found

@@ -1,4 +1,4 @@
-"""What the README's code does inside a rank: its launches through Megatron's own parser."""
+"""What the README's launches do inside a rank: they go through Megatron's own parser."""
 
 import contextlib
 import io
@@ -72,14 +72,3 @@ def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
         ]
         missing = sum(p.grad is None or not p.grad.isfinite().all() for p in model.parameters())
         return mixers, losses.float().mean().item(), missing
-
-
-def run_code(blocks: list[str]) -> dict[str, str]:
-    """Execute blocks one after the other; the types of the names that they leave."""
-    names: dict = {}
-    with parallel():
-        for block in blocks:
-            exec(block, names)
-    gradients = [p.grad for p in names["model"].parameters()]
-    assert all(g is not None and g.isfinite().all() for g in gradients)
-    return {name: type(value).__name__ for name, value in names.items()}

@@ -36,6 +36,8 @@ GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
 
+LAUNCH = "tests/launches/test_readme_launches.py::test_a_launch_of_the_readme_trains"
+
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {
     "make demo": IN_ORDER,
@@ -45,6 +47,7 @@ RUN_BY = {
     "make nightly": SUITE,
     "make docs": SUITE,
     "make test-gpu": GPU,
+    "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
     ".venv/bin/python examples/quickstart.py": (
         "tests/examples/test_quickstart.py"
         "::test_the_quickstart_trains_one_layer_on_packed_documents"
@@ -57,16 +60,18 @@ RUN_BY = {
     EXAMPLE.format(2) + " --resume --train-iters 800": IN_ORDER,
     EXAMPLE.format(4)
     + " --tensor-model-parallel-size 2 --sequence-parallel --linear-num-key-heads 4": IN_ORDER,
-    "python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER": HF,
-    "python -m megatron_gdn.hf flags HF_FOLDER": HF,
-    "python -m megatron_gdn.hf export MEGATRON_FOLDER NEW_FOLDER --like HF_FOLDER": HF,
-    "python -m megatron_gdn.hf compare HF_FOLDER NEW_FOLDER": HF,
+    ".venv/bin/python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER": HF,
+    ".venv/bin/python -m megatron_gdn.hf flags HF_FOLDER": HF,
+    ".venv/bin/python -m megatron_gdn.hf export MEGATRON_FOLDER NEW_FOLDER --like HF_FOLDER": HF,
+    ".venv/bin/python -m megatron_gdn.hf compare HF_FOLDER NEW_FOLDER": HF,
     EXAMPLE.format(2) + " --hf-config HF_FOLDER --context-parallel-size 1 --no-packing "
     "--pretrained-checkpoint MEGATRON_FOLDER --train-iters 3 --output-dir RUN": WAY_ROUND,
-    "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": WAY_ROUND,
-    "python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
-    "python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
-    "python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
+    ".venv/bin/python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": (
+        WAY_ROUND
+    ),
+    ".venv/bin/python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
+    ".venv/bin/python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
+    ".venv/bin/python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
     FINETUNE: DROP_IN + "over_two_ranks",
     FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
     TRAINER: "tests/hf/drop_in/test_trainer.py"
@@ -79,7 +84,7 @@ RUN_BY = {
     ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
         "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
-    "python benchmarks/loss_curves.py": (
+    ".venv/bin/python benchmarks/loss_curves.py": (
         "tests/examples/test_evidence.py"
         "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"
     ),
@@ -96,7 +101,6 @@ RUN_BY = {
     "python3 benchmarks/bench_determinism.py --out determinism.jsonl": GPU,
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
-LAUNCH = "tests/examples/test_readme.py::test_a_launch_is_parsed_built_and_trained"
 RUN_BY |= {
     command: LAUNCH
     for command in commands_of(ROOT / "README.md")

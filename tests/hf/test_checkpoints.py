@@ -1,7 +1,6 @@
 """An import is a Megatron checkpoint: real models load it, at any size, and save what exports."""
 
 import argparse
-import re
 from pathlib import Path
 
 import pytest
@@ -161,24 +160,6 @@ def test_megatrons_own_loader_takes_an_import_and_our_flags_build_its_model(
         for setting in ("experimental_attention_variant", "linear_attention_freq"):
             different.pop(setting)
     assert different == {}
-
-
-def run_readme(source: Path, target: Path) -> dict:
-    """The README's lines between ``config.json`` and a model, as they stand; what they leave."""
-    section = README.read_text().split("## Hugging Face weights")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names = {"HF_FOLDER": source, "NEW_FOLDER": target}
-    with parallel(1):
-        exec(compile(code, "README.md", "exec"), names)
-    config = names["config"]
-    return {name: getattr(config, name) for name in ("hidden_dropout", "attention_dropout")}
-
-
-def test_the_readmes_call_builds_fills_and_saves_a_model(pools, hf_folder, tmp_path):
-    folder = hf_folder("next dense layer")
-    (found,) = pools(1).run(run_readme, folder, tmp_path / "back")
-    assert found == {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    assert list(compare_folders(folder, tmp_path / "back")) == []
 
 
 def building_fails(folder: Path, **options) -> str:

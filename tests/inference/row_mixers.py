@@ -97,9 +97,7 @@ def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     return Kind("gdn", sizes.layout, PlainRule(), draw, make, train)
 
 
-def mamba2_kind(
-    heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS
-) -> Kind:
+def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS) -> Kind:
     layout = Mamba2Dims(
         hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
         state_dim=state_dim, conv_kernel_dim=taps,

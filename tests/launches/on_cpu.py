@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local --use-cpu-initialization
-    --no-gradient-accumulation-fusion --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
 """
 
 

@@ -16,7 +16,7 @@ from tests.warm_up.test_needs import CONFIG, LAUNCH
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "warm_up.md"]
-COMMAND = "python -m megatron_gdn.warm_up"
+COMMAND = ".venv/bin/python -m megatron_gdn.warm_up"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@
 | ``gates.py``, ``loading`` | ``A_log`` and ``dt_bias`` in fp32, in memory and from files       |
 | ``collator.py``           | packed batches, and a rank's share of one                         |
 | ``trainer.py``            | transformers' ``Trainer`` over context-parallel ranks             |
+| ``plain_functions.py``    | transformers' own forward on a CPU, where fla is installed        |
 | ``leaks.py``              | does a document reach another?                                    |
 
 transformers is imported where a function needs it, and not before.
@@ -26,6 +27,7 @@ from .layer import CPAwareGatedDeltaNet
 from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks, packing_reach
 from .loading import gates_in_fp32
 from .patching import Patch, patch
+from .plain_functions import plain_functions_on_cpu
 from .sources import is_indexed_packed_mask
 from .trainer import ContextParallelTrainerMixin
 
@@ -46,5 +48,6 @@ __all__ = [
     "packing_leaks",
     "packing_reach",
     "patch",
+    "plain_functions_on_cpu",
     "shard_gates",
 ]

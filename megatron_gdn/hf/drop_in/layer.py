@@ -33,6 +33,7 @@ from .gates import (
     tell_of_other_dtype,
 )
 from .place import group_of, place_of, require_agreement
+from .plain_functions import plain_functions_on_cpu
 from .projections import project
 from .sources import Sources, offsets_of
 
@@ -363,6 +364,7 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     )
     if not isinstance(module, CPAwareGatedDeltaNet):
         module.__class__ = drop_in_class(transformers_class(module))
+    plain_functions_on_cpu(module)
     tell_of_other_dtype(config)
     stored = {name: module._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
     install_ssm_gate(module)

@@ -5,11 +5,14 @@ Every document is changed in turn; what changes in the others has leaked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 SOURCES = ("position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask")
 
@@ -86,6 +89,17 @@ def packing_reach(
     return Reach(change, torch.stack([reference[:, a:b].abs().max() for a, b in spans]).cpu())
 
 
+def _found(reach: Reach, tolerance: float) -> list[Leak]:
+    change, largest = reach
+    bound = tolerance * largest.max().item()
+    return [
+        Leak(origin, into, change[origin, into].item(), largest[into].item())
+        for origin in range(len(largest))
+        for into in range(len(largest))
+        if origin != into and not change[origin, into].item() <= bound  # NaN leaks too
+    ]
+
+
 def packing_leaks(
     module: nn.Module,
     lengths: Sequence[int] = (5, 7, 4),
@@ -94,14 +108,7 @@ def packing_leaks(
     **kwargs: Any,
 ) -> list[Leak]:
     """Pairs of documents of which one reaches the other; see :func:`assert_no_packing_leak`."""
-    change, largest = packing_reach(module, lengths, **kwargs)
-    bound = tolerance * largest.max().item()
-    return [
-        Leak(origin, into, change[origin, into].item(), largest[into].item())
-        for origin in range(len(lengths))
-        for into in range(len(lengths))
-        if origin != into and not change[origin, into].item() <= bound  # NaN leaks too
-    ]
+    return _found(packing_reach(module, lengths, **kwargs), tolerance)
 
 
 def assert_no_packing_leak(
@@ -112,7 +119,7 @@ def assert_no_packing_leak(
     tolerance: float = 1e-5,
     seed: int = 0,
     **kwargs: Any,
-) -> None:
+) -> str:
     """Raise if a packed document changes the output at another one.
 
     Lays documents of random tokens (or hidden states) in one row, replaces each by another of its
@@ -131,13 +138,24 @@ def assert_no_packing_leak(
         seed: of the random documents.
         kwargs: what else the module is called with.
 
+    Returns:
+        what was found, in one line, which is logged too.
+
     Raises:
         PackingLeak: says which document reached which, and by how much.
         ValueError: fewer than two documents, an unknown source.
     """
-    found = packing_leaks(module, lengths, source=source, tolerance=tolerance, seed=seed, **kwargs)
+    reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
+    found = _found(reach, tolerance)
     if not found:
-        return
+        others = reach.change.masked_fill(torch.eye(len(lengths), dtype=torch.bool), 0)
+        line = (
+            f"{type(module).__name__}: no packed document of {tuple(lengths)} tokens, told by "
+            f"{source}, reaches another (largest change {others.max().item():.1e}, largest output "
+            f"{reach.largest.max().item():.1e})"
+        )
+        logger.info(line)
+        return line
     lines = [
         f"  document {leak.origin} changes document {leak.into} by {leak.change:.3e} "
         f"(its largest output is {leak.of:.3e})"

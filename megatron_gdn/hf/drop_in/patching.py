@@ -56,6 +56,22 @@ class Patch:
             self.undo()
             raise
 
+    def __repr__(self) -> str:
+        """What was replaced, in one line."""
+        if not self.layers:
+            return f"Patch of {type(self.model).__name__}: undone"
+        first, layer = next(iter(self.layers.items()))
+        count, options = len(self.layers), layer.drop_in.options
+        group = group_of(options.cp_mesh)
+        ranks = "one rank" if group is None else f"{group.size()} context-parallel ranks"
+        runs = "every batch runs this package's mixer"
+        if group is None and options.unpacked == "transformers":
+            runs = "packed batches run this package's mixer, others transformers' own forward"
+        return (
+            f"Patch of {type(self.model).__name__}: {count} linear-attention modules ({first} is "
+            f"the first) on {ranks}; {runs}"
+        )
+
     def undo(self) -> None:
         """Put transformers' own classes back; parameters stay the same objects.
 
@@ -206,7 +222,8 @@ def patch(
             cannot be told of packed documents here.
 
     Returns:
-        a handle with ``undo()``; also a context manager.
+        a handle with ``undo()``, also a context manager. Its ``repr`` says in one line what was
+        replaced, and so does the log.
 
     Raises:
         ValueError: a model without such modules, or one that is patched already; an option or a
@@ -225,4 +242,6 @@ def patch(
         )
     if attention is not None:
         register_gathered_attention()
-    return Patch(model, options, None if attention is None else GATHERED)
+    patched = Patch(model, options, None if attention is None else GATHERED)
+    logger.info("%s", patched)
+    return patched

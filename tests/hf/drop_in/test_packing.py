@@ -1,8 +1,5 @@
 """Packed documents are those documents alone: padding, rows, gradients, whole models."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -257,10 +254,12 @@ def test_tables_do_not_follow_the_default_device(fresh, implementation):
     assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 
-def test_the_readmes_lines_run(fresh):
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    section = readme.split("## transformers models")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    names = {"model": fresh(DENSE)}
-    exec(compile(code, "README.md", "exec"), names)
-    assert names["assert_no_packing_leak"] is assert_no_packing_leak
+def test_what_was_found_is_logged(fresh, caplog):
+    model = fresh(DENSE)
+    with caplog.at_level("INFO", "megatron_gdn"):
+        patched = patch(model, unpacked="fused")
+        said = assert_no_packing_leak(model)
+    assert repr(patched) in caplog.messages and said in caplog.messages
+    assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(patched)
+    patched.undo()
+    assert repr(patched) == f"Patch of {DENSE}: undone"

@@ -1,0 +1,43 @@
+"""Megatron in one process without torchrun: for a script, a notebook, a first try."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from .megatron_on_cpu import run_megatron_on_cpu
+
+
+def start_one_process(seed: int = 1234) -> torch.device:
+    """Set up what every Megatron model needs around it: process group, parallel state, random seed.
+
+    All parallel sizes are 1. On a machine without a GPU `run_megatron_on_cpu` is called first.
+
+    Args:
+        seed: of the random numbers that new parameters and dropout are drawn from.
+
+    Returns:
+        the device for the model and its inputs: the current GPU, else the CPU.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised already, as in a process of torchrun that
+            called ``init_process_group``.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"torch.distributed is initialised already, with {dist.get_world_size()} processes. "
+            f"start_one_process() is for a process alone; with torchrun call "
+            f"megatron.core.parallel_state.initialize_model_parallel(...) yourself."
+        )
+    run_megatron_on_cpu()
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(seed)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def end_one_process() -> None:
+    """Undo `start_one_process`, so that torch has nothing to say at the end of the script."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

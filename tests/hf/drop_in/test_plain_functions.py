@@ -1,0 +1,72 @@
+"""transformers' own forward on a CPU, in an environment that has fla: a process with its kernels.
+
+The other tests hide fla while they import transformers' models, so this one starts afresh.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.examples.launching import ROOT
+from tests.hf.drop_in.conftest import FAMILIES
+
+TOKENS = [[3, 17, 5, 60, 2, 8, 8, 41, 9]]
+NEW = 4
+# Which modules hold a family's functions.
+SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+
+IN_A_FRESH_PROCESS = """
+import importlib, sys
+import torch
+for name in {sources}:  # fla is not hidden, so transformers takes its kernels
+    importlib.import_module(f"transformers.models.{{name}}.modeling_{{name}}")
+from megatron_gdn.hf import patch, plain_functions_on_cpu
+from tests.hf.tiny_models import build
+
+tokens, found = torch.tensor({tokens}), {{}}
+for family in {families}:
+    model = build(family)
+    try:
+        model(tokens)
+        found[family, "as it is"] = "runs"
+    except Exception as error:
+        found[family, "as it is"] = str(error)
+    if {patched}:
+        patch(model)
+    else:
+        plain_functions_on_cpu(model)
+    logits = model(tokens).logits
+    logits.sum().backward()
+    found[family, "logits"] = logits.detach()
+    found[family, "gradient"] = model.model.layers[0].linear_attn.conv1d.weight.grad
+    found[family, "generated"] = model.generate(tokens, max_new_tokens={new}, do_sample=False)
+torch.save(found, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+@pytest.mark.parametrize("patched", [True, False])
+def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_path, patched):
+    """With the bits that transformers has where fla is not installed."""
+    pytest.importorskip("fla")
+    script = IN_A_FRESH_PROCESS.format(
+        sources=SOURCES, tokens=TOKENS, families=FAMILIES, patched=patched, new=NEW
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "found.pt"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found.pt")
+    for family in FAMILIES:
+        assert "0 active drivers" in found[family, "as it is"], "this law tests nothing"
+        model, tokens = fresh(family), torch.tensor(TOKENS)
+        logits = model(tokens).logits
+        logits.sum().backward()
+        gradient = model.model.layers[0].linear_attn.conv1d.weight.grad
+        generated = model.generate(tokens, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(found[family, "logits"], logits)
+        assert torch.equal(found[family, "gradient"], gradient)
+        assert torch.equal(found[family, "generated"], generated)
