@@ -12,7 +12,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from finetune_transformers import texts, tiny_model  # which hides notes of absent packages
+from finetune_transformers import texts, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
