@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetune_transformers import make_parser, parse, texts, tiny_model  # hides import notes
+from finetune_transformers import make_parser, parse, texts, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
