@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .first_derivative import first_derivative_only
 from .front.base import Front
 from .hand_over import HandOver
 from .recompute import RefilledOutput
@@ -71,7 +71,7 @@ class MixerFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
@@ -112,7 +112,7 @@ class ProjectedMixerFunction(torch.autograd.Function):
         return F.linear(mixed, out)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
         if torch.is_autocast_enabled(d_out.device.type):  # entered after the forward

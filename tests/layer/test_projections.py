@@ -130,9 +130,8 @@ def test_a_second_backward_gives_the_same_and_a_second_derivative_is_refused():
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     for one, other in zip(first, torch.autograd.grad(loss, leaves), strict=True):
         assert torch.equal(one, other)
-    (d_x,) = torch.autograd.grad(layer(x, None)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d_x.sum().backward()
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        torch.autograd.grad(layer(x, None)[0].square().sum(), x, create_graph=True)
 
 
 def doubled(forward):
