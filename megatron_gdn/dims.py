@@ -7,6 +7,7 @@ from typing import Any
 
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
+from .ops.size_error import SizeError
 from .ops.state_maps.state_map import StateShape
 
 
@@ -43,7 +44,7 @@ class GDNDims:
     def __post_init__(self) -> None:
         require_sizes(self)
         if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
+            raise SizeError(
                 f"num_value_heads={self.num_value_heads} is not a multiple of "
                 f"num_key_heads={self.num_key_heads}; every key head must serve the same number "
                 f"of value heads. Set linear_num_value_heads to a multiple of "
@@ -104,7 +105,7 @@ class GDNDims:
         """
         if ranks < 1 or self.num_key_heads % ranks:
             legal = [n for n in range(1, self.num_key_heads + 1) if self.num_key_heads % n == 0]
-            raise ValueError(
+            raise SizeError(
                 f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads "
                 f"and {self.num_value_heads} value heads evenly; use one of "
                 f"{', '.join(map(str, legal))}."
@@ -140,7 +141,7 @@ class GDNDims:
         """
         remainder = self.layout.width % alignment
         if remainder:
-            raise ValueError(
+            raise SizeError(
                 f"FP8 needs the local projection width to be a multiple of {alignment}, but it is "
                 f"{self.layout.width} (remainder {remainder}): query, key, value, z, beta and "
                 f"alpha of {self.num_key_heads} key and {self.num_value_heads} value heads. Use a "

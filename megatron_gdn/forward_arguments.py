@@ -52,7 +52,10 @@ def require_causal(
 
     Args:
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
-            or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token.
+            the same with True everywhere, which forbids a token even itself and so can only stand
+            for no mask (Megatron's own tests pass it: attention that is causal by its type does not
+            look at it); or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token. A
+            4-D mask of ones in another dtype may mean the opposite, and is refused.
         rows: b, the rows of the batch.
         tokens: S, the tokens of all ranks.
         local_positions: gives the sequence positions of the s tokens of this rank.
@@ -84,7 +87,8 @@ def require_causal(
     else:
         fits = mask.dim() == 4 and shape in ((rows, 1, local, tokens), (1, 1, local, tokens))
         future = torch.arange(tokens, device=mask.device) > positions[:, None]
-        legal = fits and mask.dtype == torch.bool and bool((mask == future).all())
+        is_bool = fits and mask.dtype == torch.bool
+        legal = is_bool and bool((mask == future).all() or mask.all())
     if not legal:
         why = "is not a causal mask" if fits else (
             f"does not fit {rows} rows of {tokens} tokens, {local} of them on this rank: it must "

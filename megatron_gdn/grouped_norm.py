@@ -12,6 +12,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
+from .module_hooks import only_waits_for_parameters
 from .ops.gated_norm.grouped import grouped_rms_norm
 from .tensor_parallel import mark_sharded
 
@@ -57,3 +58,22 @@ class GroupedRMSNorm(nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+
+_PLAIN_FORWARD = GroupedRMSNorm.forward
+
+
+def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
+    """Whether a mixer may compute ``norm`` itself, over ``groups`` groups of this rank's channels.
+
+    Not so with another class, subclasses and parametrised weights included, another ``forward``,
+    other groups, or hooks (but those of :func:`.module_hooks.wait_for_parameters`): such a module
+    is called with the recurrence's output and the gate.
+    """
+    return (
+        type(norm) is GroupedRMSNorm
+        and "forward" not in vars(norm)
+        and GroupedRMSNorm.forward is _PLAIN_FORWARD
+        and norm.groups == groups
+        and only_waits_for_parameters(norm)
+    )

@@ -273,7 +273,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         Args:
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
-            attention_mask: None or causal; the layer is causal by itself.
+            attention_mask: None or causal (True where attention is forbidden), or True everywhere,
+                Megatron's tests' "no mask"; the layer is causal by itself.
             inference_context, inference_params: go on from what this context carries instead of
                 beginning, see :func:`megatron_gdn.inference.layer.mix_inference`; no gradients.
             sequence_len_offset: not supported.

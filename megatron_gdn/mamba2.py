@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .context_parallel import LinearCpMode, Scheme, SequenceLayout
 from .forward_arguments import the_context
-from .grouped_norm import GroupedRMSNorm
+from .grouped_norm import GroupedRMSNorm, is_plain_grouped_norm
 from .inference.layer import mix_inference
 from .inference.mamba2 import mamba2_rows
 from .inference.step import RowMixer
@@ -173,7 +173,9 @@ class Mamba2Mixer(RecurrentMixer):
 
     def row_mixer(self, proj: Tensor) -> RowMixer:
         norm = None
-        if self.rmsnorm:
+        if self._norm_is_called():
+            norm = self._call_norm
+        elif self.rmsnorm:
             wait_for_parameters(self.norm)
             norm = GatedNorm(self.norm.weight, self.norm.eps)
         return mamba2_rows(
@@ -286,7 +288,8 @@ class Mamba2Mixer(RecurrentMixer):
         scheme, passage = batch.scheme, batch.passage
         convolved, bias = scheme.layout.conv_names, self.conv1d_bias
         triton = why_not_triton(proj_sBP, self.d_conv) is None
-        functions, gamma, norm_after = self._norm_for(scheme, triton)
+        called = self._norm_is_called()
+        functions, gamma, norm_after = self._norm_for(scheme, triton, called)
         mixed = mix(
             passage.open(proj_sBP),
             (
@@ -298,10 +301,13 @@ class Mamba2Mixer(RecurrentMixer):
             ),
             front=Mamba2Front(scheme.layout, self.dt_limit, triton, batch.rule.batch_invariant),
             rule=batch.rule,
-            norm=GatedNorm(gamma, self.norm.eps if self.rmsnorm else 0.0),
+            norm=None if called else GatedNorm(gamma, self.norm.eps if self.rmsnorm else 0.0),
             norm_kernels=functions,
             neighbours=passage.neighbours,
         )
+        if called:  # with all heads of a group, and the gate of this rank's tokens
+            closed = passage.close(mixed[0].flatten(2).transpose(0, 1).contiguous())
+            return self._call_norm(closed, proj_sBP)
         closed = passage.close(mixed)
         if not norm_after:
             return closed
@@ -311,13 +317,23 @@ class Mamba2Mixer(RecurrentMixer):
         )  # fmt: skip
         return by_token(norm, closed) if self.aligned else norm(closed)
 
-    def _norm_for(self, scheme: Scheme, triton: bool) -> tuple[Any, Tensor | None, bool]:
+    def _norm_is_called(self) -> bool:
+        """Whether the norm is a module to call, and not what the kernels compute."""
+        return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
+
+    def _call_norm(self, o_sBC: Tensor, proj_sBP: Tensor) -> Tensor:
+        """``norm(o, z)`` of rows ``[s, B, H V]``, as Megatron's mixer calls its own."""
+        return self.norm(o_sBC, proj_sBP[..., self.layout.columns("z")]).contiguous()
+
+    def _norm_for(
+        self, scheme: Scheme, triton: bool, called: bool
+    ) -> tuple[Any, Tensor | None, bool]:
         """What runs inside the mixer, its gamma, and whether the norm runs after the exchange.
 
         A norm needs all heads of a group. Where an exchange puts them on several ranks, only the
-        gate runs there.
+        gate runs there. With ``called`` neither runs inside.
         """
-        if not self.rmsnorm:
+        if called or not self.rmsnorm:
             return gate_then_norm(None, triton), None, False
         wait_for_parameters(self.norm)
         groups = scheme.layout.heads("group")

@@ -7,6 +7,7 @@ from typing import Any
 
 from .dims import require_sizes
 from .ops.layout import Layout, Section
+from .ops.size_error import SizeError
 from .ops.state_maps.state_map import StateShape
 
 
@@ -33,7 +34,7 @@ class Mamba2Dims:
     def __post_init__(self) -> None:
         require_sizes(self)
         if self.num_heads % self.num_groups:
-            raise ValueError(
+            raise SizeError(
                 f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}; "
                 f"every group must serve the same number of heads. Change mamba_num_heads or "
                 f"mamba_num_groups."
@@ -50,7 +51,7 @@ class Mamba2Dims:
         if heads is None:
             inner = int(expand * d_model)
             if not config.mamba_head_dim or inner % config.mamba_head_dim:
-                raise ValueError(
+                raise SizeError(
                     f"expand={expand} times d_model={d_model} gives {inner} channels, which do "
                     f"not divide into heads of mamba_head_dim={config.mamba_head_dim}. Set "
                     f"mamba_num_heads, or sizes that divide."
@@ -95,7 +96,7 @@ class Mamba2Dims:
         """
         if ranks < 1 or self.num_groups % ranks:
             legal = [n for n in range(1, self.num_groups + 1) if self.num_groups % n == 0]
-            raise ValueError(
+            raise SizeError(
                 f"tensor_model_parallel_size={ranks} cannot split {self.num_groups} groups of "
                 f"{self.num_heads} Mamba2 heads evenly; use one of {', '.join(map(str, legal))}."
             )
@@ -104,7 +105,7 @@ class Mamba2Dims:
     def check_fp8_alignment(self, alignment: int) -> None:
         """Refuse a local projection width that FP8 GEMMs cannot take."""
         if self.layout.width % alignment:
-            raise ValueError(
+            raise SizeError(
                 f"FP8 needs the local projection width to be a multiple of {alignment}, but z, x, "
                 f"B, C and dt of {self.num_heads} heads and {self.num_groups} groups have "
                 f"{self.layout.width} columns. Use a smaller tensor_model_parallel_size, or keep "

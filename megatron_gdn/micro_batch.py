@@ -230,7 +230,8 @@ class MicroBatches:
                 headwise = self._headwise(group, rule, layout)
             except ValueError as error:
                 if self._mode is LinearCpMode.HEADWISE:
-                    raise ValueError(f"{error} Or set linear_cp_mode='chunkwise'.") from None
+                    words = f"{error} Or set linear_cp_mode='chunkwise'."
+                    raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
             return _Schemes(headwise)
         # One way for maps to travel, whatever is packed: another adds in another order.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .ops import Documents, StaticDocuments
+from .ops.documents import changed_before_recomputation
 from .ops.host_tables import stream_of_tables
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def resolve_packed_seq_params(
     device once; the result is kept on ``params``, where all other layers (and recomputation)
     find it. They look whether the offsets are still the same: on the CPU by value, on a GPU by
     torch's version counter. Collectives and ``.data`` do not raise that: give every micro-batch
-    a PackedSeqParams of its own, or at least new tensors.
+    a PackedSeqParams of its own, or at least new tensors. A recomputed forward (Megatron's or
+    torch's checkpoint) has to find the boundaries of the first.
 
     Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
     before any context-parallel split. Padding stands at the end of a document's slot, where a
@@ -91,6 +93,7 @@ def resolve_packed_seq_params(
         device: where the layer runs.
 
     Raises:
+        RuntimeError: a recomputed forward finds other boundaries than the first.
         TypeError: boundaries that are not tensors.
         ValueError: another ``qkv_format``, or one that contradicts the boundaries; boundaries on
             the meta device; no boundaries, boundaries that do not start at 0, decrease or end
@@ -122,6 +125,9 @@ def resolve_packed_seq_params(
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
         return _resolve(*sources, total_tokens, device)
     documents = _resolve(*sources, total_tokens, device)
+    if known is not None and _is_recomputed() and documents.offsets != known.documents.offsets:
+        found = f"{list(documents.offsets)} after {list(known.documents.offsets)}"
+        raise RuntimeError(changed_before_recomputation(found))
     looks = tuple(_Look.at(source) for source in sources)
     known = _Resolved(params.qkv_format, looks, documents, {stream_of_tables(): documents})
     params.__dict__[_RESOLVED] = known
@@ -130,6 +136,11 @@ def resolve_packed_seq_params(
 
 def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _is_recomputed() -> bool:
+    """Whether this is a forward in a backward: a checkpoint computes it again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:
@@ -152,6 +163,7 @@ def _fitting(
             f"context-parallel ranks) on {device}; make them for these with "
             f"megatron_gdn.static_packed_seq_params."
         )
+    documents.read_by_forward(_is_recomputed())
     return documents
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .ops.first_derivative import first_derivative_only
+
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     """Mark a parameter as split over tensor-parallel ranks along dimension 0.
@@ -41,6 +43,7 @@ class _SumGradient(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, gradient: Tensor):
         # A tensor of its own, for others may hold this gradient; fp32, to round once.
         wide = torch.promote_types(gradient.dtype, torch.float32)

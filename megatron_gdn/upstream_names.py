@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .ops import (
+    Documents,
     decay_and_write_gates,
     gated_delta_rule,
     l2norm,
@@ -88,6 +89,31 @@ class UpstreamNames:
         """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
         return apply_gated_norm(self.out_norm, x, gate, summing_group(self))
 
+    def _prepare_input_for_gated_delta_rule(
+        self: GatedDeltaNet, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Cut convolved rows into heads and normalise query and key; for tools, not the forward.
+
+        Args:
+            qkv: ``[B, S, C]``, the convolved columns of this rank, or of one of the ranks that
+                share its heads.
+            gate: the output gate, ``[B, S, H, V]``.
+            gates: beta and alpha, ``[B, S, H]``.
+
+        Returns:
+            query and key ``[B, S, H, K]``, repeated for the value heads that share them (the
+            forward never does that), value ``[B, S, H, V]``, ``gate`` and ``gates``; all
+            contiguous.
+        """
+        dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
+        q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
+        q, k = (x.reshape(batch, seq_len, -1, self.key_head_dim) for x in (q, k))
+        v = v.reshape(batch, seq_len, -1, self.value_head_dim)
+        if self.use_qk_l2norm:
+            q, k = l2norm(q), l2norm(k)
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+        return tuple(x.contiguous() for x in (q, k, v, gate, *gates))
+
     def _prepare_qkv_for_gated_delta_rule(
         self: GatedDeltaNet,
         qkv: Tensor,
@@ -96,20 +122,42 @@ class UpstreamNames:
         alpha: Tensor,
         batch: int,
         seq_len: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Cut convolved rows into heads and normalise query and key; for tools, not the forward.
+    ) -> tuple[Tensor, ...]:
+        """:meth:`_prepare_input_for_gated_delta_rule` as megatron-core called it before 0.19.
 
-        Returns:
-            query and key ``[B, S, G, K]`` (not repeated for the value heads that share them),
-            value and gate ``[B, S, H, V]``, beta and alpha ``[B, S, H]``.
+        Args:
+            gate: ``[B, S, H, V]`` or ``[B, S, H * V]``.
         """
-        dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
-        q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
-        q, k = (x.reshape(batch, seq_len, -1, self.key_head_dim) for x in (q, k))
-        if self.use_qk_l2norm:
-            q, k = l2norm(q), l2norm(k)
-        v, gate = (x.reshape(batch, seq_len, -1, self.value_head_dim) for x in (v, gate))
-        return q, k, v, gate, beta, alpha
+        gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
+        return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
+
+    def _resolve_cu_seqlens(
+        self,
+        cu_seqlens_padded: Tensor | None,
+        cu_seqlens_actual: Tensor,
+        total_seq_len: int,
+        name: str,
+        cp_size: int = 1,
+    ) -> Tensor:
+        """The padded offsets of documents if there are any, else the actual ones; for tools.
+
+        The forward asks for more: where documents are cut in zigzag, for slots of ``2 * cp_size``.
+
+        Raises:
+            ValueError: they are no offsets of ``total_seq_len`` tokens, or ``cp_size`` does not
+                divide a document.
+        """
+        boundaries = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
+        try:
+            lengths = Documents.from_cu_seqlens(boundaries, total_seq_len).lengths
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if any(length % cp_size for length in lengths):
+            raise ValueError(
+                f"{name}: the documents' lengths must be divisible by cp_size={cp_size}, got "
+                f"{list(lengths)}. Pad them and give the padded offsets."
+            )
+        return boundaries
 
     def _compute_g_and_beta(
         self: GatedDeltaNet,

@@ -69,8 +69,11 @@ def share_of(name: str, whole: torch.Tensor, mixer: Mamba2Mixer) -> torch.Tensor
     return take_share(whole, dim, sections, mixer.tp_group.rank(), mixer.tp_group.size())
 
 
-def written_out(mixer: Mamba2Mixer, x, lengths) -> torch.Tensor:
-    """The whole mixer token by token in fp64, differentiable; ``lengths`` of the documents."""
+def written_out(mixer: Mamba2Mixer, x, lengths, added=None) -> torch.Tensor:
+    """The whole mixer token by token in fp64, differentiable; ``lengths`` of the documents.
+
+    ``added(y, z)`` is added to what the norm gives.
+    """
     p = {name: t.detach().clone().requires_grad_() for name, t in mixer.named_parameters()}
     layout, groups = mixer.layout, mixer.ngroups
     outputs = []
@@ -88,10 +91,12 @@ def written_out(mixer: Mamba2Mixer, x, lengths) -> torch.Tensor:
         inputs = SSDInputs(x_, B, C, dt, -p["A_log"].exp() * dt, skip)
         sequences = (len(u),) * u.shape[1]
         y, _ = token_by_token(inputs, sequences)
-        y = y.flatten(2) * F.silu(z)
+        o = y.flatten(2)
+        y = o * F.silu(z)
         if mixer.rmsnorm:
             y = y.unflatten(-1, (groups, -1))
             y = y * (y.square().mean(-1, keepdim=True) + mixer.norm.eps).rsqrt()
             y = y.flatten(2) * p["norm.weight"]
+        y = y if added is None else y + added(o, z)
         outputs.append((y @ p["out_proj.weight"].T).transpose(0, 1))
     return torch.cat(outputs), p

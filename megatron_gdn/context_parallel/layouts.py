@@ -23,6 +23,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from ..ops.size_error import SizeError
+
 
 class SequenceLayout(StrEnum):
     """How a context-parallel rank's tokens were cut from the sequence.
@@ -65,7 +67,7 @@ def check_lengths(
         wholes, what = [sum(lengths)], "packed buffer"
     for index, length in enumerate(wholes):
         if length % multiple:
-            raise ValueError(
+            raise SizeError(
                 f"{what} {index} has {length} tokens, which is not a multiple of {multiple}: the "
                 f"{layout.value!r} layout cuts it into {multiple} equal fragments for "
                 f"context_parallel_size={cp_size}. Pad it to "

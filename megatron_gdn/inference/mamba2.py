@@ -5,6 +5,7 @@ Legend: P projection width, C conv channels, W conv taps, H heads, G groups, V h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ def mamba2_rows(
     layout: Layout,
     *,
     rule: Rule,
-    norm: GatedNorm | None,
+    norm: GatedNorm | Callable[[Tensor, Tensor], Tensor] | None,
     dt_limit: tuple[float, float] = UNLIMITED,
     kernels: str = "auto",
 ) -> RowMixer:
@@ -50,7 +51,8 @@ def mamba2_rows(
         D: ``[H]`` or ``[H V]``, fp32.
         layout: rows z | x | B | C | dt.
         rule: of prefill, from :func:`megatron_gdn.ops.ssd.resolve.resolve_ssd`.
-        norm: gamma ``[H V]`` and eps of the norm over each group; None: the gate alone.
+        norm: gamma ``[H V]`` and eps of the norm over each group; or a function of o and the
+            projection rows, ``[s, B, H V]`` and ``[s, B, P]``, gate included; None: the gate alone.
         dt_limit: least and greatest time step.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``, Triton where it runs.
 
@@ -70,18 +72,22 @@ def mamba2_rows(
     widths = {section.name: section.width for section in layout.sections}
     aligned = getattr(rule, "in_steps", False)
     front = Mamba2Front(layout, dt_limit, triton, rule.batch_invariant)
-    functions = gate_then_norm(None if norm is None else layout.heads("group"), triton)
-    gamma, eps = (None, 0.0) if norm is None else norm[:2]
+    if norm is None or isinstance(norm, GatedNorm):
+        functions = gate_then_norm(None if norm is None else layout.heads("group"), triton)
+        gamma, eps = (None, 0.0) if norm is None else norm[:2]
+        finish = partial(
+            _finish, AlignedNorm(functions) if aligned else functions, gamma, eps,
+            layout.columns("z"),
+        )  # fmt: skip
+    else:
+        finish = partial(_call, norm)
     parameters = conv_weight, conv_bias, A_log, dt_bias, D
     return RowMixer(
         front=front,
         rule=rule,
         parameters=parameters,
         state=StateShape(layout.heads("head"), widths["B"], widths["x"], diagonal=True),
-        finish=partial(
-            _finish, AlignedNorm(functions) if aligned else functions, gamma, eps,
-            layout.columns("z"),
-        ),
+        finish=finish,
         step_rule=RecurrentSSD(),
         step_front=_WideFront(front),
         aligned=aligned,
@@ -106,6 +112,10 @@ def _finish(
     functions: Any, gamma: Tensor | None, eps: float, z: slice, o: Tensor, proj: Tensor
 ) -> Tensor:
     return functions.gated_norm_forward(o, proj, gamma, z, eps=eps)
+
+
+def _call(norm: Callable[[Tensor, Tensor], Tensor], o: Tensor, proj: Tensor) -> Tensor:
+    return norm(o.to(proj.dtype).flatten(2).transpose(0, 1).contiguous(), proj)
 
 
 class _WideFront(FrontAround):

@@ -126,13 +126,20 @@ class RequestPool:
         return other
 
     def copy(self, source: Request, target: Request) -> None:
-        """Let ``target`` stand where ``source`` stands, bit for bit."""
+        """Let ``target`` stand where ``source`` stands, bit for bit.
+
+        If ``target`` was in the last decode step, that step cannot be rolled back any more.
+        """
         at, to = self._slot(source), self._slot(target)
+        if at == to:
+            return
         self._require_room(target, max(seen[at] for seen in self._seen.values()), "copied")
         for key, carry in self.layers.items():
             for tensor in carry:
                 tensor[to].copy_(tensor[at])
             self._seen[key][to] = self._seen[key][at]
+        if any(target in tried for tried, _, _ in self._tried.values()):
+            self._tried.clear()
 
     def tokens_of(self, request: Request) -> int:
         """How many tokens the request has had, in the layer that had the fewest."""
@@ -211,7 +218,8 @@ class RequestPool:
         if set(self._tried) != set(self.layers):
             raise ValueError(
                 "there is no decode step to roll back: not every layer kept the carries of its "
-                "last tokens. Roll back right after a decode step that was told to keep them."
+                "last tokens, or one of its requests was copied onto since. Roll back right after "
+                "a decode step that was told to keep them, and copy then."
             )
         for tried, _, after in self._tried.values():
             if len(tried) != len(slots) or any(

@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .documents import Documents, require_one_row
 from .elementwise import sigmoid, silu
+from .first_derivative import first_derivative_only
+from .uncompiled import uncompiled
 
 
 def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:
@@ -58,7 +59,7 @@ class _CausalConv(torch.autograd.Function):
         return (silu(pre_BTC) if activation else pre_BTC).to(x_BTC.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy_BTC):
         x_BTC, weight_CW, bias_C, position_T = ctx.saved_tensors
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
@@ -118,6 +119,7 @@ def _last_inputs(x_BTC: Tensor, documents: Documents | None, taps: int) -> Tenso
     return torch.stack(last)
 
 
+@uncompiled  # Dynamo would replace the backward by one that gives x no gradient
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

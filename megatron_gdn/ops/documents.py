@@ -112,6 +112,25 @@ class Documents:
         return self.offsets[-1]
 
     @cached_property
+    def stamp(self) -> Tensor:
+        """int64 ``[N + 1]`` on the host: the offsets, which a forward saves for its backward."""
+        with torch.inference_mode(False):  # else no autograd function could save it
+            return torch.tensor(self.offsets, device="cpu")
+
+    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
+        """Called by a backward.
+
+        Args:
+            stamp: :attr:`stamp` at the time of its forward.
+            saved: likewise, as autograd gives it back: of the recomputed forward, if there is one.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        if saved is not stamp and not torch.equal(saved, stamp):
+            raise RuntimeError(changed_before_recomputation("those of another micro-batch"))
+
+    @cached_property
     def filled_offsets(self) -> tuple[int, ...]:
         """The offsets without empty documents."""
         pairs = zip(self.offsets, self.offsets[1:], strict=False)
@@ -134,6 +153,15 @@ class Documents:
         start_T = (length_N.cumsum(0) - length_N).repeat_interleave(length_N)
         position_T = torch.arange(self.total_tokens, device="cpu") - start_T
         return to_device(position_T.to(torch.int32), self.device)
+
+
+def changed_before_recomputation(found: str) -> str:
+    """The message about a recomputed forward with other boundaries than the first."""
+    return (
+        f"the boundaries of the documents changed between a forward and its recomputation in the "
+        f"backward, which found {found}. Give every micro-batch in flight a PackedSeqParams of its "
+        f"own with tensors of its own, and leave them as they are until its backward is over."
+    )
 
 
 def require_one_row(rows: int, given: str) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .layout import Layout, Section
+from .size_error import SizeError
 from .state_maps.state_map import StateShape
 
 
@@ -87,7 +88,7 @@ def require_even_groups(key_heads: int, value_heads: int) -> None:
         ValueError: names both numbers.
     """
     if value_heads % key_heads:
-        raise ValueError(
+        raise SizeError(
             f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value heads "
             f"must be a multiple of the key heads."
         )

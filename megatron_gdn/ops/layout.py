@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from .size_error import SizeError
+
 
 class Section(NamedTuple):
     """Neighbouring columns of a projection row: ``width`` columns for each head of one kind.
@@ -128,7 +130,7 @@ class Layout:
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
             held = " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
-            raise ValueError(
+            raise SizeError(
                 f"context_parallel_size={ranks} cannot share the {held} of a tensor-parallel rank "
                 f"evenly; use one of {', '.join(map(str, legal))}."
             )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .first_derivative import first_derivative_only
 from .front.base import Front
 from .hand_over import HandOver
 from .recompute import RefilledOutput
@@ -39,6 +39,7 @@ class _Kept(NamedTuple):
 
     call: Call
     rule_plan: Any
+    stamp: Tensor | None  # of the documents
     parameters: int  # how many of the saved tensors
     linked: int  # likewise: what a state link kept
 
@@ -55,7 +56,7 @@ class MixerFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor, d_z: Tensor | None = None):
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
@@ -83,8 +84,9 @@ def _forward(
     if keep:
         read = [x if save else None for save, x in zip(plan.saved, inputs, strict=True)]
         with_norm = None if eps is None else o
-        saved = (proj, gamma, with_norm, *parameters, *read, *linked, *of_rule.tensors)
-        kept = _Kept(call, of_rule.plan, len(parameters), len(linked))
+        stamp = None if neighbours.documents is None else neighbours.documents.stamp
+        saved = (stamp, proj, gamma, with_norm, *parameters, *read, *linked, *of_rule.tensors)
+        kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked))
     if eps is None:
         z = proj[..., plan.z]
         return (
@@ -114,11 +116,13 @@ def _backward(
     """
     plan, front, eps, zero_centered, *_ = kept.call
     rule, neighbours = plan.rule, plan.neighbours
-    proj, gamma, o = saved[:3]
-    a = 3 + kept.parameters
+    stamp, proj, gamma, o = saved[:4]
+    if neighbours.documents is not None:
+        neighbours.documents.require_unchanged(kept.stamp, stamp)
+    a = 4 + kept.parameters
     b = a + len(front.names)
     c = b + kept.linked
-    parameters, read, linked = saved[3:a], saved[a:b], tuple(saved[b:c])
+    parameters, read, linked = saved[4:a], saved[a:b], tuple(saved[b:c])
     of_rule = Saved(tuple(saved[c:]), kept.rule_plan)
     saved.clear()
     d_proj = proj.new_empty(proj.shape)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from .first_derivative import first_derivative_only
 
 
 class _Nothing(torch.autograd.Function):
@@ -19,7 +20,7 @@ class _Nothing(torch.autograd.Function):
         return proj.new_empty(shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, d_out: Tensor):
         return None, *(None if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
 

@@ -14,6 +14,7 @@ n chunks at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,13 @@ from torch import Tensor
 
 from .documents import Documents
 from .host_tables import require_no_capture, to_device
+
+_fills = count()
+_FILLED_AGAIN = (
+    "set_documents was called between a forward and its backward, which reads the boundaries too. "
+    "Make one set of buffers (static_packed_seq_params) for every micro-batch in flight, and fill "
+    "one again when the backward of its micro-batch is over."
+)
 
 
 class ChunkPlaces(NamedTuple):
@@ -51,12 +59,14 @@ class StaticDocuments(Documents):
     Attributes:
         boundaries: int32 ``[N + 1]``, as :meth:`fill` got them; unused entries are T.
         cu_seqlens: int32 ``[M + 1]``: the boundaries without empty documents, then T.
+        stamp: number of the latest :meth:`fill`, a tensor on the host.
         plans: what rules and schemes make of the buffers once, by a key of their own.
 
     Before the first :meth:`fill` there are as few documents as can be: one of T tokens by default.
     """
 
     boundaries: Tensor
+    stamp: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
     plans: dict[Any, Any]
 
     def __init__(
@@ -86,10 +96,13 @@ class StaticDocuments(Documents):
             device=boundaries.device, max_documents=max_documents, boundaries=boundaries, plans={},
             longest=longest, _tokens=total_tokens, _tables={},
         )  # fmt: skip
+        self._renew_stamp()
+        vars(self)["_read"] = self.stamp
 
     max_documents: int
     longest: int
     _tokens: int
+    _read: Tensor  # the stamp at the last forward that was not recomputed
     _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
@@ -97,7 +110,8 @@ class StaticDocuments(Documents):
 
         A graph that was captured with these documents reads the new boundaries at its next replay.
         Call it on the stream of the replay, or let that stream wait. A backward reads them too: one
-        ``StaticDocuments`` serves one micro-batch in flight.
+        ``StaticDocuments`` serves one micro-batch in flight. An eager backward refuses boundaries
+        that were written after its forward; a replay cannot.
 
         Args:
             cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. On the GPU
@@ -141,6 +155,7 @@ class StaticDocuments(Documents):
 
         The host reads nothing, so this can stand at the start of a captured region.
         """
+        self._renew_stamp()
         with torch.inference_mode(False), torch.no_grad():
             if check:
                 length = self.boundaries.diff()
@@ -153,6 +168,26 @@ class StaticDocuments(Documents):
             for make, tables in self._tables.values():
                 for table, now in zip(tables, make(self), strict=True):
                     table.copy_(now)
+
+    def _renew_stamp(self) -> None:
+        with torch.inference_mode(False):
+            vars(self)["stamp"] = torch.tensor(next(_fills), device="cpu")
+
+    def read_by_forward(self, recomputed: bool) -> None:
+        """Called where a forward takes these documents.
+
+        Raises:
+            RuntimeError: it is a recomputed forward, and there was a :meth:`fill` after the last
+                one that is not.
+        """
+        if not recomputed:
+            vars(self)["_read"] = self.stamp
+        elif self._read is not self.stamp:
+            raise RuntimeError(_FILLED_AGAIN)
+
+    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
+        if stamp is not self.stamp or (saved is not stamp and not torch.equal(saved, stamp)):
+            raise RuntimeError(_FILLED_AGAIN)
 
     def require(self, holds: Tensor, otherwise: str) -> None:
         """Fail with a message if a bool on the device is false; the host waits for nothing."""

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
 
+_disabled = cache(lambda function: torch.compiler.disable(function))
+
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """``torch.compiler.disable`` with the type of what it is given."""
-    return cast(F, torch.compiler.disable(function))
+    """``torch.compiler.disable``, applied in the first call under ``torch.compile``.
+
+    Applied here, it would import Dynamo with this package, which takes seconds and needs NumPy.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _disabled(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)

@@ -19,6 +19,7 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
+from megatron_gdn.hf.drop_in.exchange import RowExchange
 from megatron_gdn.init import take_share
 from tests.distributed.layer_laws import parallel_equals_one_rank
 
@@ -288,6 +289,20 @@ def the_second_derivative_goes_through() -> None:
     (grad,) = torch.autograd.grad((out**3).sum(), mine, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), mine)
     torch.testing.assert_close(second, 6 * mine.detach())
+
+
+def the_second_derivative_of_moved_rows_goes_through() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    positions = torch.arange(4 * size).view(-1, size).t()  # rank 0 holds 0, size, 2 size, ...
+    exchange = RowExchange.of(positions, dist.group.WORLD, torch.device("cpu"))
+    mine = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.arange(4.0).add(4 * rank).double()[:, None]  # of the rows that arrive
+    out = exchange.there(mine)
+    (grad,) = torch.autograd.grad((weight * out**3).sum(), mine, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), mine)
+    expected = 6 * positions[rank].double()[:, None] * mine.detach()
+    torch.testing.assert_close(second, expected)
 
 
 def head_counts_that_cannot_be_shared_are_refused() -> None:

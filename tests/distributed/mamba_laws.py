@@ -1,9 +1,11 @@
 """Run on every rank: a Mamba2 mixer whole and in parallel."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from megatron_gdn.grouped_norm import GroupedRMSNorm
 from tests.distributed import mixer_laws
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import groups_of_megatron
@@ -66,6 +68,64 @@ def _mixers(dtype=torch.float64, sizes: dict | None = None, **options) -> mixer_
         TOLERANCE,
         ("A_log", "dt_bias", "D"),
     )
+
+
+class Louder(GroupedRMSNorm):
+    """The norm and something more of what it is given."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x, gate) + more(x, gate)
+
+
+def more(x, gate):
+    return torch.tanh(x) * torch.cos(gate)
+
+
+def _replaced(norm) -> None:
+    plain = norm.forward
+    norm.forward = lambda x, gate=None: plain(x, gate) + more(x, gate)
+
+
+CHANGES = {
+    "subclass": lambda norm: setattr(norm, "__class__", Louder),
+    "forward": _replaced,
+    "hook": lambda norm: norm.register_forward_hook(lambda _, args, out: out + more(*args)),
+}
+
+
+def a_changed_norm_counts(change: str, lengths=None) -> None:
+    """What it adds is of the recurrence's output and of the gate, in fp64, with its gradients."""
+    with parallel():
+        mixer = whole_mixer(mamba_config(**FP64))
+        CHANGES[change](mixer.norm)
+        tokens, batch = (70, 2) if lengths is None else (sum(lengths), 1)
+        x = torch.randn(tokens, batch, D, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(tokens, batch, D, dtype=torch.float64)
+        expected, parameters = written_out(mixer, x, lengths or (tokens,), added=more)
+        (expected * weight).sum().backward()
+        ours = x.detach().requires_grad_()
+        y, _ = mixer(ours, packed_seq_params=None if lengths is None else thd(lengths))
+        (y * weight).sum().backward()
+        assert_close("output", y, expected, TOLERANCE)
+        assert_close("input gradient", ours.grad, x.grad, TOLERANCE)
+        for name, parameter in mixer.named_parameters():
+            assert_close(f"gradient of {name}", parameter.grad, parameters[name].grad, TOLERANCE)
+
+
+def a_changed_norm_counts_in_parallel(tp: int, cp: int, change: str, **kwargs) -> None:
+    """It gets the channels of whole groups, whatever an exchange does to their heads."""
+
+    def changed(make):
+        def build_changed(*args, **options):
+            mixer = make(*args, **options)
+            CHANGES[change](mixer.norm)
+            return mixer
+
+        return build_changed
+
+    plain = _mixers()
+    mixers = replace(plain, whole=changed(plain.whole), build=changed(plain.build))
+    mixer_laws.parallel_equals_one_rank(mixers, tp, cp, **kwargs)
 
 
 def parallel_equals_one_rank(*args, sizes=None, D_has_hdim=False, **kwargs) -> None:

@@ -83,5 +83,9 @@ def test_the_second_derivative_goes_through(pools):
     pools(2).run(laws.the_second_derivative_goes_through)
 
 
+def test_the_second_derivative_of_moved_rows_goes_through(pools):
+    pools(2).run(laws.the_second_derivative_of_moved_rows_goes_through)
+
+
 def test_head_counts_that_cannot_be_shared_are_refused(pools):
     pools(2).run(laws.head_counts_that_cannot_be_shared_are_refused)

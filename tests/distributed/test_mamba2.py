@@ -3,6 +3,8 @@
 import pytest
 
 from tests.distributed.mamba_laws import (
+    a_changed_norm_counts,
+    a_changed_norm_counts_in_parallel,
     checkpoint_law,
     mixer_equals_tokens,
     parallel_equals_one_rank,
@@ -49,6 +51,27 @@ def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
     """Headwise, a group's heads lie on two ranks: the norm runs after the exchange."""
     options = {"D_has_hdim": True} if tp == 1 else {}
     pools(4).run(parallel_equals_one_rank, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode, **options)
+
+
+@pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
+@pytest.mark.parametrize("change", ["subclass", "forward", "hook"])
+def test_a_changed_norm_counts(pools, change, lengths):
+    pools(2).run(a_changed_norm_counts, change, lengths)
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "cp", "mode"),
+    [
+        pytest.param(2, 2, 1, "auto", id="tensor parallel"),
+        pytest.param(2, 1, 2, "headwise", id="headwise"),
+        pytest.param(2, 1, 2, "chunkwise", id="chunkwise"),
+        pytest.param(4, 1, 4, "headwise", id="headwise inside a group"),
+    ],
+)
+def test_a_changed_norm_counts_in_parallel(pools, size, tp, cp, mode):
+    pools(size).run(
+        a_changed_norm_counts_in_parallel, tp, cp, "subclass", lengths=UNEQUAL, mode=mode
+    )
 
 
 def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):

@@ -161,5 +161,26 @@ def test_roll_back_of_other_requests_or_counts_is_refused():
     refuse(pool, "same requests", lambda: pool.roll_back([a, again], [0, 0]))
 
 
+def test_a_request_of_the_last_step_that_was_copied_onto_has_nothing_to_roll_back():
+    pool = make_pool(3)
+    a, b, other = (pool.allocate() for _ in range(3))
+    give(pool, [a, b, other], 6)
+
+    def step():
+        for layer in LAYERS:
+            carry = pool.read(layer, [a, b])
+            after = [Carry(*(x + n for x in carry)) for n in (1, 2)]
+            pool.write(layer, [a, b], after[-1], [2, 2], after)
+
+    step()
+    pool.copy(b, a)
+    refuse(pool, "copied onto", lambda: pool.roll_back([a, b], [0, 1]))
+    step()
+    pool.copy(a, other)  # no request of the step changes
+    pool.copy(a, a)
+    pool.roll_back([a, b], [0, 1])
+    assert pool.tokens_of(a) == 8 and pool.tokens_of(b) == 9 and pool.tokens_of(other) == 10
+
+
 def test_handles_say_where_they_are():
     assert repr(Request(2, None, make_pool())) == "Request(slot=2, tokens=None)"

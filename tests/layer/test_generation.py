@@ -58,6 +58,19 @@ def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
     torch.testing.assert_close(run(layer, x.flip(1), context, parts), whole.flip(1), **CLOSE)
 
 
+@of_both
+def test_a_changed_norm_counts_in_every_step(kind):
+    layer, x, context = make(kind)
+    with torch.no_grad():
+        plain = layer(x)[0]
+    norm = layer.out_norm if kind == "gdn" else layer.norm
+    norm.register_forward_hook(lambda module, args, out: 2 * out)
+    with torch.no_grad():
+        whole = layer(x)[0]
+    torch.testing.assert_close(whole, 2 * plain, **CLOSE)
+    torch.testing.assert_close(run(layer, x, context, (77, 1, 1, 1)), whole, **CLOSE)
+
+
 def test_a_causal_mask_passes_at_any_offset_and_another_is_refused():
     layer, x, context = make(tokens=12)
     future = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]

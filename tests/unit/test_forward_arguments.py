@@ -24,6 +24,18 @@ def test_causal_masks_pass_whole_and_as_a_context_parallel_share():
     check(torch.ones(2, 4), rows=2, positions=mine)
 
 
+def test_a_bool_mask_that_forbids_everything_stands_for_none():
+    """What Megatron's own tests pass; as 0 and 1 or as numbers to add it may mean another thing."""
+    check(torch.ones(1, 1, 8, 8, dtype=torch.bool))
+    check(torch.ones(3, 1, 8, 8, dtype=torch.bool), rows=3)
+    check(torch.ones(1, 1, 4, 8, dtype=torch.bool), positions=local_indices([8], 2, 1))
+    almost = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    almost[..., 0, 0] = False
+    for mask in (torch.ones(1, 1, 8, 8), torch.ones(1, 1, 8, 8, dtype=torch.int64), almost):
+        with pytest.raises(NotImplementedError, match="not a causal mask"):
+            check(mask)
+
+
 def test_a_mask_is_read_once():
     def positions():
         return pytest.fail("read again")

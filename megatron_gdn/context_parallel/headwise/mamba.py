@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...ops import Documents
 from ...ops.layout import Layout, Section
+from ...ops.size_error import SizeError
 from ..layouts import SequenceLayout
 from .exchange import Exchange, to_heads, to_sequence
 from .scheme import share_of_parameter
@@ -66,7 +67,7 @@ class MambaContextParallel:
         self.num_heads, self.head_dim = num_heads, head_dim
         self.n_groups, self.d_state = n_groups, d_state
         if num_heads % n_groups:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of n_groups={n_groups}.")
+            raise SizeError(f"num_heads={num_heads} is not a multiple of n_groups={n_groups}.")
         layout = Layout(
             (
                 Section("z", "head", head_dim),

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..documents import Documents
+from ..first_derivative import first_derivative_only
 from ..head_sizes import HeadSizes
 from ..norm import l2norm
 from ..rule import Rule, Saved
+from ..uncompiled import uncompiled
 from .base import RuleGrads, RuleInputs
 from .checks import check_rule_inputs
 from .chunk import torch_chunk_gated_delta_rule
@@ -43,7 +44,8 @@ def gated_delta_rule(
         S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t = scale * S_t^T q_t
 
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.)
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) A backward under ``create_graph=True``
+    is refused, since its gradients could not be differentiated again; ``"recurrent"`` has them.
 
     Args:
         query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h reads key head
@@ -107,6 +109,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
+@uncompiled  # as the chunks in plain torch
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -149,10 +152,10 @@ class _RunRule(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        *tensors, initial = ctx.saved_tensors[:6]
-        inputs, saved = RuleInputs(*tensors), Saved(ctx.saved_tensors[6:], ctx.plan)
+        q, k, v, g, beta, initial, *kept = ctx.saved_tensors  # a checkpoint gives them once
+        inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
         read = inputs._replace(
             **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
         )

@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..documents import Documents
+from ..first_derivative import first_derivative_only
 from ..fp32_matmul import full_fp32_matmul
 from ..norm import l2norm
 from ..static_documents import StaticDocuments
+from ..uncompiled import uncompiled
 from .checks import check_rule_inputs
 from .chunk_math import ChunkGrads
 from .chunk_table import ChunkTable
@@ -140,11 +141,12 @@ class _ChunkRule(torch.autograd.Function):
         return rule.forward(q, k, v, g, beta, state)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, do, dfinal):
         return *ctx.rule.backward(do, dfinal, *ctx.saved_tensors), None
 
 
+@uncompiled  # Dynamo fails on its guards, and its tables are cached by value
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -162,8 +164,8 @@ def torch_chunk_gated_delta_rule(
     """The gated delta rule in chunks, in plain torch: deterministic, and runs everywhere.
 
     Computes in fp32 (fp64 for fp64 input); sequences of any length, packed documents included.
-    The backward recomputes, so a call keeps its inputs and nothing else. Double backward is not
-    supported.
+    The backward recomputes, so a call keeps its inputs and nothing else. A second
+    derivative is refused.
 
     Args:
         chunk_size: tokens per chunk; changes rounding, speed and memory, not the result.

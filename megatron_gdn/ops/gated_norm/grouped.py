@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..elementwise import silu
+from ..first_derivative import first_derivative_only
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -45,7 +45,7 @@ class _GroupedRMSNorm(torch.autograd.Function):
         return _normalised(x.to(_wide(x)), gamma.to(_wide(x)), groups, eps).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, d_y: Tensor):
         x, gamma = ctx.saved_tensors
         wide = _wide(x)

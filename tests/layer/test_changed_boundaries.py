@@ -1,0 +1,178 @@
+"""Boundaries that are written between a forward and its backward are refused there, and boundaries
+that stay, or change between one step and the next, are not."""
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import checkpoint as megatron_checkpoint
+from megatron.core.transformer.spec_utils import build_module
+from torch.utils.checkpoint import checkpoint
+
+from megatron_gdn import set_documents, static_packed_seq_params
+from megatron_gdn.specs import gated_delta_net_spec
+from tests import mamba_mixers
+from tests.distributed.layer_laws import randomise_
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+TOKENS = 24
+FIRST, SECOND = (0, 8, 24), (0, 13, 24)
+FIXED = "set_documents was called"
+RECOMPUTED = "boundaries of the documents changed"
+
+
+def build(kind):
+    if kind == "Mamba2":
+        mixer = mamba_mixers.whole_mixer(mamba_mixers.mamba_config())
+        return lambda x, packed: mixer(x[..., : mamba_mixers.D], packed_seq_params=packed)[0]
+    options = {} if kind == "fused layer" else {"recompute_norm_out": True, "recompute_qkv": True}
+    layer = build_module(gated_delta_net_spec("local", **options), make_config(), layer_number=1)
+    randomise_(layer)
+    return lambda x, packed: layer(x, None, packed_seq_params=packed)[0]
+
+
+def rows():
+    return torch.randn(TOKENS, 1, 24, requires_grad=True)
+
+
+def ordinary():
+    offsets = torch.tensor(FIRST, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+
+
+def in_place(packed, offsets):
+    packed.cu_seqlens_q.copy_(torch.tensor(offsets))
+
+
+def by_new_tensors(packed, offsets):
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor(offsets, dtype=torch.int32)
+
+
+def fixed():
+    packed = static_packed_seq_params(TOKENS, 3, device="cpu")
+    set_documents(packed, FIRST)
+    return packed
+
+
+def plain(run, x, packed):
+    return run(x, packed)
+
+
+def checkpointed(run, x, packed):
+    return checkpoint(run, x, packed, use_reentrant=False)
+
+
+def reentrant(run, x, packed):
+    return checkpoint(run, x, packed, use_reentrant=True)
+
+
+def by_megatron(run, x, packed):
+    return megatron_checkpoint(lambda x: run(x, packed), False, x)
+
+
+def offloaded(run, x, packed):
+    with torch.autograd.graph.save_on_cpu():  # gives copies back
+        return run(x, packed)
+
+
+KINDS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules", "Mamba2"])
+LAYERS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules"])  # take buffers
+CHECKPOINTS = pytest.mark.parametrize("around", [checkpointed, reentrant, by_megatron])
+ALL = pytest.mark.parametrize("around", [plain, offloaded, checkpointed, reentrant, by_megatron])
+WRITES = pytest.mark.parametrize("write", [in_place, by_new_tensors])
+
+
+@LAYERS
+@ALL
+def test_buffers_that_are_filled_again_before_the_backward(kind, around):
+    run, packed, x = build(kind), fixed(), rows()
+    out = around(run, x, packed)
+    set_documents(packed, SECOND)
+    with pytest.raises(RuntimeError, match=FIXED):
+        out.sum().backward()
+
+
+@LAYERS
+@pytest.mark.parametrize("around", [plain, checkpointed])
+def test_two_micro_batches_in_flight_over_one_set_of_buffers(kind, around):
+    run, packed = build(kind), fixed()
+    first = around(run, rows(), packed)
+    set_documents(packed, SECOND)
+    second = around(run, rows(), packed)
+    second.sum().backward()
+    with pytest.raises(RuntimeError, match=FIXED):
+        first.sum().backward()
+
+
+@KINDS
+@CHECKPOINTS
+@WRITES
+def test_boundaries_that_change_before_the_recomputation(kind, around, write):
+    run, packed, x = build(kind), ordinary(), rows()
+    out = around(run, x, packed)
+    write(packed, SECOND)
+    with pytest.raises(RuntimeError, match=RECOMPUTED):
+        out.sum().backward()
+
+
+@KINDS
+@WRITES
+def test_boundaries_that_another_forward_has_read_before_the_recomputation(kind, write):
+    run, packed = build(kind), ordinary()
+    first = checkpointed(run, rows(), packed)
+    write(packed, SECOND)
+    checkpointed(run, rows(), packed).sum().backward()
+    with pytest.raises(RuntimeError, match=RECOMPUTED):
+        first.sum().backward()
+
+
+def step(run, around, packed, offsets) -> None:
+    """What ``packed`` gives is what new boundaries give."""
+    with torch.no_grad():
+        run(rows(), packed)  # an evaluation between
+    x = rows()
+    around(run, x, packed).square().sum().backward()
+    new, leaf = ordinary(), x.detach().requires_grad_()
+    by_new_tensors(new, offsets)
+    run(leaf, new).square().sum().backward()
+    torch.testing.assert_close(x.grad, leaf.grad)
+
+
+@KINDS
+@ALL
+@WRITES
+def test_boundaries_of_the_next_step_are_no_change(kind, around, write):
+    run, packed = build(kind), ordinary()
+    for offsets in (FIRST, SECOND, FIRST):
+        write(packed, offsets)
+        step(run, around, packed, offsets)
+
+
+@LAYERS
+@ALL
+def test_buffers_of_the_next_step_are_no_change(kind, around):
+    run, packed = build(kind), fixed()
+    for offsets in (FIRST, SECOND, FIRST):
+        set_documents(packed, offsets)
+        step(run, around, packed, offsets)
+
+
+@pytest.mark.parametrize("around", [checkpointed, reentrant, by_megatron])
+def test_the_same_boundaries_written_again_are_no_change(around):
+    run, packed, x = build("fused layer"), ordinary(), rows()
+    out = around(run, x, packed)
+    in_place(packed, FIRST)
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_what_needs_no_boundaries_again_does_not_look_at_them():
+    """Without recomputation an ordinary micro-batch keeps its own."""
+    run, packed, x = build("layer of modules"), ordinary(), rows()
+    expected = x.detach().requires_grad_()
+    run(expected, ordinary()).square().sum().backward()
+    out = run(x, packed)
+    in_place(packed, SECOND)
+    out.square().sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad)

@@ -1,0 +1,74 @@
+"""The steps that tools look up on megatron-core's layer give what its own functions give."""
+
+import pytest
+import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Upstream
+from megatron.core.ssm.gated_delta_net import common
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn import GatedDeltaNet
+from megatron_gdn.ops import l2norm
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+B, S, G, H, K, V = 2, 7, 4, 8, 8, 12  # of tests.parallel.SIZES
+
+
+def steps(width):
+    """Convolved rows, the gate and the two gate features, none of them contiguous."""
+    shapes = (width, H * V, H, H)
+    qkv, gate, beta, alpha = (torch.randn(S, B, n).transpose(0, 1) for n in shapes)
+    return qkv, gate.unflatten(-1, (H, V)), beta, alpha
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("value_heads", [8, 4], ids=["shared key heads", "one each"])
+def test_the_rules_inputs(monkeypatch, normalise, value_heads):
+    monkeypatch.setattr(common, "l2norm", l2norm)  # fla's needs a GPU
+    config = make_config(linear_num_value_heads=value_heads)
+    spec = gated_delta_net_spec("local", use_qk_l2norm=normalise)
+    layer = build_module(spec, config, layer_number=1)
+    qkv, gate, beta, alpha = steps(2 * G * K + value_heads * V)
+    gate, beta, alpha = gate[:, :, :value_heads], beta[..., :value_heads], alpha[..., :value_heads]
+    with torch._dynamo.config.patch(disable=True):
+        expected = Upstream._prepare_input_for_gated_delta_rule(layer, qkv, gate, B, S, beta, alpha)
+    assert expected[0].shape == (B, S, value_heads, K)
+    for found in (
+        layer._prepare_input_for_gated_delta_rule(qkv, gate, B, S, beta, alpha),
+        layer._prepare_qkv_for_gated_delta_rule(qkv, gate, beta, alpha, B, S),
+    ):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other) and one.is_contiguous()
+
+
+class NoLayer:
+    """Upstream's tests call the step on an object that has nothing else."""
+
+    ours, theirs = GatedDeltaNet._resolve_cu_seqlens, Upstream._resolve_cu_seqlens
+
+
+@pytest.mark.parametrize(
+    ("padded", "actual", "cp_size"),
+    [
+        ([0, 504, 1008], [0, 500, 1000], 2),
+        (None, [0, 504, 1008], 2),
+        (None, [0, 505, 1008], 1),
+        (None, [0, 1000], 1),
+        ([0, 504, 1004], [0, 500, 1000], 2),
+        (None, [0, 505, 1008], 2),
+    ],
+)
+def test_boundaries_of_an_exchange(padded, actual, cp_size):
+    padded, actual = (
+        None if x is None else torch.tensor(x, dtype=torch.int32) for x in (padded, actual)
+    )
+    arguments = padded, actual, 1008, "cu_seqlens_q", cp_size
+    try:
+        expected = NoLayer().theirs(*arguments)
+    except ValueError as error:
+        words = "does not match" if "does not match" in str(error) else "must be divisible by cp_s"
+        with pytest.raises(ValueError, match=words):
+            NoLayer().ours(*arguments)
+    else:
+        assert NoLayer().ours(*arguments) is expected
