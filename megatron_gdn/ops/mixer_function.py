@@ -117,7 +117,7 @@ def _backward(
     plan, front, eps, zero_centered, *_ = kept.call
     rule, neighbours = plan.rule, plan.neighbours
     stamp, proj, gamma, o = saved[:4]
-    if neighbours.documents is not None:
+    if neighbours.documents is not None and kept.stamp is not None:
         neighbours.documents.require_unchanged(kept.stamp, stamp)
     a = 4 + kept.parameters
     b = a + len(front.names)
