@@ -14,8 +14,8 @@ from collections.abc import Callable
 from compile_kernels import Problem
 from measure import copy_bandwidth, environment, table, time_ms, write_lines
 
-from megatron_gdn.ops.gated_norm import norm
 from megatron_gdn.ops.kernels.tiles import Block, Walk
+from megatron_gdn.ops.readout import per_head_triton as norm
 
 
 def bytes_moved(problem: Problem) -> dict[str, int]:

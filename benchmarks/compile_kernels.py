@@ -31,8 +31,8 @@ from triton.runtime.jit import JITFunction
 
 from megatron_gdn.mamba2_dims import Mamba2Dims
 from megatron_gdn.ops.front import mamba2_conv
-from megatron_gdn.ops.gated_norm.grouped_triton import TritonGateThenNorm
 from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.readout.grouped_triton import TritonGateThenNorm
 from megatron_gdn.warm_up.hopper import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 

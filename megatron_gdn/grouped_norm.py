@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from .module_hooks import only_waits_for_parameters
-from .ops.gated_norm.grouped import grouped_rms_norm
+from .ops.readout.grouped import grouped_rms_norm
 from .tensor_parallel import mark_sharded
 
 

@@ -36,8 +36,8 @@ from .observe import span
 from .ops.aligned import by_token
 from .ops.front.gdn_front import why_not_triton
 from .ops.front.mamba2 import UNLIMITED, Mamba2Front
-from .ops.gated_norm.grouped import gate_then_norm, grouped_rms_norm
 from .ops.mixer import GatedNorm, mix
+from .ops.readout.grouped import gate_then_norm, grouped_rms_norm
 from .ops.ssd.resolve import choose_ssd
 from .ops.uncompiled import uncompiled
 from .precision import require_wide_gates

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops.front.gdn_torch import convolve_rows
-from megatron_gdn.ops.gated_norm import norm_torch
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.readout import per_head as norm_torch
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.out_norm import read_norm
 from megatron_gdn.recurrent_mixer import RecurrentMixer

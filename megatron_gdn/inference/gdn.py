@@ -14,9 +14,9 @@ from torch import Tensor
 from ..ops.aligned import AlignedNorm
 from ..ops.delta_rule.step import RecurrentRule
 from ..ops.front.gdn_front import GDNFront, kernels_for
-from ..ops.gated_norm import norm_torch
 from ..ops.head_sizes import HeadSizes
 from ..ops.mixer import GatedNorm
+from ..ops.readout import per_head as norm_torch
 from ..ops.rule import Rule
 from .carry import Carry
 from .step import RowMixer

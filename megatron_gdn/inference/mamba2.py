@@ -17,9 +17,9 @@ from ..ops.documents import Documents
 from ..ops.front.base import FrontAround, Parameters
 from ..ops.front.gdn_front import why_not_triton
 from ..ops.front.mamba2 import UNLIMITED, Mamba2Front
-from ..ops.gated_norm.grouped import gate_then_norm
 from ..ops.layout import Layout
 from ..ops.mixer import GatedNorm
+from ..ops.readout.grouped import gate_then_norm
 from ..ops.rule import Rule
 from ..ops.ssd.base import SSDInputs
 from ..ops.ssd.step import RecurrentSSD

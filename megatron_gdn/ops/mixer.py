@@ -51,7 +51,7 @@ class Plan:
     Attributes:
         front: projection rows to the rule's inputs.
         rule: the recurrence.
-        norm_kernels: :mod:`.gated_norm.norm` or its plain twin.
+        norm_kernels: :mod:`.readout.per_head_triton` or its plain twin.
         neighbours: boundaries, history and states.
         again: the rule's inputs that the backward computes again instead of saving them.
         heads: with a state.
@@ -143,7 +143,7 @@ def mix(
         rule: the recurrence; one in steps (:mod:`.aligned`) takes the front and the norm with it.
         norm: the gated output norm; its gate is the layout's section ``z``. None stops before it,
             for a norm that is a module of its own.
-        norm_kernels: :mod:`.gated_norm.norm` or its plain twin.
+        norm_kernels: :mod:`.readout.per_head_triton` or its plain twin.
         neighbours: boundaries, history and states; None: every batch row is one whole sequence.
         recompute: the rule's inputs that the backward computes again instead of saving them,
             beside those that are cheap.

@@ -16,9 +16,9 @@ from ..ops.delta_rule.half import LARGEST_D_FINAL, LARGEST_D_O
 from ..ops.documents import Documents
 from ..ops.front import gdn as prepare
 from ..ops.front.history import EdgeInputs, HistoryTable
-from ..ops.gated_norm import norm
 from ..ops.head_sizes import HeadSizes
 from ..ops.kernels.builds import watch_triton_builds
+from ..ops.readout import per_head_triton as norm
 from ..ops.state_maps import chains, chains_kernels
 from .hopper import compile_triton_only
 from .tasks import Task

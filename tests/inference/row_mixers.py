@@ -17,11 +17,11 @@ from megatron_gdn.ops.aligned import AlignedRule
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.mamba2 import Mamba2Front
-from megatron_gdn.ops.gated_norm.grouped import gate_then_norm
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer, mix
 from megatron_gdn.ops.neighbours import Neighbours
+from megatron_gdn.ops.readout.grouped import gate_then_norm
 from megatron_gdn.ops.rule import Rule
 from megatron_gdn.ops.ssd.plain import PlainSSD
 

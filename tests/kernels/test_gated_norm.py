@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gated_norm import norm, norm_torch
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block
+from megatron_gdn.ops.readout import per_head as norm_torch
+from megatron_gdn.ops.readout import per_head_triton as norm
 
 from .kernel_cases import Case, assert_close
 

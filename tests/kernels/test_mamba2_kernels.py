@@ -5,9 +5,9 @@ import torch
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.mamba2 import Mamba2Front
-from megatron_gdn.ops.gated_norm.grouped import GateThenNorm
-from megatron_gdn.ops.gated_norm.grouped_triton import TritonGateThenNorm
 from megatron_gdn.ops.layout import Layout, Section
+from megatron_gdn.ops.readout.grouped import GateThenNorm
+from megatron_gdn.ops.readout.grouped_triton import TritonGateThenNorm
 from megatron_gdn.ops.ssd.base import SSDInputs
 
 from .kernel_cases import assert_close

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.ops.front.mamba2 import Mamba2Front, time_steps
-from megatron_gdn.ops.gated_norm.grouped import GateOnly, GateThenNorm, grouped_rms_norm
 from megatron_gdn.ops.layout import Layout, Section
+from megatron_gdn.ops.readout.grouped import GateOnly, GateThenNorm, grouped_rms_norm
 from megatron_gdn.ops.ssd.base import SSDInputs
 
 from .ssd.oracle import documents_of

@@ -65,8 +65,8 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
 
     from megatron_gdn.ops.delta_rule import half_kernels
     from megatron_gdn.ops.front import fused_edges, gdn
-    from megatron_gdn.ops.gated_norm import norm
     from megatron_gdn.ops.kernels import reduce
+    from megatron_gdn.ops.readout import per_head_triton as norm
     from megatron_gdn.ops.state_maps import chains_kernels
 
     watch_triton_builds()
@@ -75,7 +75,7 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
     found = [x for name, x in named if isinstance(x, JITFunction) and name.endswith("_kernel")]
     assert {kernel.__module__.rsplit(".", 1)[1] for kernel in found} == {
         "half_kernels", "fused_edges_kernels", "gdn_forward_kernels", "gdn_backward_kernels",
-        "norm_kernels", "reduce", "chains_kernels",
+        "per_head_kernels", "reduce", "chains_kernels",
     }  # fmt: skip
     assert all(hasattr(kernel._do_compile, "__wrapped__") for kernel in found)
 

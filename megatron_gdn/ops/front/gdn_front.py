@@ -131,13 +131,13 @@ def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> tuple[ModuleT
             say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
                      proj.device.type)  # fmt: skip
     if kernels == "triton":
-        from ..gated_norm import norm
+        from ..readout import per_head_triton as norm
         from . import gdn
 
         if proj.is_cuda:
             watch_triton_builds()
         return gdn, norm
-    from ..gated_norm import norm_torch
+    from ..readout import per_head as norm_torch
     from . import gdn_torch
 
     return gdn_torch, norm_torch

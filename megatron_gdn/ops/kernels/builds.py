@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MODULES = (
     "front.gdn_forward_kernels", "front.gdn_backward_kernels", "front.fused_edges_kernels",
-    "gated_norm.norm_kernels",
+    "readout.per_head_kernels",
     "delta_rule.half_kernels", "state_maps.chains_kernels", "kernels.reduce",
 )  # fmt: skip
 _QUICK = 0.5  # seconds that are not worth a word: Triton found the kernel on disk

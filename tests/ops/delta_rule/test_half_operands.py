@@ -18,10 +18,10 @@ from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.half_torch import power_exponent
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.gated_norm import norm_torch
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.ops.readout import per_head as norm_torch
 
 from .states import (
     NAMES,

@@ -1,6 +1,6 @@
 """The gated output norm over strided rows, as one launch each way (Triton).
 
-The plain-torch twin, with the same signatures, is :mod:`.norm_torch`.
+The plain-torch twin, with the same signatures, is :mod:`.per_head`.
 
 Legend: S seq, B batch, P projection width, H value heads, V value dim.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import Block, block_dim, norm_backward_tile, norm_forward_tile
-from .norm_kernels import gated_norm_backward_kernel, gated_norm_forward_kernel
+from .per_head_kernels import gated_norm_backward_kernel, gated_norm_forward_kernel
 
 
 def gated_norm_forward(
