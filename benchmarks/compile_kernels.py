@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 from megatron_gdn.mamba2_dims import Mamba2Dims
 from megatron_gdn.ops.front import mamba2_conv
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.readout.grouped_triton import TritonGateThenNorm
+from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
 from megatron_gdn.warm_up.hopper import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 
@@ -119,13 +119,13 @@ class Problem(MixerLaunches):
         )  # fmt: skip
         layout, place = dims.layout, (self.documents, batch_invariant)
         proj, weight = self.tensor(tokens, 1, layout.width), self.tensor(layout.conv_width, 1, 4)
-        bias, z = self.tensor(layout.conv_width), layout.columns("z")
-        d_proj = torch.empty_like(proj)
+        bias, d_proj = self.tensor(layout.conv_width), torch.empty_like(proj)
         made = mamba2_conv.conv_forward(proj, weight, bias, layout, *place)
         mamba2_conv.conv_backward(proj, weight, bias, layout, made, d_proj, *place)
-        functions, gamma = TritonGateThenNorm(dims.num_groups), self.tensor(dims.d_inner)
-        out = functions.gated_norm_forward(made[0], proj, gamma, z)
-        functions.gated_norm_backward(out, made[0], proj, gamma, z, d_proj)
+        readout = TritonGrouped(layout.gate_columns, groups=dims.num_groups)
+        gamma = self.tensor(dims.d_inner)
+        out = readout.forward(made[0], proj, gamma)
+        readout.backward(out, made[0], proj, gamma, d_proj)
 
 
 def loops(compilation: Compilation) -> list[Counter[str]]:

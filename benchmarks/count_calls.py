@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 # Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in.
 ARITHMETIC = (
     "ops/conv.py", "ops/norm.py", "ops/gates.py", "ops/elementwise.py", "ops/fp32_matmul.py",
-    "ops/front/gdn_torch.py", "ops/readout/per_head.py", "ops/gated_norm/norm_torch.py",
+    "ops/front/gdn_torch.py", "ops/readout/p", "ops/gated_norm/norm_torch.py",
     "ops/delta_rule/chunk", "ops/delta_rule/triangular.py", "ops/state_maps/chains_torch.py",
     "ops/head_sizes.py", "ops/layout.py",
 )  # fmt: skip

@@ -35,8 +35,9 @@ from .module_hooks import run_pre_hooks
 from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
+from .ops.front.gdn_front import why_not_triton
 from .ops.recompute import RefilledOutput
-from .out_norm import apply_gated_norm, is_plain_rms_norm, read_norm
+from .out_norm import readout_of
 from .recurrent_mixer import RecurrentMixer
 from .tensor_parallel import mark_sharded
 from .upstream_names import UpstreamNames
@@ -187,16 +188,11 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         conv, layout = self.conv1d, self.dims.layout
         run_pre_hooks(conv, lambda: proj[..., layout.conv_columns].permute(1, 2, 0))
 
-        def call_norm(o: Tensor, rows: Tensor) -> Tensor:
-            z = rows[..., layout.columns("z")].unflatten(-1, o.shape[2:]).transpose(0, 1)
-            y = apply_gated_norm(self.out_norm, o.to(rows.dtype), z)
-            return y.flatten(2).transpose(0, 1).contiguous()
-
-        plain = is_plain_rms_norm(self.out_norm)
+        rule = self.micro_batches.rule_for(proj.device, proj.dtype)
+        triton = why_not_triton(proj, conv.weight.shape[-1]) is None
         return gdn_rows(
             proj, conv.weight, conv.bias, self.A_log, self.dt_bias, self.dims.heads,
-            rule=self.micro_batches.rule_for(proj.device, proj.dtype),
-            norm=read_norm(self.out_norm, None) if plain else call_norm,
+            rule=rule, norm=readout_of(self.out_norm, None, layout, triton),
             normalise_qk=self.use_qk_l2norm,
         )  # fmt: skip
 

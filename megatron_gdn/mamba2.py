@@ -7,7 +7,7 @@ of the projection, H heads, G groups, V head dim, K state dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,8 +36,9 @@ from .observe import span
 from .ops.aligned import by_token
 from .ops.front.gdn_front import why_not_triton
 from .ops.front.mamba2 import UNLIMITED, Mamba2Front
-from .ops.mixer import GatedNorm, mix
-from .ops.readout.grouped import gate_then_norm, grouped_rms_norm
+from .ops.mixer import GatedNorm, Parts, mix
+from .ops.readout.base import Apart, Bare, Readout
+from .ops.readout.grouped import grouped, grouped_rms_norm
 from .ops.ssd.resolve import choose_ssd
 from .ops.uncompiled import uncompiled
 from .precision import require_wide_gates
@@ -174,7 +175,7 @@ class Mamba2Mixer(RecurrentMixer):
     def row_mixer(self, proj: Tensor) -> RowMixer:
         norm = None
         if self._norm_is_called():
-            norm = self._call_norm
+            norm = self._called()
         elif self.rmsnorm:
             wait_for_parameters(self.norm)
             norm = GatedNorm(self.norm.weight, self.norm.eps)
@@ -288,55 +289,57 @@ class Mamba2Mixer(RecurrentMixer):
         scheme, passage = batch.scheme, batch.passage
         convolved, bias = scheme.layout.conv_names, self.conv1d_bias
         triton = why_not_triton(proj_sBP, self.d_conv) is None
-        called = self._norm_is_called()
-        functions, gamma, norm_after = self._norm_for(scheme, triton, called)
-        mixed = mix(
-            passage.open(proj_sBP),
+        readout, gamma = self._readout_for(scheme, triton)
+        parts = Parts(
+            Mamba2Front(scheme.layout, self.dt_limit, triton, batch.rule.batch_invariant),
+            batch.rule,
+            readout,
             (
                 scheme.local(self.conv1d_weight, convolved),
                 None if bias is None else scheme.local(bias, convolved),
                 scheme.local(self.A_log),
                 scheme.local(self.dt_bias),
                 scheme.local(self.D),
+                gamma,
             ),
-            front=Mamba2Front(scheme.layout, self.dt_limit, triton, batch.rule.batch_invariant),
-            rule=batch.rule,
-            norm=None if called else GatedNorm(gamma, self.norm.eps if self.rmsnorm else 0.0),
-            norm_kernels=functions,
-            neighbours=passage.neighbours,
         )
-        if called:  # with all heads of a group, and the gate of this rank's tokens
-            closed = passage.close(mixed[0].flatten(2).transpose(0, 1).contiguous())
-            return self._call_norm(closed, proj_sBP)
-        closed = passage.close(mixed)
-        if not norm_after:
-            return closed
-        norm = partial(
-            grouped_rms_norm,
-            gamma=self.norm.weight, groups=self.ngroups_local_tp, eps=self.norm.eps,
-        )  # fmt: skip
-        return by_token(norm, closed) if self.aligned else norm(closed)
+        mixed = passage.close(mix(passage.open(proj_sBP), parts, passage.neighbours))
+        return readout.call(mixed, proj_sBP) if isinstance(readout, Apart) else mixed
 
     def _norm_is_called(self) -> bool:
         """Whether the norm is a module to call, and not what the kernels compute."""
         return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
 
-    def _call_norm(self, o_sBC: Tensor, proj_sBP: Tensor) -> Tensor:
-        """``norm(o, z)`` of rows ``[s, B, H V]``, as Megatron's mixer calls its own."""
-        return self.norm(o_sBC, proj_sBP[..., self.layout.columns("z")]).contiguous()
+    def _called(self) -> Apart:
+        """``norm(o, z)`` of rows ``[s, B, H V]``, as Megatron's mixer calls its own.
 
-    def _norm_for(
-        self, scheme: Scheme, triton: bool, called: bool
-    ) -> tuple[Any, Tensor | None, bool]:
-        """What runs inside the mixer, its gamma, and whether the norm runs after the exchange.
+        It takes all heads of a group, and the gate of this rank's tokens.
+        """
+        gate = self.layout.gate_columns
+        return Apart(
+            Bare(gate, self.nheads_local_tp),
+            lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
+            closed=True,
+        )
+
+    def _readout_for(self, scheme: Scheme, triton: bool) -> tuple[Readout | Apart, Tensor | None]:
+        """The readout, and its gamma.
 
         A norm needs all heads of a group. Where an exchange puts them on several ranks, only the
-        gate runs there. With ``called`` neither runs inside.
+        gate runs there.
         """
-        if called or not self.rmsnorm:
-            return gate_then_norm(None, triton), None, False
+        gate, groups = scheme.layout.gate_columns, scheme.layout.heads("group")
+        if not self.rmsnorm:
+            return grouped(gate, None, 0.0, triton), None
+        if self._norm_is_called():
+            called = self._called()
+            return replace(called, inside=Bare(gate, scheme.layout.state_heads)), None
         wait_for_parameters(self.norm)
-        groups = scheme.layout.heads("group")
-        if scheme.moves_rows and groups * scheme.size != self.ngroups_local_tp:
-            return gate_then_norm(None, triton), None, True
-        return gate_then_norm(groups, triton), scheme.local(self.norm.weight), False
+        if not scheme.moves_rows or groups * scheme.size == self.ngroups_local_tp:
+            return grouped(gate, groups, self.norm.eps, triton), scheme.local(self.norm.weight)
+        norm = partial(
+            grouped_rms_norm,
+            gamma=self.norm.weight, groups=self.ngroups_local_tp, eps=self.norm.eps,
+        )  # fmt: skip
+        norm = partial(by_token, norm) if self.aligned else norm
+        return Apart(grouped(gate, None, 0.0, triton), lambda u, _: norm(u), closed=True), None

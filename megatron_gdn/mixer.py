@@ -6,21 +6,21 @@ B batch, P projection width, H value heads, V value dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .micro_batch import MicroBatch
 from .module_hooks import has_hooks, run_pre_hooks
 from .observe import log_once
+from .ops.front.gdn_front import GDNFront
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
-from .ops.mixer import Plan, gated_delta_plan, require_fitting_rows
+from .ops.mixer import Parts, mix, require_fitting_rows
 from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.uncompiled import uncompiled
-from .out_norm import apply_gated_norm, plain_norm, summing_group
+from .out_norm import readout_of, summing_group
 from .precision import require_wide_gates
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class Mixer:
         conv = layer.conv1d
         if has_hooks(conv):  # before any parameter is read
             run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
-        norm_here = plain_norm(layer.out_norm, group)
         weight, bias, A_log, dt_bias = conv.weight, conv.bias, layer.A_log, layer.dt_bias
         if not A_log.dtype == dt_bias.dtype == torch.float32:
             require_wide_gates(layer)
@@ -83,50 +82,29 @@ class Mixer:
             bias = None if bias is None else scheme.local(bias, convolved)
             A_log, dt_bias = scheme.local(A_log), scheme.local(dt_bias)
         kind = weight.shape[-1], layer.use_qk_l2norm, self.recompute_qkv
-        sizes, plan = batch.held.get(kind) or self._hold(batch, kind, proj_SBP)
+        sizes, front = batch.held.get(kind) or self._hold(batch, kind, proj_SBP)
         require_fitting_rows(sizes, proj_SBP, weight)
-        mixed = plan.mix(
-            proj_SBP, (weight, bias, A_log, dt_bias), norm_here,
-            None if norm_here is None else refilled,
-        )  # fmt: skip
-
-        if isinstance(mixed, Tensor):
-            if not scheme.moves_rows:
-                return mixed, refilled
-            closed = close(mixed)
-            if refilled is not None:
-                refilled.passed_on(closed, close)  # this is what out_proj saves
-            return closed, refilled
-
-        def norm(o_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
-            y_BSHV = apply_gated_norm(layer.out_norm, o_BSHV, z_BSHV, group)
-            return y_BSHV.flatten(2).transpose(0, 1).contiguous()
-
-        if refilled is None:
-            return close(norm(*mixed)), None
-        # The norm's intermediates are dropped too, so it is called three times in all. This is not
-        # Megatron's checkpoint, which compiles a C++ extension in the first backward.
-        normed: Any = checkpoint(norm, *mixed, use_reentrant=False, preserve_rng_state=False)
-        closed = close(normed)
-        o_BSHV, z_BSHV = (x.detach() for x in mixed)
-
-        def refill(out: Tensor) -> None:
-            out.copy_(close(norm(o_BSHV, z_BSHV)))
-
-        refilled.remember(closed, refill)
+        readout, gamma = readout_of(layer.out_norm, group, scheme.layout, front.triton)
+        parts = Parts(front, batch.rule, readout, (weight, bias, A_log, dt_bias, gamma))
+        mixed = mix(proj_SBP, parts, batch.passage.neighbours, refilled)
+        if not scheme.moves_rows:
+            return mixed, refilled
+        closed = close(mixed)
+        if refilled is not None:
+            refilled.passed_on(closed, close)  # this is what out_proj saves
         return closed, refilled
 
     def _hold(
         self, batch: MicroBatch, kind: tuple[int, bool, bool], like: Tensor
-    ) -> tuple[HeadSizes, Plan]:
-        """The plan of rows ``like`` these, kept with their micro-batch."""
+    ) -> tuple[HeadSizes, GDNFront]:
+        """The front of rows ``like`` these, kept with their micro-batch."""
         taps, normalise_qk, recompute_qkv = kind
         sizes = HeadSizes.of(batch.scheme.layout)
-        plan = gated_delta_plan(
-            like, taps, sizes, batch.rule, batch.passage.neighbours, normalise_qk, recompute_qkv
+        front = GDNFront.of(
+            like, taps, sizes, batch.rule, normalise_qk=normalise_qk, recompute_qkv=recompute_qkv
         )
-        batch.held[kind] = sizes, plan
-        return sizes, plan
+        batch.held[kind] = sizes, front
+        return sizes, front
 
 
 def _conv_input(proj_SBP: Tensor, layout: Layout) -> Tensor:

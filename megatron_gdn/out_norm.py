@@ -5,6 +5,7 @@ Legend: H value heads, V value dim.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from .local_norm import TorchRMSNorm
 from .module_hooks import has_hooks, only_waits_for_parameters, wait_for_parameters
+from .ops.layout import Layout
 from .ops.mixer import GatedNorm
+from .ops.readout.base import Apart, Readout, called_per_head
+from .ops.readout.per_head import per_head
 from .tensor_parallel import gradients_summed, sum_gradient
 
 if TYPE_CHECKING:
@@ -60,6 +64,23 @@ def summing_group(layer: GatedDeltaNet) -> dist.ProcessGroup | None:
     (megatron-core 0.19's own layer does not sum there, and its norm weights drift apart.)
     """
     return None if layer.tp_size == 1 or layer.config.sequence_parallel else layer.tp_group
+
+
+def readout_of(
+    module: nn.Module, group: dist.ProcessGroup | None, layout: Layout, triton: bool
+) -> tuple[Readout | Apart, Tensor | None]:
+    """The readout of ``out_norm``, and its gamma.
+
+    Args:
+        group: sums the gradients of the norm's parameters, see :func:`sum_gradient`.
+        layout: of the rows that it reads.
+        triton: compute a plain norm in our kernels.
+    """
+    norm, gate = plain_norm(module, group), layout.gate_columns
+    if norm is not None:
+        return per_head(gate, norm.eps, norm.zero_centered, triton), norm.gamma
+    call = partial(apply_gated_norm, module, group=group)
+    return called_per_head(gate, layout.state_heads, call), None
 
 
 def plain_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm | None:

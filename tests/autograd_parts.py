@@ -34,7 +34,7 @@ class AutogradFront:
         convolved: names of the inputs that the convolution makes.
     """
 
-    cheap: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops.front.gdn_torch import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.readout import per_head as norm_torch
+from megatron_gdn.ops.mixer import Parts, mix
+from megatron_gdn.ops.readout.per_head import PerHead
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.out_norm import read_norm
 from megatron_gdn.recurrent_mixer import RecurrentMixer
@@ -133,12 +133,11 @@ class ToyMixer(RecurrentMixer):
         proj, _ = self.in_proj(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, proj)
         scheme, passage = batch.scheme, batch.passage
+        gamma, eps, zero_centered = read_norm(self.out_norm, None)
         parameters = (scheme.local(self.conv1d.weight, scheme.layout.conv_names), None,
-                      scheme.local(self.decay_bias))  # fmt: skip
+                      scheme.local(self.decay_bias), gamma)  # fmt: skip
         made = AutogradFront(scheme.layout, partial(front, scheme.layout), Inputs, ("q", "k", "v"))
-        mixed = mix(
-            passage.open(proj), parameters, front=made, rule=batch.rule,
-            norm=read_norm(self.out_norm, None), norm_kernels=norm_torch,
-            neighbours=passage.neighbours,
-        )  # fmt: skip
+        readout = PerHead(scheme.layout.gate_columns, eps=eps, zero_centered=zero_centered)
+        parts = Parts(made, batch.rule, readout, parameters)
+        mixed = mix(passage.open(proj), parts, passage.neighbours)
         return self.out_proj(passage.close(mixed))

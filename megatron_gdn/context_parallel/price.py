@@ -88,8 +88,7 @@ def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> in
         local: tokens of one rank, times batch rows.
         element_size: bytes of an activation.
     """
-    gate = inside.columns("z")
-    return (cp_size - 1) * local * (inside.width + gate.stop - gate.start) * element_size
+    return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
 
 
 def map_exchanges(

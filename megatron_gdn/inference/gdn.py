@@ -5,18 +5,18 @@ Legend: N sequences, P projection width, C conv channels, W conv taps, H value h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..ops.aligned import AlignedNorm
+from ..ops.aligned import AlignedReadout
 from ..ops.delta_rule.step import RecurrentRule
-from ..ops.front.gdn_front import GDNFront, kernels_for
+from ..ops.front.gdn_front import GDNFront
 from ..ops.head_sizes import HeadSizes
 from ..ops.mixer import GatedNorm
-from ..ops.readout import per_head as norm_torch
+from ..ops.readout.base import Apart, Readout
+from ..ops.readout.per_head import per_head
 from ..ops.rule import Rule
 from .carry import Carry
 from .step import RowMixer
@@ -31,7 +31,7 @@ def gdn_rows(
     sizes: HeadSizes,
     *,
     rule: Rule,
-    norm: GatedNorm | Callable[[Tensor, Tensor], Tensor],
+    norm: GatedNorm | tuple[Readout | Apart, Tensor | None],
     normalise_qk: bool = True,
     kernels: str = "auto",
 ) -> RowMixer:
@@ -42,47 +42,36 @@ def gdn_rows(
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         rule: of prefill, from :func:`megatron_gdn.ops.resolve_rule`.
-        norm: the gated output norm: its numbers, or a function of o and the rows as in
-            :attr:`RowMixer.finish`.
+        norm: the gated output norm: its numbers, or a readout and its gamma.
         normalise_qk, kernels: as in :func:`megatron_gdn.ops.mixer.gated_delta_mixer`.
 
     Raises:
         ValueError: a projection whose rows are not these heads.
     """
     sizes.check_projection(proj)
-    front_kernels, norm_kernels = kernels_for(proj, conv_weight.shape[-1], kernels)
-    aligned = getattr(rule, "in_steps", False)
-    if aligned:
-        norm_kernels = AlignedNorm(norm_kernels)
+    taps, aligned = conv_weight.shape[-1], getattr(rule, "in_steps", False)
+    front = GDNFront.of(proj, taps, sizes, rule, normalise_qk=normalise_qk, kernels=kernels)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    in_slots = None
-    if front_kernels.__name__.endswith(".gdn"):  # Triton's
-        in_slots = partial(_in_slots, parameters, sizes, normalise_qk)
+    in_slots = partial(_in_slots, parameters, sizes, normalise_qk) if front.triton else None
     if isinstance(norm, GatedNorm):
-        norm = partial(_gated_norm, norm, norm_kernels, sizes.layout.columns("z"))
+        gamma, eps, zero_centered = norm
+        norm = per_head(sizes.layout.gate_columns, eps, zero_centered, front.triton), gamma
+    readout, gamma = norm
+    if aligned and not isinstance(readout, Apart):
+        readout = AlignedReadout(readout)
     return RowMixer(
-        front=GDNFront(
-            sizes, front_kernels, normalise_qk, rule.operand_dtype, rule.batch_invariant
-        ),
+        front=front,
         rule=rule,
         parameters=parameters,
         state=sizes.state,
-        finish=norm,
+        finish=lambda o, rows: readout.forward(o, rows, gamma),
         step_rule=RecurrentRule(),
         # A token's q, k, v and o are few: they stay as wide as the state.
         step_front=GDNFront(
-            sizes, front_kernels, normalise_qk, torch.promote_types(proj.dtype, torch.float32)
+            sizes, front.kernels, normalise_qk, torch.promote_types(proj.dtype, torch.float32)
         ),
         aligned=aligned,
         in_slots=in_slots,
-    )
-
-
-def _gated_norm(norm: GatedNorm, kernels, z: slice, o: Tensor, proj: Tensor) -> Tensor:
-    if o.shape[1] == 0 and kernels is not norm_torch:
-        return proj.new_empty(*proj.shape[:2], z.stop - z.start)
-    return kernels.gated_norm_forward(
-        o, proj, norm.gamma, z, eps=norm.eps, zero_centered=norm.zero_centered
     )
 
 

@@ -5,21 +5,20 @@ Legend: P projection width, C conv channels, W conv taps, H heads, G groups, V h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.aligned import AlignedNorm
+from ..ops.aligned import AlignedReadout
 from ..ops.documents import Documents
 from ..ops.front.base import FrontAround, Parameters
 from ..ops.front.gdn_front import why_not_triton
 from ..ops.front.mamba2 import UNLIMITED, Mamba2Front
 from ..ops.layout import Layout
 from ..ops.mixer import GatedNorm
-from ..ops.readout.grouped import gate_then_norm
+from ..ops.readout.base import Apart, Readout
+from ..ops.readout.grouped import grouped
 from ..ops.rule import Rule
 from ..ops.ssd.base import SSDInputs
 from ..ops.ssd.step import RecurrentSSD
@@ -38,7 +37,7 @@ def mamba2_rows(
     layout: Layout,
     *,
     rule: Rule,
-    norm: GatedNorm | Callable[[Tensor, Tensor], Tensor] | None,
+    norm: GatedNorm | Readout | Apart | None,
     dt_limit: tuple[float, float] = UNLIMITED,
     kernels: str = "auto",
 ) -> RowMixer:
@@ -51,8 +50,8 @@ def mamba2_rows(
         D: ``[H]`` or ``[H V]``, fp32.
         layout: rows z | x | B | C | dt.
         rule: of prefill, from :func:`megatron_gdn.ops.ssd.resolve.resolve_ssd`.
-        norm: gamma ``[H V]`` and eps of the norm over each group; or a function of o and the
-            projection rows, ``[s, B, H V]`` and ``[s, B, P]``, gate included; None: the gate alone.
+        norm: gamma ``[H V]`` and eps of the norm over each group; or a readout without a gamma;
+            None: the gate alone.
         dt_limit: least and greatest time step.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``, Triton where it runs.
 
@@ -72,22 +71,19 @@ def mamba2_rows(
     widths = {section.name: section.width for section in layout.sections}
     aligned = getattr(rule, "in_steps", False)
     front = Mamba2Front(layout, dt_limit, triton, rule.batch_invariant)
+    gamma = None
     if norm is None or isinstance(norm, GatedNorm):
-        functions = gate_then_norm(None if norm is None else layout.heads("group"), triton)
         gamma, eps = (None, 0.0) if norm is None else norm[:2]
-        finish = partial(
-            _finish, AlignedNorm(functions) if aligned else functions, gamma, eps,
-            layout.columns("z"),
-        )  # fmt: skip
-    else:
-        finish = partial(_call, norm)
+        groups = None if norm is None else layout.heads("group")
+        norm = grouped(layout.gate_columns, groups, eps, triton)
+        norm = AlignedReadout(norm) if aligned else norm
     parameters = conv_weight, conv_bias, A_log, dt_bias, D
     return RowMixer(
         front=front,
         rule=rule,
         parameters=parameters,
         state=StateShape(layout.heads("head"), widths["B"], widths["x"], diagonal=True),
-        finish=finish,
+        finish=lambda o, rows: norm.forward(o, rows, gamma),
         step_rule=RecurrentSSD(),
         step_front=_WideFront(front),
         aligned=aligned,
@@ -106,16 +102,6 @@ def _in_slots(
     from ..ops.front.mamba2_step import mamba2_step_slots
 
     return mamba2_step_slots(rows, *parameters, *memory, slots, layout, dt_limit=dt_limit)
-
-
-def _finish(
-    functions: Any, gamma: Tensor | None, eps: float, z: slice, o: Tensor, proj: Tensor
-) -> Tensor:
-    return functions.gated_norm_forward(o, proj, gamma, z, eps=eps)
-
-
-def _call(norm: Callable[[Tensor, Tensor], Tensor], o: Tensor, proj: Tensor) -> Tensor:
-    return norm(o.to(proj.dtype).flatten(2).transpose(0, 1).contiguous(), proj)
 
 
 class _WideFront(FrontAround):

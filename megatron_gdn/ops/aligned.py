@@ -13,8 +13,7 @@ rows of a state, V columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from .delta_rule.base import in_one_row, in_rows
 from .delta_rule.plain import CHUNK, PlainRule
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
+from .readout.base import Readout
 from .rule import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
 from .state_maps.state_map import StateMap
 
@@ -172,23 +172,24 @@ class AlignedForward:
         )
 
 
-class AlignedNorm:
-    """A gated norm, one token at a time; its backward is the plain one."""
+class AlignedReadout:
+    """A readout, one token at a time; its backward is the plain one."""
 
-    def __init__(self, kernels: ModuleType) -> None:
-        self._kernels, self.gated_norm_backward = kernels, kernels.gated_norm_backward
+    reads_o: ClassVar[bool] = True
 
-    def gated_norm_forward(
-        self, o: Tensor, proj: Tensor, gamma: Tensor, z: slice, *, out: Tensor | None = None, **how
+    def __init__(self, readout: Readout) -> None:
+        self._readout, self.backward, self.gate = readout, readout.backward, readout.gate
+
+    def forward(
+        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
         """As the inner one."""
-        made = proj.new_empty(*proj.shape[:2], z.stop - z.start) if out is None else out
-        for s in range(proj.shape[0]):
-            for b in range(proj.shape[1]):
-                one, row = o[b : b + 1, s : s + 1].contiguous(), proj[s : s + 1, b : b + 1]
-                made[s, b] = self._kernels.gated_norm_forward(
-                    one, row.contiguous(), gamma, z, **how
-                )[0, 0]
+        S, B, _ = rows.shape
+        made = rows.new_empty(S, B, self.gate.stop - self.gate.start) if out is None else out
+        for s in range(S):
+            for b in range(B):
+                one, row = o[b : b + 1, s : s + 1].contiguous(), rows[s : s + 1, b : b + 1]
+                made[s, b] = self._readout.forward(one, row.contiguous(), gamma)[0, 0]
         return made
 
 

@@ -45,7 +45,7 @@ class HeadSizes(NamedTuple):
 
     @property
     def z_column(self) -> int:
-        return _layout(*self).columns("z").start
+        return _layout(*self).gate_columns.start
 
     @property
     def beta_column(self) -> int:

@@ -37,10 +37,12 @@ class Layout:
         sections: in storage order. Those that go through the convolution are neighbours.
         counts: ``(kind, number)`` of heads. The first kind has one recurrent state per head; heads
             of another kind serve equal numbers of them, neighbours with neighbours.
+        gate: the section that gates the readout, as wide as a row for out_proj.
     """
 
     sections: tuple[Section, ...]
     counts: tuple[tuple[str, int], ...]
+    gate: str = "z"
 
     def __post_init__(self) -> None:
         convolved = [section.conv for section in self.sections]
@@ -79,6 +81,16 @@ class Layout:
     def columns(self, name: str) -> slice:
         """Where a section lies in a row."""
         return self._columns[name]
+
+    @cached_property
+    def gate_columns(self) -> slice:
+        """Where the gate lies in a row."""
+        return self.columns(self.gate)
+
+    @cached_property
+    def mixed_width(self) -> int:
+        """Columns of a row for out_proj."""
+        return self.gate_columns.stop - self.gate_columns.start
 
     @cached_property
     def _convolved(self) -> list[int]:

@@ -1,6 +1,6 @@
 """The mixer of a batch without tokens, so that kernels and rules never get an empty batch.
 
-Legend: S seq, B batch, P projection width, H value heads, V value dim.
+Legend: S seq, B batch, P projection width.
 """
 
 from __future__ import annotations
@@ -25,18 +25,9 @@ class _Nothing(torch.autograd.Function):
         return None, *(None if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
-def mix_no_tokens(
-    proj: Tensor, *parameters: Tensor | None, z: slice, heads: int, with_norm: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What :func:`.mixer.mix` returns for a ``proj`` with S or B zero.
-
-    ``z`` are the gate's columns, of ``heads`` heads.
+def mix_no_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
+    """``[S, B, width]`` for rows with S or B zero.
 
     The parameters are inputs, so that they get gradients on this rank as on any other.
     """
-    S, B, _ = proj.shape
-    width = z.stop - z.start
-    if with_norm:
-        return _Nothing.apply((S, B, width), proj, *parameters)
-    o = _Nothing.apply((B, S, heads, width // heads), proj, *parameters)
-    return o, proj[..., z].unflatten(-1, (heads, -1)).transpose(0, 1)
+    return _Nothing.apply((*rows.shape[:2], width), rows, *parameters)

@@ -18,7 +18,7 @@ from ..ops.front import gdn as prepare
 from ..ops.front.history import EdgeInputs, HistoryTable
 from ..ops.head_sizes import HeadSizes
 from ..ops.kernels.builds import watch_triton_builds
-from ..ops.readout import per_head_triton as norm
+from ..ops.readout.per_head_triton import TritonPerHead
 from ..ops.state_maps import chains, chains_kernels
 from .hopper import compile_triton_only
 from .tasks import Task
@@ -71,7 +71,8 @@ class MixerLaunches:
         self.grads += [normal(B, S, H, dtype=torch.float32) for _ in range(2)]
         self.factor = normal(H, dtype=torch.float32) if self.half else None
         self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
-        self.gamma, self.z, self.key_heads = normal(V), sizes.layout.columns("z"), G
+        self.gamma, self.key_heads = normal(V), G
+        self.readout = TritonPerHead(sizes.layout.gate_columns)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, device=self.device)
@@ -111,12 +112,10 @@ class MixerLaunches:
         begun.add(self.d_proj, begun.d_history[:past], of_parameters)
 
     def norm_forward(self) -> None:
-        norm.gated_norm_forward(self.o, self.proj, self.gamma, self.z)
+        self.readout.forward(self.o, self.proj, self.gamma)
 
     def norm_backward(self, **options) -> None:
-        norm.gated_norm_backward(
-            self.d_out, self.o, self.proj, self.gamma, self.z, self.d_proj, **options
-        )
+        self.readout.backward(self.d_out, self.o, self.proj, self.gamma, self.d_proj, **options)
 
     def norms(self, **_options) -> None:
         self.norm_forward()

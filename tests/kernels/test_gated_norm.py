@@ -1,4 +1,4 @@
-"""The gated norm kernels against their plain-torch twin in fp64."""
+"""The kernels of the readout per head against their plain twin in fp64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block
-from megatron_gdn.ops.readout import per_head as norm_torch
-from megatron_gdn.ops.readout import per_head_triton as norm
+from megatron_gdn.ops.readout.per_head import PerHead
+from megatron_gdn.ops.readout.per_head_triton import TritonPerHead
 
 from .kernel_cases import Case, assert_close
 
@@ -31,71 +31,70 @@ def case(request, device):
     return case
 
 
-def z_of(case) -> slice:
-    """The gate's columns in a row."""
-    return case.sizes.layout.columns("z")
+def readouts(case, **options):
+    """On the kernels, and in plain torch."""
+    gate = case.sizes.layout.gate_columns
+    return TritonPerHead(gate, **options), PerHead(gate, **options)
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_forward_equals_the_twin(case, zero_centered):
-    got = norm.gated_norm_forward(
-        case.o, case.proj, case.gamma, z_of(case), zero_centered=zero_centered
-    )
+of_every_kind = pytest.mark.parametrize(
+    "options",
+    [{}, {"zero_centered": True}, {"activation": "sigmoid"}],
+    ids=["False", "True", "sigmoid"],
+)
+
+
+@of_every_kind
+def test_forward_equals_the_twin(case, options):
+    ours, plain = readouts(case, **options)
+    got = ours.forward(case.o, case.proj, case.gamma)
     twin = case.double()
-    exact = norm_torch.gated_norm_forward(
-        case.o.double(), twin.proj, twin.gamma, z_of(case), zero_centered=zero_centered
-    )
     assert got.is_contiguous()
-    assert_close("out", got, exact)
+    assert_close("out", got, plain.forward(case.o.double(), twin.proj, twin.gamma))
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
+@of_every_kind
 @pytest.mark.parametrize("tile", [None, Block(16, 3, 4)], ids=["table", "small"])
-def test_every_gradient_equals_autograd_through_the_twin(case, zero_centered, tile):
+def test_every_gradient_equals_autograd_through_the_twin(case, options, tile):
+    ours, plain = readouts(case, **options)
     d_proj = torch.full_like(case.proj, float("nan"))
-    d_o, d_gamma = norm.gated_norm_backward(
-        case.d_out, case.o, case.proj, case.gamma, z_of(case), d_proj,
-        zero_centered=zero_centered, tile=tile,
-    )  # fmt: skip
+    d_o, d_gamma = ours.backward(case.d_out, case.o, case.proj, case.gamma, d_proj, tile=tile)
     twin = case.double()
     exact_d_proj = torch.full_like(twin.proj, float("nan"))
-    exact_o, exact_gamma = norm_torch.gated_norm_backward(
-        case.d_out.double(), case.o.double(), twin.proj, twin.gamma, z_of(case), exact_d_proj,
-        zero_centered=zero_centered,
-    )  # fmt: skip
+    exact_o, exact_gamma = plain.backward(
+        case.d_out.double(), case.o.double(), twin.proj, twin.gamma, exact_d_proj
+    )
     assert_close("d_o", d_o, exact_o)
     assert_close("d_gamma", d_gamma, exact_gamma)
-    section = slice(case.sizes.z_column, case.sizes.beta_column)
-    assert_close("d_z", d_proj[..., section], exact_d_proj[..., section])
-    d_proj[..., section] = float("nan")
+    gate = ours.gate
+    assert_close("d_z", d_proj[..., gate], exact_d_proj[..., gate])
+    d_proj[..., gate] = float("nan")
     assert d_proj.isnan().all(), "only z's columns are the norm's to write"
 
 
 def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
     case = Case(device, S=3)
+    ours, _ = readouts(case)
     o = torch.zeros(1, 3, case.sizes.value_heads, case.sizes.value_dim, device=device)
-    out = norm.gated_norm_forward(o, case.proj, case.gamma, z_of(case))
+    out = ours.forward(o, case.proj, case.gamma)
     d_proj = torch.zeros_like(case.proj)
-    d_o, d_gamma = norm.gated_norm_backward(
-        torch.ones_like(out), o, case.proj, case.gamma, z_of(case), d_proj
-    )
+    d_o, d_gamma = ours.backward(torch.ones_like(out), o, case.proj, case.gamma, d_proj)
     assert (out == 0).all() and (d_proj == 0).all() and (d_gamma == 0).all()
     assert d_o.isfinite().all()
 
 
-@pytest.mark.parametrize("module", [norm, norm_torch], ids=["triton", "torch"])
-def test_o_may_have_another_dtype_than_the_projection(case, module):
+@pytest.mark.parametrize("which", [0, 1], ids=["triton", "torch"])
+def test_o_may_have_another_dtype_than_the_projection(case, which):
     """The result and the gradient of o have the projection's and its accuracy: nothing is fp16."""
 
-    def run(module, case, o, d_out):
+    def run(readout, case, o, d_out):
         d_proj = torch.zeros_like(case.proj)
-        common = (case.proj, case.gamma, z_of(case))
-        backward = module.gated_norm_backward(d_out, o, *common, d_proj)
-        return [module.gated_norm_forward(o, *common), *backward, d_proj]
+        backward = readout.backward(d_out, o, case.proj, case.gamma, d_proj)
+        return [readout.forward(o, case.proj, case.gamma), *backward, d_proj]
 
     half = case.o.half()
-    got = run(module, case, half, case.d_out)
-    exact = run(norm_torch, case.double(), half.double(), case.d_out.double())
+    got = run(readouts(case)[which], case, half, case.d_out)
+    exact = run(readouts(case)[1], case.double(), half.double(), case.d_out.double())
     for name, a, b in zip(("out", "d_o", "d_gamma", "d_proj"), got, exact, strict=True):
         assert a.dtype == torch.float32, name
         assert_close(name, a, b)

@@ -6,8 +6,8 @@ import torch
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.mamba2 import Mamba2Front
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.readout.grouped import GateThenNorm
-from megatron_gdn.ops.readout.grouped_triton import TritonGateThenNorm
+from megatron_gdn.ops.readout.grouped import Grouped
+from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
 from megatron_gdn.ops.ssd.base import SSDInputs
 
 from .kernel_cases import assert_close
@@ -79,19 +79,20 @@ def test_front_equals_its_twin(shape, device):
                 assert_close("parameter", a, b)
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("S", "B", "sizes"), [(9, 2, (4, 2, 6, 4)), (5, 1, (3, 1, 7, 4))])
-def test_grouped_norm_equals_its_twin(S, B, sizes, device):
+def test_grouped_norm_equals_its_twin(S, B, sizes, activation, device):
     layout, proj, _, normal = case(device, S, B, sizes)
-    (H, G, V, _), z = sizes, layout.columns("z")
+    (H, G, V, _), z = sizes, layout.gate_columns
     o, gamma, d_out = normal(B, S, H, V), normal(H * V), normal(S, B, H * V + 8)[..., : H * V]
-    norm, twin = TritonGateThenNorm(G), GateThenNorm(G)
+    norm, twin = TritonGrouped(z, activation, G), Grouped(z, activation, G)
     wide = double((o, proj, gamma))
-    exact = twin.gated_norm_forward(*wide, z)
-    assert_close("out", norm.gated_norm_forward(o, proj, gamma, z), exact)
+    exact = twin.forward(*wide)
+    assert_close("out", norm.forward(o, proj, gamma), exact)
     d_proj = torch.full_like(proj, float("nan"))
     exact_d = torch.zeros_like(wide[1])
-    got = norm.gated_norm_backward(d_out, o, proj, gamma, z, d_proj)
-    expected = twin.gated_norm_backward(d_out.double(), *wide, z, exact_d)
+    got = norm.backward(d_out, o, proj, gamma, d_proj)
+    expected = twin.backward(d_out.double(), *wide, exact_d)
     for name, a, b in zip(("d_o", "d_gamma"), got, expected, strict=True):
         assert_close(name, a, b)
     assert_close("d_z", d_proj[..., z], exact_d[..., z])

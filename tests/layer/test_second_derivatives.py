@@ -78,9 +78,7 @@ def operation(name):
         case "sum over ranks":
             return lambda x: 3 * sum_gradient(x, dist.group.WORLD), torch.randn(5)
         case "no tokens":
-            return lambda x: mix_no_tokens(x, z=slice(0, 4), heads=2, with_norm=True), torch.randn(
-                0, 1, 8
-            )
+            return lambda x: mix_no_tokens(x, width=4), torch.randn(0, 1, 8)
     raise AssertionError(name)
 
 

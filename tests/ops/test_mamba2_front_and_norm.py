@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron_gdn.ops.front.mamba2 import Mamba2Front, time_steps
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.readout.grouped import GateOnly, GateThenNorm, grouped_rms_norm
+from megatron_gdn.ops.readout.grouped import GateOnly, Grouped, grouped_rms_norm
 from megatron_gdn.ops.ssd.base import SSDInputs
 
 from .ssd.oracle import documents_of
@@ -88,37 +88,40 @@ def test_extreme_time_steps_give_a_decay_of_zero_and_no_nan():
     assert raw.grad.isfinite().all() and A_log.grad.isfinite().all()
 
 
-def gate_then_norm(o, proj, gamma, groups, eps=1e-5):
-    u = o.flatten(2).transpose(0, 1) * F.silu(proj[..., LAYOUT.columns("z")])
+ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def gate_then_norm(o, proj, gamma, groups, eps=1e-5, act=F.silu):
+    u = o.flatten(2).transpose(0, 1) * act(proj[..., LAYOUT.gate_columns])
     u = u.unflatten(-1, (groups, -1))
     return (u / (u.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * gamma
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_gate_comes_before_the_norm_of_each_group(groups):
+def test_the_gate_comes_before_the_norm_of_each_group(groups, activation):
     torch.manual_seed(0)
     o = torch.randn(2, 6, H, V, dtype=torch.float64)
     proj, gamma = torch.randn(6, 2, LAYOUT.width).double(), torch.randn(H * V).double()
-    z = LAYOUT.columns("z")
     leaves = [x.clone().requires_grad_() for x in (o, proj, gamma)]
-    expected = gate_then_norm(*leaves, groups)
-    norm = GateThenNorm(groups)
-    torch.testing.assert_close(norm.gated_norm_forward(o, proj, gamma, z), expected.detach())
-    apart = grouped_rms_norm(GateOnly().gated_norm_forward(o, proj, None, z), gamma, groups)
+    expected = gate_then_norm(*leaves, groups, act=ACTIVATIONS[activation])
+    norm = Grouped(LAYOUT.gate_columns, activation, groups)
+    gate = GateOnly(LAYOUT.gate_columns, activation)
+    torch.testing.assert_close(norm.forward(o, proj, gamma), expected.detach())
+    apart = grouped_rms_norm(gate.forward(o, proj, None), gamma, groups)
     torch.testing.assert_close(apart, expected.detach())
     d_out = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, leaves, d_out)
     d_proj = torch.zeros_like(proj)
-    d_o, d_gamma = norm.gated_norm_backward(d_out, o, proj, gamma, z, d_proj)
+    d_o, d_gamma = norm.backward(d_out, o, proj, gamma, d_proj)
     for a, b in zip((d_o, d_proj, d_gamma), wanted, strict=True):
         torch.testing.assert_close(a, b)
     # The two halves, through autograd and by hand.
-    gate = GateOnly()
-    u = gate.gated_norm_forward(o, proj, None, z).requires_grad_()
+    u = gate.forward(o, proj, None).requires_grad_()
     leaf = gamma.clone().requires_grad_()
     d_u, d_gamma = torch.autograd.grad(grouped_rms_norm(u, leaf, groups), (u, leaf), d_out)
     d_proj.zero_()
-    d_o, nothing = gate.gated_norm_backward(d_u, o, proj, None, z, d_proj)
+    d_o, nothing = gate.backward(d_u, o, proj, None, d_proj)
     assert nothing is None
     for a, b in zip((d_o, d_proj, d_gamma), wanted, strict=True):
         torch.testing.assert_close(a, b)

@@ -60,8 +60,7 @@ class Headwise:
         assert self._proj.widths == self.layout.widths
         shares = zip(layout.widths, layout.copies(self.size), strict=True)
         self._share_of = dict(zip(layout.names, shares, strict=True))
-        gate = layout.columns("z")
-        self._mixed = HeadShares.even(self.size, (gate.stop - gate.start,))
+        self._mixed = HeadShares.even(self.size, (layout.mixed_width,))
         self._group, self._sequence_layout = group, sequence_layout
         self._rank = group.rank()
         self._of_parameters: dict[Any, tuple[HeadShares, tuple[int, int] | None]] = {}

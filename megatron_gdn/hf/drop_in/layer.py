@@ -19,9 +19,12 @@ from ...dims import GDNDims
 from ...micro_batch import MicroBatches
 from ...module_hooks import run_pre_hooks
 from ...ops.delta_rule.resolve import choose_rule
+from ...ops.front.gdn_front import GDNFront
 from ...ops.head_sizes import HeadSizes
 from ...ops.layout import Layout
-from ...ops.mixer import GatedNorm, gated_delta_mixer
+from ...ops.mixer import Parts, mix, require_fitting_rows
+from ...ops.readout.base import Apart, Readout, called_per_head
+from ...ops.readout.per_head import per_head
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
 from .families import class_for_config, is_plain_gated_norm, transformers_class
@@ -245,25 +248,27 @@ class CPAwareGatedDeltaNet(nn.Module):
         layout, convolved = scheme.layout, scheme.layout.conv_names
         rows = batch.passage.open(proj_TBP)
         run_pre_hooks(self.conv1d, lambda: _conv_input(rows, layout))
-        fused = is_plain_gated_norm(norm)
-        bias = self.conv1d.bias
-        mixed = gated_delta_mixer(
-            rows,
-            scheme.local(self.conv1d.weight, convolved),
-            None if bias is None else scheme.local(bias, convolved),
-            scheme.local(A_log),
-            scheme.local(dt_bias),
-            HeadSizes.of(layout),
-            rule=batch.rule,
-            norm=GatedNorm(norm.weight, norm.variance_epsilon) if fused else None,
-            neighbours=batch.passage.neighbours,
+        bias, sizes = self.conv1d.bias, HeadSizes.of(layout)
+        weight = scheme.local(self.conv1d.weight, convolved)
+        front = GDNFront.of(
+            rows, weight.shape[-1], sizes, batch.rule,
             recompute_qkv=self.drop_in.options.recompute_qkv,
+        )  # fmt: skip
+        readout, gamma = _readout_of(norm, layout, front.triton)
+        require_fitting_rows(sizes, rows, weight)
+        parts = Parts(
+            front,
+            batch.rule,
+            readout,
+            (
+                weight,
+                None if bias is None else scheme.local(bias, convolved),
+                scheme.local(A_log),
+                scheme.local(dt_bias),
+                gamma,
+            ),
         )
-        if not fused:
-            o, z = mixed
-            normed = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1]))
-            mixed = normed.view(o.shape).flatten(2).transpose(0, 1).contiguous()
-        return batch.passage.close(mixed)
+        return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         if HOLDER_NAME in self._modules:
@@ -274,6 +279,18 @@ class CPAwareGatedDeltaNet(nn.Module):
 def _conv_input(rows_TBP: Tensor, layout: Layout) -> Tensor:
     """``[B, C, T]``, what a call of conv1d would be given."""
     return rows_TBP.detach()[..., layout.conv_columns].permute(1, 2, 0)
+
+
+def _readout_of(norm: Any, layout: Layout, triton: bool) -> tuple[Readout | Apart, Tensor | None]:
+    """The readout of a module's norm, and its gamma."""
+    gate, heads = layout.gate_columns, layout.state_heads
+    if is_plain_gated_norm(norm):
+        return per_head(gate, norm.variance_epsilon, False, triton), norm.weight
+
+    def call(o: Tensor, z: Tensor) -> Tensor:
+        return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
+
+    return called_per_head(gate, heads, call), None
 
 
 def resolve_call(

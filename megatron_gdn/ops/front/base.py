@@ -25,7 +25,8 @@ class Front(Protocol):
         names: of the rule's inputs that :meth:`forward` makes, in order.
         convolved: those that the convolution makes, ``[B, S, heads, width]`` each. Their first
             W - 1 tokens of a sequence depend on its history.
-        cheap: those that the mixer computes again in the backward instead of saving them.
+        again: those that the mixer computes again in the backward instead of saving them,
+            neighbours in :attr:`names`.
     """
 
     @property
@@ -35,7 +36,7 @@ class Front(Protocol):
     @property
     def convolved(self) -> tuple[str, ...]: ...
     @property
-    def cheap(self) -> tuple[str, ...]: ...
+    def again(self) -> tuple[str, ...]: ...
 
     def forward(
         self,
@@ -78,7 +79,7 @@ class FrontAround:
 
     def __init__(self, front: Front) -> None:
         self.layout, self.names = front.layout, front.names
-        self.convolved, self.cheap = front.convolved, front.cheap
+        self.convolved, self.again = front.convolved, front.again
         self._front = front
 
     def backward(

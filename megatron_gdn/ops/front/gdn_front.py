@@ -23,6 +23,7 @@ from ..head_sizes import HeadSizes
 from ..kernels.builds import watch_triton_builds
 from ..layout import Layout
 from ..once import say_once
+from ..rule import Rule
 from .base import Parameters
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class GDNFront:
         normalise_qk: scale q and k to unit length.
         dtype: of q, k and v; None is the projection's.
         batch_invariant: the bits of a packed document do not depend on where it lies.
+        again: inputs that the backward computes again. Of q, k and v, computing q again costs the
+            least per byte that it frees.
     """
 
     sizes: HeadSizes
@@ -55,15 +58,46 @@ class GDNFront:
     normalise_qk: bool = True
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
+    again: tuple[str, ...] = ("q",)
 
     names = RuleInputs._fields
     convolved = ("q", "k", "v")
-    # Of q, k and v, computing q again costs the least per byte that it frees.
-    cheap = ("q",)
+
+    @classmethod
+    def of(
+        cls,
+        rows: Tensor,
+        taps: int,
+        sizes: HeadSizes,
+        rule: Rule,
+        *,
+        normalise_qk: bool = True,
+        recompute_qkv: bool = False,
+        kernels: str = "auto",
+    ) -> GDNFront:
+        """The front of rows like these (device, dtype) for ``rule``.
+
+        Raises:
+            ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
+        """
+        if rule.operand_dtype is not None and not normalise_qk:
+            raise ValueError(
+                f"this rule takes q and k in {rule.operand_dtype}, whose range they may leave "
+                f"without unit length; tell resolve_rule normalise_qk=False too, or choose "
+                f"operands='bf16'."
+            )
+        return cls(
+            sizes, kernels_for(rows, taps, kernels), normalise_qk, rule.operand_dtype,
+            rule.batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
+        )  # fmt: skip
 
     @property
     def layout(self) -> Layout:
         return self.sizes.layout
+
+    @property
+    def triton(self) -> bool:
+        return self.kernels.__name__.endswith(".gdn")
 
     def forward(
         self,
@@ -115,8 +149,8 @@ def _why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
     return None
 
 
-def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> tuple[ModuleType, ModuleType]:
-    """The front and the gated norm: our Triton kernels or their plain-torch twins.
+def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> ModuleType:
+    """The front: our Triton kernels or their plain-torch twins.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
@@ -131,13 +165,11 @@ def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> tuple[ModuleT
             say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
                      proj.device.type)  # fmt: skip
     if kernels == "triton":
-        from ..readout import per_head_triton as norm
         from . import gdn
 
         if proj.is_cuda:
             watch_triton_builds()
-        return gdn, norm
-    from ..readout import per_head as norm_torch
+        return gdn
     from . import gdn_torch
 
-    return gdn_torch, norm_torch
+    return gdn_torch

@@ -77,7 +77,7 @@ class Mamba2Front:
 
     names: ClassVar[tuple[str, ...]] = SSDInputs._fields
     convolved: ClassVar[tuple[str, ...]] = ("x", "B", "C")
-    cheap: ClassVar[tuple[str, ...]] = ()
+    again: ClassVar[tuple[str, ...]] = ()
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``[Bt, S, C]`` to x, B and C with heads."""

@@ -38,6 +38,28 @@ def sigmoid(x):
 
 
 @triton.jit
+def activated(z, SIGMOID: tl.constexpr):
+    """silu(z), or sigmoid(z)."""
+    y = sigmoid(z)
+    if not SIGMOID:
+        y = z * y
+    return y
+
+
+@triton.jit
+def activated_slope(z, SIGMOID: tl.constexpr):
+    """:func:`activated`, and its derivative."""
+    sig = sigmoid(z)
+    if SIGMOID:
+        y = sig
+        slope = sig * (1.0 - sig)
+    else:
+        y = z * sig
+        slope = sig + y * (1.0 - sig)
+    return y, slope
+
+
+@triton.jit
 def minus_rate(A_log):
     """-exp(A_log), finite for every A_log but NaN."""
     # Selected, not tl.minimum, which would replace NaN.

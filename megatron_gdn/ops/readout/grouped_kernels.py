@@ -1,6 +1,6 @@
-"""Triton kernels of the grouped output norm: the gate, then RMSNorm over a group's channels.
+"""Triton kernels of the readout per group: the gate, then RMSNorm over a group's channels.
 
-    u = o silu(z)        n = u r,  r = rsqrt(mean(u^2) + eps)        y = n gamma
+    u = o act(z)        n = u r,  r = rsqrt(mean(u^2) + eps)        y = n gamma
 
 Legend: S seq, B batch, G groups, C channels of a group; one program handles one group of a few
 tokens, one after another.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import sigmoid
+from ..kernels.elementwise import activated, activated_slope
 
 
 @triton.jit(do_not_specialize=["S"])
 def grouped_norm_forward_kernel(
     o_ptr, z_ptr, gamma_ptr, out_ptr, S, stride_s, stride_b, out_stride_s, out_stride_b, eps,
     G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """grid (G, token tiles, B); ``o`` is ``[B, S, G C]``, z strided rows."""
     group = tl.program_id(0)
@@ -33,7 +34,7 @@ def grouped_norm_forward_kernel(
         o_C = tl.load(o_ptr + (b * S + t) * (G * C) + column_C, mask=real, other=0.0)
         z_C = tl.load(z_ptr + t * stride_s + b * stride_b + column_C, mask=real, other=0.0)
         z_C = z_C.to(tl.float32)
-        u_C = o_C.to(tl.float32) * (z_C * sigmoid(z_C))
+        u_C = o_C.to(tl.float32) * activated(z_C, SIGMOID)
         r = tl.rsqrt(tl.sum(u_C * u_C, axis=0) * (1.0 / C) + eps)
         y_C = u_C * r * gamma_C
         at_C = out_ptr + t * out_stride_s + b * out_stride_b + column_C
@@ -45,9 +46,10 @@ def grouped_norm_backward_kernel(
     o_ptr, z_ptr, gamma_ptr, dy_ptr, do_ptr, dz_ptr, partial_ptr,
     S, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
     G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """d_gamma = sum dy n;  du = r (dy gamma - n mean(dy gamma n));  do = du silu(z);
-    dz = du o silu'(z).  grid (G, token tiles, B); each program leaves its part of one partial row.
+    """d_gamma = sum dy n;  du = r (dy gamma - n mean(dy gamma n));  do = du act(z);
+    dz = du o act'(z).  grid (G, token tiles, B); each program leaves its part of one partial row.
     """
     group = tl.program_id(0)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -66,17 +68,16 @@ def grouped_norm_backward_kernel(
         at_dy = dy_ptr + t * dy_stride_s + b * dy_stride_b + column_C
         dy_C = tl.load(at_dy, mask=real, other=0.0).to(tl.float32)
         z_C = z_C.to(tl.float32)
-        sig_C = sigmoid(z_C)
-        silu_C = z_C * sig_C
-        u_C = o_C * silu_C
+        act_C, slope_C = activated_slope(z_C, SIGMOID)
+        u_C = o_C * act_C
         r = tl.rsqrt(tl.sum(u_C * u_C, axis=0) * (1.0 / C) + eps)
         n_C = u_C * r
         d_gamma_C += dy_C * n_C
         dn_C = dy_C * gamma_C
         mean = tl.sum(dn_C * n_C, axis=0) * (1.0 / C)
         du_C = r * (dn_C - n_C * mean)
-        tl.store(do_ptr + at_o, (du_C * silu_C).to(do_ptr.dtype.element_ty), mask=real)
-        dz_C = du_C * o_C * (sig_C + silu_C * (1.0 - sig_C))
+        tl.store(do_ptr + at_o, (du_C * act_C).to(do_ptr.dtype.element_ty), mask=real)
+        dz_C = du_C * o_C * slope_C
         at_dz = dz_ptr + t * d_stride_s + b * d_stride_b + column_C
         tl.store(at_dz, dz_C.to(dz_ptr.dtype.element_ty), mask=real)
     partial_ptr += (b * tl.num_programs(1) + tl.program_id(1)) * (G * C)

@@ -1,4 +1,4 @@
-"""The grouped output norm as one launch each way (Triton); :mod:`.grouped` is its plain twin.
+"""The readout per group as one launch each way (Triton); :class:`.grouped.Grouped` is its twin.
 
 Legend: S seq, B batch, P projection width, H heads, V head dim.
 """
@@ -6,6 +6,7 @@ Legend: S seq, B batch, P projection width, H heads, V head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import MOST_PROGRAMS, block_dim
+from .grouped import Grouped
 from .grouped_kernels import grouped_norm_backward_kernel, grouped_norm_forward_kernel
 
 
@@ -25,62 +27,45 @@ def _tokens(S: int, B: int) -> int:
 
 
 @dataclass(frozen=True)
-class TritonGateThenNorm:
-    """The calls of :class:`.grouped.GateThenNorm`, over ``groups`` groups; fp32 inside."""
+class TritonGrouped(Grouped):
+    """On the kernels; fp32 inside."""
 
-    groups: int
-
-    def _shape(self, o: Tensor, z: slice) -> dict[str, int]:
-        channels = (z.stop - z.start) // self.groups
+    def _shape(self, o: Tensor) -> dict[str, Any]:
+        channels = (self.gate.stop - self.gate.start) // self.groups
         assert o.is_contiguous() and o.shape[2] * o.shape[3] == channels * self.groups
-        return {"G": self.groups, "C": channels, "BLOCK_C": block_dim(channels)}
+        return {
+            "G": self.groups, "C": channels, "BLOCK_C": block_dim(channels),
+            "SIGMOID": self.activation == "sigmoid",
+        }  # fmt: skip
 
-    def gated_norm_forward(
-        self,
-        o: Tensor,
-        proj: Tensor,
-        gamma: Tensor,
-        z: slice,
-        *,
-        eps: float = 1e-5,
-        zero_centered: bool = False,
-        out: Tensor | None = None,
+    def forward(
+        self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
-        assert not zero_centered
-        S, B, _ = proj.shape
-        out = proj.new_empty(S, B, z.stop - z.start) if out is None else out
+        S, B, _ = rows.shape
+        out = rows.new_empty(S, B, self.gate.stop - self.gate.start) if out is None else out
         tokens = _tokens(S, B)
         grouped_norm_forward_kernel[(self.groups, triton.cdiv(S, tokens), B)](
-            o, proj[..., z.start :], gamma, out, S,
-            proj.stride(0), proj.stride(1), out.stride(0), out.stride(1), eps,
-            TOKENS=tokens, num_warps=4, **self._shape(o, z),
+            o, rows[..., self.gate.start :], gamma, out, S,
+            rows.stride(0), rows.stride(1), out.stride(0), out.stride(1), self.eps,
+            TOKENS=tokens, num_warps=4, **self._shape(o),
         )  # fmt: skip
         return out
 
-    def gated_norm_backward(
-        self,
-        d_out: Tensor,
-        o: Tensor,
-        proj: Tensor,
-        gamma: Tensor,
-        z: slice,
-        d_proj: Tensor,
-        *,
-        eps: float = 1e-5,
-        zero_centered: bool = False,
+    def backward(
+        self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor, d_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        S, B, _ = proj.shape
+        S, B, _ = rows.shape
         if d_out.stride(2) != 1:
             d_out = d_out.contiguous()
-        tokens = _tokens(S, B)
+        z, tokens = self.gate, _tokens(S, B)
         tiles = triton.cdiv(S, tokens)
-        d_o = torch.empty_like(o, dtype=proj.dtype)
-        partial = torch.empty(B * tiles, z.stop - z.start, dtype=torch.float32, device=proj.device)
+        d_o = torch.empty_like(o, dtype=rows.dtype)
+        partial = torch.empty(B * tiles, z.stop - z.start, dtype=torch.float32, device=rows.device)
         grouped_norm_backward_kernel[(self.groups, tiles, B)](
-            o, proj[..., z.start :], gamma, d_out, d_o, d_proj[..., z.start :], partial, S,
-            proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1),
-            d_out.stride(0), d_out.stride(1), eps,
-            TOKENS=tokens, num_warps=4, **self._shape(o, z),
+            o, rows[..., z.start :], gamma, d_out, d_o, d_rows[..., z.start :], partial, S,
+            rows.stride(0), rows.stride(1), d_rows.stride(0), d_rows.stride(1),
+            d_out.stride(0), d_out.stride(1), self.eps,
+            TOKENS=tokens, num_warps=4, **self._shape(o),
         )  # fmt: skip
         d_gamma = torch.empty_like(gamma)
         sum_rows(partial, d_gamma)

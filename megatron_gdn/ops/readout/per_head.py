@@ -1,53 +1,49 @@
-"""The plain-torch twin of :mod:`.norm`: same signatures, any device, fp64 for fp64 input.
+"""The readout of a Gated DeltaNet: RMSNorm over each head, then the gate.
 
-Legend: S seq, B batch, P projection width, H value heads, V value dim.
+    y = o * rsqrt(mean(o^2) + eps) * gamma * act(gate)
+
+:mod:`.per_head_triton` has the kernels; :class:`PerHead` is their plain twin.
+
+Legend: S seq, B batch, H heads with a state, V columns of a state.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from functools import lru_cache
+
 from torch import Tensor
 
-from ..norm import rms_norm_gated
+from ..norm import rms_norm
+from .base import ACTIVATIONS, heads_of
+from .plain import PlainReadout
 
 
-def gated_norm_forward(
-    o: Tensor,
-    proj: Tensor,
-    gamma: Tensor,
-    z: slice,
-    *,
-    eps: float = 1e-6,
-    zero_centered: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """As :func:`.norm.gated_norm_forward`, differentiable when ``out`` is None."""
-    gate = proj[..., z].unflatten(-1, o.shape[2:])
-    wide = torch.promote_types(proj.dtype, torch.float32)
-    y = rms_norm_gated(o.to(wide), gate.transpose(0, 1), gamma, eps, zero_centered)
-    y = y.transpose(0, 1).flatten(2).to(proj.dtype)
-    return y.contiguous() if out is None else out.copy_(y)
+@dataclass(frozen=True)
+class PerHead(PlainReadout):
+    """In plain torch; gamma is ``[V]``.
+
+    Attributes:
+        eps: added to the mean square.
+        zero_centered: ``1 + gamma`` scales.
+    """
+
+    eps: float = 1e-6
+    zero_centered: bool = False
+
+    def _of(self, o: Tensor, gate: Tensor, gamma: Tensor | None) -> Tensor:
+        normed = rms_norm(o, gamma, self.eps, self.zero_centered)
+        y = normed * ACTIVATIONS[self.activation](heads_of(gate, o.shape[2]))
+        return y.transpose(0, 1).flatten(2)
 
 
-def gated_norm_backward(
-    d_out: Tensor,
-    o: Tensor,
-    proj: Tensor,
-    gamma: Tensor,
-    z: slice,
-    d_proj: Tensor,
-    *,
-    eps: float = 1e-6,
-    zero_centered: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`.norm.gated_norm_backward`, through autograd of the forward above."""
-    wide = torch.promote_types(proj.dtype, torch.float32)
-    with torch.enable_grad():
-        leaves = [x.detach().to(wide).requires_grad_() for x in (o, proj, gamma)]
-        o_wide, proj_wide, gamma_wide = leaves
-        out = gated_norm_forward(
-            o_wide, proj_wide, gamma_wide, z, eps=eps, zero_centered=zero_centered
-        )
-    d_o, d_rows, d_gamma = torch.autograd.grad(out, leaves, d_out.to(wide))
-    d_proj[..., z] = d_rows[..., z]
-    return d_o.to(proj.dtype).contiguous(), d_gamma.to(gamma.dtype)
+@lru_cache(maxsize=64)
+def per_head(
+    gate: slice, eps: float, zero_centered: bool, triton: bool, activation: str = "silu"
+) -> PerHead:
+    """In Triton or in plain torch."""
+    if not triton:
+        return PerHead(gate, activation, eps, zero_centered)
+    from .per_head_triton import TritonPerHead
+
+    return TritonPerHead(gate, activation, eps, zero_centered)

@@ -1,4 +1,4 @@
-"""Triton kernels of the gated output norm: RMSNorm(o) * SiLU(z), forward and backward.
+"""Triton kernels of the readout per head: RMSNorm(o) * act(z), forward and backward.
 
 Legend: S seq, B batch, H value heads, V value dim; R rows of a tile, one per (token, head).
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import sigmoid
+from ..kernels.elementwise import activated, activated_slope
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def gated_norm_forward_kernel(
     o_ptr, proj_ptr, gamma_ptr, out_ptr,
     rows, z, stride_s, stride_b, out_stride_s, out_stride_b, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles of ROWS, B); ``rows`` = S H; ``z``: the gate's first column."""
     first = tl.program_id(0) * ROWS
@@ -56,7 +56,7 @@ def gated_norm_forward_kernel(
     o_RV = o_RV.to(tl.float32)
     z_RV = z_RV.to(tl.float32)
     r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
-    y_RV = o_RV * r_R[:, None] * gamma_V[None, :] * (z_RV * sigmoid(z_RV))
+    y_RV = o_RV * r_R[:, None] * gamma_V[None, :] * activated(z_RV, SIGMOID)
     tl.store(
         out_ptr + out_R[:, None] + d_V[None, :], y_RV.to(out_ptr.dtype.element_ty), mask=real_RV
     )
@@ -67,9 +67,9 @@ def gated_norm_backward_kernel(
     o_ptr, proj_ptr, gamma_ptr, dy_ptr, do_ptr, d_proj_ptr, partial_ptr,
     rows, z, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr,
-    BLOCK_V: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_V: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """With n = o * r and s = silu(z):  d_gamma = sum dy n s;  dz = dy n gamma silu'(z);
+    """With n = o * r and s = act(z):  d_gamma = sum dy n s;  dz = dy n gamma act'(z);
     dn = dy gamma s;  do = r (dn - n mean(dn n)).  grid (tiles of ROWS * REPEATS, B); rows = S H;
     ``z``: the gate's first column.
     """
@@ -112,12 +112,11 @@ def gated_norm_backward_kernel(
         dy_RV = dy_RV.to(tl.float32)
         r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
         n_RV = o_RV * r_R[:, None]
-        sig_RV = sigmoid(z_RV)
-        silu_RV = z_RV * sig_RV
+        act_RV, slope_RV = activated_slope(z_RV, SIGMOID)
         dyn_RV = dy_RV * n_RV
-        d_gamma_RV += dyn_RV * silu_RV
-        dz_RV = dyn_RV * gamma_V[None, :] * (sig_RV + silu_RV * (1.0 - sig_RV))
-        dn_RV = dy_RV * gamma_V[None, :] * silu_RV
+        d_gamma_RV += dyn_RV * act_RV
+        dz_RV = dyn_RV * gamma_V[None, :] * slope_RV
+        dn_RV = dy_RV * gamma_V[None, :] * act_RV
         mean_R = tl.sum(dn_RV * n_RV, axis=1) * (1.0 / V)
         do_RV = r_R[:, None] * (dn_RV - n_RV * mean_R[:, None])
         tl.store(

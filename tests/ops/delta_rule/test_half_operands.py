@@ -21,7 +21,7 @@ from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm
-from megatron_gdn.ops.readout import per_head as norm_torch
+from megatron_gdn.ops.readout.per_head import PerHead
 
 from .states import (
     NAMES,
@@ -310,7 +310,7 @@ def test_unknown_operands_are_refused(choose):
 def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
     """It is as large as v: the rule's own buffers need not stand beside both."""
     made, found = [], []
-    backward = norm_torch.gated_norm_backward
+    backward = PerHead.backward
 
     def remembered(*args, **options):
         d_o, d_gamma = backward(*args, **options)
@@ -326,7 +326,7 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
         def begin_backward(self, d_o, inputs, saved, documents):
             return LooksBackward(d_o, inputs, documents)
 
-    monkeypatch.setattr(norm_torch, "gated_norm_backward", remembered)
+    monkeypatch.setattr(PerHead, "backward", remembered)
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
     proj.requires_grad_()
     out = gated_delta_mixer(

@@ -1,0 +1,124 @@
+"""The interface of a readout: from the output of a rule to rows for out_proj.
+
+    per head     y = RMSNorm(o) * act(gate)             :mod:`.per_head`
+    per group    y = RMSNorm_group(o * act(gate))       :mod:`.grouped`
+    gate alone   y = o * act(gate)                      :mod:`.grouped`
+    a module     y = norm(o, gate)                      :class:`Apart`
+
+``act`` is SiLU or the sigmoid. The gate is read from the columns ``gate`` of the rows, where the
+projection put it. Arithmetic is fp32 (fp64 for fp64), rounded once.
+
+Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from ..elementwise import sigmoid, silu
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": sigmoid}
+
+
+class Readout(Protocol):
+    """The norm and the gate of a rule's output, forward and backward as plain calls.
+
+    Attributes:
+        gate: columns of a row, H * V of them.
+        reads_o: whether the backward reads o.
+    """
+
+    reads_o: ClassVar[bool]
+
+    @property
+    def gate(self) -> slice: ...
+
+    def forward(
+        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """``[S, B, H * V]`` contiguous, in the dtype of ``rows``.
+
+        Args:
+            o: ``[B, S, H, V]`` contiguous, in any dtype.
+            rows: ``[S, B, P]``, any strides of S and B.
+            gamma: of the norm; None where it has none.
+            out: write here instead of into a new tensor.
+        """
+        ...
+
+    def backward(
+        self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of o, in the dtype of ``rows``, and of gamma; writes the gate's columns.
+
+        Args:
+            d_out: ``[S, B, H * V]``.
+            d_rows: ``[S, B, P]``; no other column is touched.
+        """
+        ...
+
+
+def heads_of(mixed: Tensor, heads: int) -> Tensor:
+    """``[S, B, H * V]`` as ``[B, S, H, V]``, a view."""
+    return mixed.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Bare:
+    """``o`` as it is, in rows. Its backward leaves no gradient in the gate's columns."""
+
+    gate: slice
+    heads: int
+    reads_o: ClassVar[bool] = False
+
+    def forward(
+        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        y = o.to(rows.dtype).flatten(2).transpose(0, 1)
+        return y.contiguous() if out is None else out.copy_(y)
+
+    def backward(
+        self, d_out: Tensor, o: Tensor | None, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
+    ) -> tuple[Tensor, None]:
+        d_rows[..., self.gate].zero_()
+        return heads_of(d_out, self.heads).contiguous(), None
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """A readout in two: ``inside`` with the recurrence, then ``call``, which autograd follows.
+
+    Attributes:
+        call: ``(mixed [S, B, H * V], rows [S, B, P]) -> [S, B, H * V]``.
+        closed: ``call`` takes this rank's own tokens, after heads that lie on several ranks are
+            together again.
+    """
+
+    inside: Readout
+    call: Callable[[Tensor, Tensor], Tensor]
+    closed: bool = False
+
+    @property
+    def gate(self) -> slice:
+        return self.inside.gate
+
+    def forward(
+        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Both, where all heads lie on this rank."""
+        y = self.call(self.inside.forward(o, rows, gamma), rows)
+        return y if out is None else out.copy_(y)
+
+
+def called_per_head(gate: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]) -> Apart:
+    """The readout of a norm that is a module: ``norm(o, z)``, both ``[B, S, H, V]``."""
+
+    def call(mixed: Tensor, rows: Tensor) -> Tensor:
+        y = norm(heads_of(mixed, heads), heads_of(rows[..., gate], heads))
+        return y.flatten(2).transpose(0, 1).contiguous()
+
+    return Apart(Bare(gate, heads), call)
