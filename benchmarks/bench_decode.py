@@ -108,7 +108,7 @@ def copy_rate(on_gpu: bool, repeats: int) -> float:
 def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: float) -> dict:
     from megatron_gdn.inference.context import RequestsContext
     from megatron_gdn.inference.layer import pool_for
-    from megatron_gdn.inference.slots import decode_slots
+    from megatron_gdn.ops.generation.slots import decode_slots
 
     weight, hidden = layer.conv_weight, layer.config.hidden_size
     on_gpu = weight.is_cuda

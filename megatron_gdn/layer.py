@@ -27,7 +27,6 @@ from .forward_arguments import refuse_unsupported, require_causal, the_context
 from .graphs import in_layer_graph, refuse_packed
 from .inference.gdn import gdn_rows
 from .inference.layer import mix_inference
-from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .loader_layout import AUTO
 from .mixer import Mixer
@@ -36,6 +35,7 @@ from .newer_config import name_ignored_fields, recomputes_whole_layer, require_t
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
 from .ops.front.gdn_front import why_not_triton
+from .ops.generation.step import RowMixer
 from .ops.recompute import RefilledOutput
 from .out_norm import readout_of
 from .recurrent_mixer import RecurrentMixer

@@ -25,7 +25,6 @@ from .forward_arguments import the_context
 from .grouped_norm import GroupedRMSNorm, is_plain_grouped_norm
 from .inference.layer import mix_inference
 from .inference.mamba2 import mamba2_rows
-from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .loader_layout import AUTO
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
@@ -36,6 +35,7 @@ from .observe import span
 from .ops.aligned import by_token
 from .ops.front.gdn_front import why_not_triton
 from .ops.front.mamba2 import UNLIMITED, Mamba2Front
+from .ops.generation.step import RowMixer
 from .ops.mixer import GatedNorm, Parts, mix
 from .ops.readout.base import Apart, Bare, Readout
 from .ops.readout.grouped import grouped, grouped_rms_norm

@@ -11,12 +11,12 @@ These need torch alone. ``context`` (a Megatron context over a pool of requests)
 (:func:`.layer.pool_for` a model) need Megatron.
 """
 
-from .carry import Carry, CarryShape, choose
+from ..ops.generation.carry import Carry, CarryShape, choose
+from ..ops.generation.step import RowMixer, decode, prefill
 from .gdn import gdn_rows
 from .mamba2 import mamba2_rows
 from .requests import Request, RequestPool
 from .static import MOST_DECODED, roll_back
-from .step import RowMixer, decode, prefill
 
 __all__ = [
     "MOST_DECODED",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..ops.documents import Documents
-from .carry import Carry
-from .step import RowMixer, decode, last_rows, prefill
+from ..ops.generation.carry import Carry
+from ..ops.generation.step import RowMixer, decode, last_rows, prefill
 
 if TYPE_CHECKING:
     from .generating import GeneratingMixer

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet as a :class:`.step.RowMixer`.
+"""The Gated DeltaNet as a :class:`..ops.generation.step.RowMixer`.
 
 Legend: N sequences, P projection width, C conv channels, W conv taps, H value heads.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 from ..ops.aligned import AlignedReadout
 from ..ops.delta_rule.step import RecurrentRule
 from ..ops.front.gdn_front import GDNFront
+from ..ops.generation.carry import Carry
+from ..ops.generation.step import RowMixer
 from ..ops.head_sizes import HeadSizes
 from ..ops.mixer import GatedNorm
 from ..ops.readout.base import Apart, Readout
 from ..ops.readout.per_head import per_head
 from ..ops.rule import Rule
-from .carry import Carry
-from .step import RowMixer
 
 
 def gdn_rows(

@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..ops.generation.carry import CarryShape
+from ..ops.generation.step import RowMixer
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
-from .carry import CarryShape
 from .dynamic import SlotBuffers, decode_requests, prefill_requests
-from .step import RowMixer
 
 
 class GeneratingMixer:
-    """A Megatron mixer whose sequences go on from a :class:`.carry.Carry`.
+    """A Megatron mixer whose sequences go on from a :class:`..ops.generation.carry.Carry`.
 
     It tells the sizes of its states and how it computes between its projections; everything else,
     contexts, slots and Megatron's hooks, is in this folder and the same for every mixer.

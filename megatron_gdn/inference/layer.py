@@ -13,15 +13,15 @@ from torch import Tensor
 from ..forward_arguments import require_causal
 from ..observe import span
 from ..ops.documents import Documents
+from ..ops.generation.carry import CarryShape
+from ..ops.generation.slots import decode_slots
+from ..ops.generation.step import RowMixer, decode, prefill
 from ..packing import resolve_packed_seq_params
 from ..precision import require_wide_gates
-from .carry import CarryShape
 from .dynamic import mix_dynamic
 from .generating import GeneratingMixer
 from .requests import RequestPool
-from .slots import decode_slots
 from .static import mix_static
-from .step import RowMixer, decode, prefill
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

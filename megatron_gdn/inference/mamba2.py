@@ -1,4 +1,4 @@
-"""Mamba2 as a :class:`.step.RowMixer`.
+"""Mamba2 as a :class:`..ops.generation.step.RowMixer`.
 
 Legend: P projection width, C conv channels, W conv taps, H heads, G groups, V head dim.
 """
@@ -15,6 +15,8 @@ from ..ops.documents import Documents
 from ..ops.front.base import FrontAround, Parameters
 from ..ops.front.gdn_front import why_not_triton
 from ..ops.front.mamba2 import UNLIMITED, Mamba2Front
+from ..ops.generation.carry import Carry
+from ..ops.generation.step import RowMixer
 from ..ops.layout import Layout
 from ..ops.mixer import GatedNorm
 from ..ops.readout.base import Apart, Readout
@@ -23,8 +25,6 @@ from ..ops.rule import Rule
 from ..ops.ssd.base import SSDInputs
 from ..ops.ssd.step import RecurrentSSD
 from ..ops.state_maps.state_map import StateShape
-from .carry import Carry
-from .step import RowMixer
 
 
 def mamba2_rows(

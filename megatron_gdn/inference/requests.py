@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.generation.carry import Carry, CarryShape, choose
 from ..ops.host_tables import to_device
-from .carry import Carry, CarryShape, choose
 from .shares import carry_of, stretches
 
 
@@ -39,7 +39,7 @@ class Request:
 
 
 class RequestPool:
-    """M slots with a :class:`.carry.Carry` for every recurrent layer.
+    """M slots with a :class:`..ops.generation.carry.Carry` for every recurrent layer.
 
     Args:
         shapes: what each layer carries, by a key of the caller's choice (Megatron's layer number),
@@ -183,8 +183,9 @@ class RequestPool:
         """Store where the requests stand after ``tokens`` more tokens each, in one layer.
 
         Args:
-            after: the carries after each of the tokens, as :func:`.step.decode` gives them; they
-                are kept until the next write, so that :meth:`roll_back` can return to any of them.
+            after: the carries after each of the tokens, as :func:`..ops.generation.step.decode`
+                gives them; they are kept until the next write, so that :meth:`roll_back` can return
+                to any of them.
 
         Raises:
             ValueError: requests that are not this pool's, twice the same, more tokens than were

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .carry import Carry, CarryShape
+from ..ops.generation.carry import Carry, CarryShape
 
 # First and last + 1 of a whole, and how many the whole has.
 Stretch = tuple[int, int, int]

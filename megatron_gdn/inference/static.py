@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .carry import Carry, choose
-from .step import RowMixer, decode, prefill
+from ..ops.generation.carry import Carry, choose
+from ..ops.generation.step import RowMixer, decode, prefill
 
 # Up to so many tokens at a time go through the recurrence and can be rolled back.
 MOST_DECODED = 16

@@ -1,6 +1,6 @@
 """One token of many sequences whose states lie in slots, in two launches (Triton).
 
-The plain twin is :func:`megatron_gdn.inference.slots.decode_slots` on the CPU.
+The plain twin is :func:`megatron_gdn.ops.generation.slots.decode_slots` on the CPU.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.aligned import rows_before
-from ..ops.documents import Documents
-from ..ops.front.base import Front, Parameters
-from ..ops.front.history import ContinuedFront, HistoryTable
-from ..ops.host_tables import cached_by_stream, to_device
-from ..ops.rule import Rule, on_tokens
-from ..ops.state_maps.state_map import StateShape
+from ..aligned import rows_before
+from ..documents import Documents
+from ..front.base import Front, Parameters
+from ..front.history import ContinuedFront, HistoryTable
+from ..host_tables import cached_by_stream, to_device
+from ..rule import Rule, on_tokens
+from ..state_maps.state_map import StateShape
 from .aligned import advance
 from .carry import Carry, CarryShape
 

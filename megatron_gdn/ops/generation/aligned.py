@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ops.aligned import STEP, front_of_step, rows_before, rule_of_step
-from ..ops.documents import Documents
+from ..aligned import STEP, front_of_step, rows_before, rule_of_step
+from ..documents import Documents
 from .carry import Carry
 
 if TYPE_CHECKING:

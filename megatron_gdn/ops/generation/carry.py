@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.aligned import STEP
-from ..ops.layout import Layout
-from ..ops.state_maps.state_map import StateShape
+from ..aligned import STEP
+from ..layout import Layout
+from ..state_maps.state_map import StateShape
 
 
 class Carry(NamedTuple):
