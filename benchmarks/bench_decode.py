@@ -123,7 +123,7 @@ def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: flo
     on_device = RequestsContext(pool, slots=slots)
     token = torch.randn(1, batch, hidden, dtype=weight.dtype, device=weight.device)
     proj, _ = layer.in_proj(token)
-    memory, mixer = pool.layers[layer.layer_number], layer.row_mixer(proj)
+    memory, mixer = pool.layers[layer.layer_number], layer.whole_parts(proj)
 
     def step():
         return layer(token, inference_context=on_device)[0]

@@ -162,10 +162,12 @@ def neighbours(args) -> None:
                     layer, x, d_out, attention_mask=None, packed_seq_params=thd(offsets)
                 )()
 
+            from megatron_gdn.ops.mixer import mix
+
             def through_mixer(x, offsets, d_out, layer=layer):
                 proj = x.detach().requires_grad_()
                 batch = layer.micro_batches.of(thd(offsets), proj)
-                out, _ = layer.mixer(layer, batch, proj)
+                out = mix(proj, layer.parts(proj, batch), batch.passage.neighbours)
                 return {"output": out, "dproj": torch.autograd.grad(out, proj, d_out)[0]}
 
             widths = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -24,10 +24,6 @@ from torch import Tensor
 
 from .compat.upstream_bias import read_upstream_bias
 from .ops.layout import Layout
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.module import MegatronModule
-
 
 # What an adapter around in_proj (LoRA, DoRA) holds for every row of it, by the ends of its keys.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
@@ -97,82 +93,86 @@ def _split_tensor_factory(
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 
 
-def mixer_sharded_state_dict(
-    layer: MegatronModule,
-    layout: Layout,
-    per_head: Sequence[str],
-    prefix: str = "",
-    sharded_offsets: tuple = (),
-    metadata: dict | None = None,
-    tp_group: Any = None,
-) -> dict[str, Any]:
-    """A mixer's parameters as Megatron's sharded tensors.
+class ShardedBySections:
+    """Mixin of a mixer: its parameters as Megatron's sharded tensors.
 
     ``in_proj`` and ``conv1d`` are stored section by section, their biases like their weights, and
-    so is what an adapter around ``in_proj`` holds per row. Upstream splits neither the projection's
-    bias nor adapters: files of it are read all the same (see
-    :mod:`megatron_gdn.compat.upstream_bias`), and ``metadata["gdn_whole_bias"] = True`` writes a
-    bias that it reads, without tensor parallelism.
+    so is what an adapter around ``in_proj`` holds per row; so a checkpoint loads at any
+    tensor-parallel size. Upstream splits neither the projection's bias nor adapters: files of it
+    are read all the same (see :mod:`megatron_gdn.compat.upstream_bias`), and
+    ``metadata["gdn_whole_bias"] = True`` writes a bias that it reads, without tensor parallelism.
 
-    Args:
-        layer: has ``in_proj``, ``tp_group``, and ``conv1d`` or its parameters as
-            ``conv1d_weight`` and ``conv1d_bias``, which files know by the module's names.
-        layout: columns of its projection, on one tensor-parallel rank.
-        per_head: names of its own parameters, one row per state head each.
-
-    Raises:
-        ValueError: ``gdn_whole_bias`` with tensor parallelism.
+    The mixer has ``in_proj``, ``tp_group``, ``dims.layout`` (the columns of its projection on this
+    rank), fp32 parameters with one row per state head each, and ``conv1d``, or its parameters as
+    ``conv1d_weight`` and ``conv1d_bias``, which files know by the module's names.
     """
-    metadata = ensure_metadata_has_dp_cp_group(metadata)
-    tp_group = layer.tp_group if tp_group is None else tp_group
 
-    def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            state,
-            at,
-            split_over_tp,
-            sharded_offsets,
-            tp_group=tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+    def sharded_state_dict(
+        self: Any,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys.
 
-    own: dict[str, Any] = {}
-    layer._save_to_state_dict(own, "", keep_vars=True)
-    result = sharded(own, prefix, dict.fromkeys((*per_head, *_CONV_PARAMETERS), 0))
-    for name, stored in _CONV_PARAMETERS.items():
-        if name in own:
-            result[f"{prefix}{name}"].key = f"{prefix}{stored}"
-    for name, child in layer.named_children():
-        at = f"{prefix}{name}."
-        if name == "conv1d":
-            state = child.state_dict(prefix="", keep_vars=True)
-            result.update(sharded(state, at, {"weight": 0, "bias": 0}))
-        else:
-            result.update(
-                sharded_state_dict_default(child, at, sharded_offsets, metadata, tp_group=tp_group)
+        Raises:
+            ValueError: ``gdn_whole_bias`` with tensor parallelism.
+        """
+        layout: Layout = self.dims.layout
+        per_head = self._keep_in_float32_parameter_names
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        tp_group = self.tp_group if tp_group is None else tp_group
+
+        def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
+            return make_sharded_tensors_for_checkpoint(
+                state,
+                at,
+                split_over_tp,
+                sharded_offsets,
+                tp_group=tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
             )
 
-    split = {
-        "in_proj.weight": (layout.widths, layout.names),
-        "in_proj.bias": (layout.widths, layout.names),
-        "conv1d.weight": (layout.conv_widths, layout.conv_names),
-        "conv1d.bias": (layout.conv_widths, layout.conv_names),
-        **dict.fromkeys(_CONV_PARAMETERS, (layout.conv_widths, layout.conv_names)),
-    }
-    if metadata.get("gdn_whole_bias"):
-        if tp_group.size() > 1:
-            raise ValueError(
-                f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the sections "
-                f"of an undivided in_proj.bias stand in another order at every size. Load the "
-                f"checkpoint at tensor_model_parallel_size=1 and save it from there."
-            )
-        del split["in_proj.bias"]
-    for key, tensor in result.items():
-        of_adapter = key.startswith(f"{prefix}in_proj.") and key.endswith(_ADAPTER_ROWS)
-        if of_adapter and tensor.data.shape[0] == layout.width:
-            split[key.removeprefix(prefix)] = (layout.widths, layout.names)
-    for name, (widths, names) in split.items():
-        key = f"{prefix}{name}"
-        if isinstance(result.get(key), ShardedTensor):
-            result[key] = _split_tensor_factory(result[key], widths, names, 0)
-    return result
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        result = sharded(own, prefix, dict.fromkeys((*per_head, *_CONV_PARAMETERS), 0))
+        for name, stored in _CONV_PARAMETERS.items():
+            if name in own:
+                result[f"{prefix}{name}"].key = f"{prefix}{stored}"
+        for name, child in self.named_children():
+            at = f"{prefix}{name}."
+            if name == "conv1d":
+                state = child.state_dict(prefix="", keep_vars=True)
+                result.update(sharded(state, at, {"weight": 0, "bias": 0}))
+            else:
+                result.update(
+                    sharded_state_dict_default(
+                        child, at, sharded_offsets, metadata, tp_group=tp_group
+                    )
+                )
+
+        split = {
+            "in_proj.weight": (layout.widths, layout.names),
+            "in_proj.bias": (layout.widths, layout.names),
+            "conv1d.weight": (layout.conv_widths, layout.conv_names),
+            "conv1d.bias": (layout.conv_widths, layout.conv_names),
+            **dict.fromkeys(_CONV_PARAMETERS, (layout.conv_widths, layout.conv_names)),
+        }
+        if metadata.get("gdn_whole_bias"):
+            if tp_group.size() > 1:
+                raise ValueError(
+                    f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
+                    f"sections of an undivided in_proj.bias stand in another order at every size. "
+                    f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
+                )
+            del split["in_proj.bias"]
+        for key, tensor in result.items():
+            of_adapter = key.startswith(f"{prefix}in_proj.") and key.endswith(_ADAPTER_ROWS)
+            if of_adapter and tensor.data.shape[0] == layout.width:
+                split[key.removeprefix(prefix)] = (layout.widths, layout.names)
+        for name, (widths, names) in split.items():
+            key = f"{prefix}{name}"
+            if isinstance(result.get(key), ShardedTensor):
+                result[key] = _split_tensor_factory(result[key], widths, names, 0)
+        return result

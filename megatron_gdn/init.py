@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def device_for(config: Any) -> torch.device:
@@ -90,21 +90,3 @@ def init_shares_of(group: Any) -> InitShare:
             init_share_(parameter, method, dim=dim, sections=sections, rank=rank, size=size)
 
     return init
-
-
-def init_projections_(layer: nn.Module, init: InitShare, sections: Sequence[int]) -> None:
-    """Fill ``in_proj`` and ``out_proj`` as Megatron's config of the layer says.
-
-    Args:
-        sections: global widths of in_proj's rows; out_proj's columns are one section.
-    """
-    config = layer.config
-    if not config.perform_initialization:
-        return
-    in_weight, out_weight = (
-        getattr(projection, "weight", None) for projection in (layer.in_proj, layer.out_proj)
-    )
-    init(in_weight, config.init_method, 0, sections)
-    if out_weight is not None:
-        columns = out_weight.shape[1] * layer.tp_group.size()
-        init(out_weight, config.output_layer_init_method, 1, (columns,))

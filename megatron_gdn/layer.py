@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from megatron.core import __version__ as megatron_version
-from megatron.core.inference.contexts import BaseInferenceContext
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -22,22 +21,19 @@ from torch import Tensor, nn
 
 from .compat.tested_megatron import warn_of_untested
 from .context_parallel import LinearCpMode, SequenceLayout
+from .context_parallel.scheme import local_parameters
 from .dims import GDNDims
-from .forward_arguments import refuse_unsupported, require_causal, the_context
-from .graphs import in_layer_graph, refuse_packed
-from .inference.gdn import gdn_rows
-from .inference.layer import mix_inference
-from .init import device_for, init_projections_, init_shares_of
+from .graphs import in_layer_graph
+from .init import device_for, init_shares_of
 from .loader_layout import AUTO
-from .mixer import Mixer
-from .module_hooks import run_pre_hooks
+from .micro_batch import MicroBatch
+from .module_hooks import has_hooks, run_pre_hooks
 from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
-from .observe import span
 from .ops.delta_rule.resolve import choose_rule
-from .ops.front.gdn_front import why_not_triton
-from .ops.generation.step import RowMixer
-from .ops.recompute import RefilledOutput
-from .out_norm import readout_of
+from .ops.gdn import gdn_parts
+from .ops.head_sizes import HeadSizes
+from .ops.parts import Parts
+from .out_norm import norm_of
 from .recurrent_mixer import RecurrentMixer
 from .tensor_parallel import mark_sharded
 from .upstream_names import UpstreamNames
@@ -123,7 +119,6 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     A_log: nn.Parameter
     dt_bias: nn.Parameter
     out_norm: Any
-    norm_out_checkpoint: RefilledOutput | None
 
     uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -176,25 +171,29 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         by_config = selective and "gdn_norm_out" in (config.recompute_modules or ())
         whole = recomputes_whole_layer(config)
         self.recompute_norm_out = recompute_norm_out or by_config or whole
-        self.norm_out_checkpoint = None  # of the last forward; under upstream's name, for tools
-        self.mixer = Mixer(self.recompute_norm_out, recompute_qkv or whole)
+        self.recompute_qkv = recompute_qkv or whole
         self.reset_parameters()
 
     @property
     def conv_weight(self) -> Tensor:
         return self.conv1d.weight
 
-    def row_mixer(self, proj: Tensor) -> RowMixer:
-        conv, layout = self.conv1d, self.dims.layout
-        run_pre_hooks(conv, lambda: proj[..., layout.conv_columns].permute(1, 2, 0))
-
-        rule = self.micro_batches.rule_for(proj.device, proj.dtype)
-        triton = why_not_triton(proj, conv.weight.shape[-1]) is None
-        return gdn_rows(
-            proj, conv.weight, conv.bias, self.A_log, self.dt_bias, self.dims.heads,
-            rule=rule, norm=readout_of(self.out_norm, None, layout, triton),
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        conv, scheme = self.conv1d, batch.scheme
+        if has_hooks(conv):  # before any parameter is read
+            columns = scheme.layout.conv_columns
+            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
+            self.require_wide_gates()
+        return gdn_parts(
+            rows,
+            *local_parameters(scheme, conv.weight, conv.bias, self.A_log, self.dt_bias),
+            sizes=HeadSizes.of(scheme.layout),
+            rule=batch.rule,
+            norm=norm_of(self.out_norm, self.norm_group, scheme.layout),
             normalise_qk=self.use_qk_l2norm,
-        )  # fmt: skip
+            recompute_qkv=self.recompute_qkv,
+        )
 
     def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:
         config, dims = self.config, self.dims
@@ -244,77 +243,10 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         layer's own parameters always are.
         """
         sizes, init = self.global_dims, init_shares_of(self.tp_group)
-        init_projections_(self, init, sizes.layout.widths)
+        self._init_projections(init)
         bound = self.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
         for parameter in (self.conv1d.weight, self.conv1d.bias):
             init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_widths)
         heads = (sizes.num_value_heads,)
         init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
         init(self.dt_bias, lambda x: x.fill_(1), 0, heads)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        inference_context: BaseInferenceContext | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: int | None = None,
-        *,
-        inference_params: BaseInferenceContext | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer over a batch of sequences, or over packed documents.
-
-        Args:
-            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
-                documents are packed.
-            attention_mask: None or causal (True where attention is forbidden), or True everywhere,
-                Megatron's tests' "no mask"; the layer is causal by itself.
-            inference_context, inference_params: go on from what this context carries instead of
-                beginning, see :func:`megatron_gdn.inference.layer.mix_inference`; no gradients.
-            sequence_len_offset: not supported.
-            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
-                offsets), and the context-parallel group of this micro-batch if it has its own.
-            pg_collection: process groups of this forward; ``cp`` may be another than the layer's,
-                and ``packed_seq_params`` goes before it.
-            kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
-                by name and unused. Anything else is refused.
-
-        Returns:
-            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
-
-        Raises:
-            ValueError: lengths, boundaries or head counts that do not fit.
-            NotImplementedError: a mask that is not causal, a context of another kind, packed
-                documents inside Megatron's CUDA graph of the layer.
-            TypeError: a keyword this layer does not know.
-        """
-        if kwargs or sequence_len_offset is not None:
-            refuse_unsupported(sequence_len_offset, kwargs)
-        context = inference_context
-        if inference_params is not None:
-            context = the_context(inference_context, inference_params)
-        cp_group = None if pg_collection is None else self.cp_group_of(pg_collection, context)
-        if context is not None:
-            with span("in_proj"):
-                proj_sBP, _ = self.in_proj(hidden_states)
-            mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
-            return self.out_proj(mixed_sBV)
-        if packed_seq_params is not None and self.in_layer_graph:
-            refuse_packed(self.config)
-        with span("in_proj"):
-            rows, _ = self.in_proj(hidden_states)
-        batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
-        if attention_mask is not None:
-            require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
-        if batch.scheme.moves_rows:
-            with span("to_heads"):
-                rows = batch.passage.open(rows)
-        with span("mixer"):
-            mixed_sBV, refilled = self.mixer(self, batch, rows)
-        with span("out_proj"):
-            out_sBD, out_bias = self.out_proj(mixed_sBV)
-        if refilled is not None:
-            refilled.drop_until_backward_of(out_sBD)
-        return out_sBD, out_bias

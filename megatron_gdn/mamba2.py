@@ -7,7 +7,7 @@ of the projection, H heads, G groups, V head dim, K state dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,27 +21,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from .context_parallel import LinearCpMode, Scheme, SequenceLayout
-from .forward_arguments import the_context
+from .context_parallel.scheme import local_parameters
 from .grouped_norm import GroupedRMSNorm, is_plain_grouped_norm
-from .inference.layer import mix_inference
-from .inference.mamba2 import mamba2_rows
-from .init import device_for, init_projections_, init_shares_of
+from .init import device_for, init_shares_of
 from .loader_layout import AUTO
 from .mamba2_arguments import check_ranges, refuse_unsupported_arguments
 from .mamba2_dims import Mamba2Dims
 from .micro_batch import MicroBatch
 from .module_hooks import wait_for_parameters
-from .observe import span
 from .ops.aligned import by_token
-from .ops.front.gdn_front import why_not_triton
-from .ops.front.mamba2 import UNLIMITED, Mamba2Front
-from .ops.generation.step import RowMixer
-from .ops.mixer import GatedNorm, Parts, mix
-from .ops.readout.base import Apart, Bare, Readout
-from .ops.readout.grouped import grouped, grouped_rms_norm
+from .ops.front.mamba2 import UNLIMITED
+from .ops.mamba2 import mamba2_parts
+from .ops.parts import GatedNorm, Parts
+from .ops.readout.base import Apart, Bare
+from .ops.readout.grouped import GateOnly, grouped_rms_norm
 from .ops.ssd.resolve import choose_ssd
-from .ops.uncompiled import uncompiled
-from .precision import require_wide_gates
 from .recurrent_mixer import RecurrentMixer
 from .tensor_parallel import mark_sharded
 
@@ -172,21 +166,6 @@ class Mamba2Mixer(RecurrentMixer):
     def conv_weight(self) -> Tensor:
         return self.conv1d_weight
 
-    def row_mixer(self, proj: Tensor) -> RowMixer:
-        norm = None
-        if self._norm_is_called():
-            norm = self._called()
-        elif self.rmsnorm:
-            wait_for_parameters(self.norm)
-            norm = GatedNorm(self.norm.weight, self.norm.eps)
-        return mamba2_rows(
-            proj, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias, self.D,
-            self.layout,
-            rule=self.micro_batches.rule_for(proj.device, proj.dtype),
-            norm=norm,
-            dt_limit=self.dt_limit,
-        )  # fmt: skip
-
     def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
         sizes = self.dims
         self._build_in_proj(submodules.in_proj, name)
@@ -232,7 +211,7 @@ class Mamba2Mixer(RecurrentMixer):
             dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
             x.copy_(dt + torch.log(-torch.expm1(-dt)))
 
-        init_projections_(self, init, layout.widths)
+        self._init_projections(init)
         bound = self.d_conv**-0.5
         of_weight = bound if self.conv_init is None else self.conv_init
         init(self.conv1d_weight, lambda x: x.uniform_(-of_weight, of_weight), 0, layout.conv_widths)
@@ -259,7 +238,7 @@ class Mamba2Mixer(RecurrentMixer):
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
             inference_context, inference_params: go on from what this context carries instead of
-                beginning, see :func:`megatron_gdn.inference.layer.mix_inference`; no gradients.
+                beginning, see :meth:`.GeneratingMixer.generate`; no gradients.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
 
@@ -271,75 +250,52 @@ class Mamba2Mixer(RecurrentMixer):
                 be fp32 and is not.
             NotImplementedError: a context of another kind.
         """
-        context = the_context(inference_context, inference_params)
-        with span("in_proj"):
-            proj_sBP, _ = self.in_proj(hidden_states)
-        if context is not None:
-            return self.out_proj(mix_inference(self, proj_sBP, context, None, packed_seq_params))
-        batch = self.micro_batches.of(packed_seq_params, proj_sBP)
-        with span("mixer"):
-            mixed_sBV = self._mix(batch, proj_sBP)
-        with span("out_proj"):
-            return self.out_proj(mixed_sBV)
+        return super().forward(
+            hidden_states, None, inference_context, packed_seq_params,
+            inference_params=inference_params,
+        )  # fmt: skip
 
-    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
-    def _mix(self, batch: MicroBatch, proj_sBP: Tensor) -> Tensor:
-        """Projection rows to rows for out_proj, ``[s, B, H V]``."""
-        require_wide_gates(self)
-        scheme, passage = batch.scheme, batch.passage
-        convolved, bias = scheme.layout.conv_names, self.conv1d_bias
-        triton = why_not_triton(proj_sBP, self.d_conv) is None
-        readout, gamma = self._readout_for(scheme, triton)
-        parts = Parts(
-            Mamba2Front(scheme.layout, self.dt_limit, triton, batch.rule.batch_invariant),
-            batch.rule,
-            readout,
-            (
-                scheme.local(self.conv1d_weight, convolved),
-                None if bias is None else scheme.local(bias, convolved),
-                scheme.local(self.A_log),
-                scheme.local(self.dt_bias),
-                scheme.local(self.D),
-                gamma,
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        self.require_wide_gates()
+        scheme = batch.scheme
+        return mamba2_parts(
+            rows,
+            *local_parameters(
+                scheme, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias, self.D
             ),
+            layout=scheme.layout,
+            rule=batch.rule,
+            norm=self._norm_for(scheme),
+            dt_limit=self.dt_limit,
         )
-        mixed = passage.close(mix(passage.open(proj_sBP), parts, passage.neighbours))
-        return readout.call(mixed, proj_sBP) if isinstance(readout, Apart) else mixed
 
-    def _norm_is_called(self) -> bool:
+    @property
+    def gates_own_rows(self) -> bool:
         """Whether the norm is a module to call, and not what the kernels compute."""
         return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
 
-    def _called(self) -> Apart:
-        """``norm(o, z)`` of rows ``[s, B, H V]``, as Megatron's mixer calls its own.
+    def _norm_for(self, scheme: Scheme) -> GatedNorm | Apart | None:
+        """The norm where it runs; a norm needs all heads of a group.
 
-        It takes all heads of a group, and the gate of this rank's tokens.
+        Where an exchange puts them on several ranks, only the gate runs there. A module is called,
+        as Megatron's mixer calls its own, with all heads and the gate of this rank's tokens.
         """
-        gate = self.layout.gate_columns
-        return Apart(
-            Bare(gate, self.nheads_local_tp),
-            lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
-            closed=True,
-        )
-
-    def _readout_for(self, scheme: Scheme, triton: bool) -> tuple[Readout | Apart, Tensor | None]:
-        """The readout, and its gamma.
-
-        A norm needs all heads of a group. Where an exchange puts them on several ranks, only the
-        gate runs there.
-        """
-        gate, groups = scheme.layout.gate_columns, scheme.layout.heads("group")
         if not self.rmsnorm:
-            return grouped(gate, None, 0.0, triton), None
-        if self._norm_is_called():
-            called = self._called()
-            return replace(called, inside=Bare(gate, scheme.layout.state_heads)), None
+            return None
+        layout = scheme.layout
+        if self.gates_own_rows:
+            gate = self.layout.gate_columns
+            return Apart(
+                Bare(layout.gate_columns, layout.state_heads),
+                lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
+                closed=True,
+            )
         wait_for_parameters(self.norm)
-        if not scheme.moves_rows or groups * scheme.size == self.ngroups_local_tp:
-            return grouped(gate, groups, self.norm.eps, triton), scheme.local(self.norm.weight)
-        norm = partial(
-            grouped_rms_norm,
-            gamma=self.norm.weight, groups=self.ngroups_local_tp, eps=self.norm.eps,
-        )  # fmt: skip
+        weight, groups, eps = self.norm.weight, self.ngroups_local_tp, self.norm.eps
+        if not scheme.moves_rows:
+            return GatedNorm(weight, eps)
+        if layout.heads("group") * scheme.size == groups:
+            return GatedNorm(scheme.local(weight), eps)
+        norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
         norm = partial(by_token, norm) if self.aligned else norm
-        return Apart(grouped(gate, None, 0.0, triton), lambda u, _: norm(u), closed=True), None
+        return Apart(GateOnly(layout.gate_columns), lambda u, _: norm(u), closed=True)

@@ -14,7 +14,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,13 +24,14 @@ from torch import Tensor
 from .context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, SequenceLayout, Whole
 from .context_parallel.agreement import number_of_new_layer, require_agreement
 from .context_parallel.price import price
-from .context_parallel.scheme import Passage
+from .context_parallel.scheme import Passage, stay
 from .loader_layout import LoaderLayout
 from .observe import log_once
 from .ops import Documents, StaticDocuments
 from .ops.documents import require_one_row
 from .ops.host_tables import keep_if_captured, stream_of_tables
 from .ops.layout import Layout
+from .ops.neighbours import ALONE
 from .ops.rule import PreparedRule, Rule
 from .ops.state_maps.state_map import StateShape
 from .packing import context_parallel_group_of, resolve_packed_seq_params
@@ -55,7 +56,6 @@ class MicroBatch:
         rule: the recurrence.
         scheme: where the mixer runs.
         passage: how the rows get there and back.
-        held: what a mixer has made for such rows once and for all, under keys of its own.
     """
 
     documents: Documents | None
@@ -63,7 +63,6 @@ class MicroBatch:
     rule: Rule
     scheme: Scheme
     passage: Passage
-    held: dict[Any, Any] = field(default_factory=dict)
 
     def local_positions(self) -> Tensor | range:
         """The sequence positions that this rank holds, of ``tokens``, in its order."""
@@ -124,7 +123,7 @@ class MicroBatches:
         self._loader_layout = LoaderLayout(cp_layout, config)
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
-        self._rules: dict[tuple, Rule] = {}
+        self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
@@ -198,13 +197,18 @@ class MicroBatches:
 
     def rule_for(self, device: torch.device, dtype: torch.dtype) -> Rule:
         """The rule of rows of this kind, as things stand; likewise the constructor's errors."""
+        return self.whole(device, dtype).rule
+
+    def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
+        """How whole sequences run that lie on this rank, as in generation; of any tokens."""
         deterministic = self._deterministic()
         key = device.type, dtype, deterministic
-        if key not in self._rules:
+        if key not in self._whole:
             rule, reason = self._choose_rule(device, dtype, deterministic)
             log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
-            self._rules[key] = rule
-        return self._rules[key]
+            passage = Passage(stay, stay, ALONE)
+            self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)
+        return self._whole[key]
 
     def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
         found = self._schemes.get((group, rule, layout))

@@ -6,7 +6,6 @@ Legend: H value heads, V value dim.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,19 @@ from torch import Tensor, nn
 from .local_norm import TorchRMSNorm
 from .module_hooks import has_hooks, only_waits_for_parameters, wait_for_parameters
 from .ops.layout import Layout
-from .ops.mixer import GatedNorm
-from .ops.readout.base import Apart, Readout, called_per_head
-from .ops.readout.per_head import per_head
+from .ops.parts import GatedNorm
+from .ops.readout.base import Apart, called_per_head
 from .tensor_parallel import gradients_summed, sum_gradient
-
-if TYPE_CHECKING:
-    from .layer import GatedDeltaNet
 
 _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
-def _has_plain_forward(module: nn.Module) -> bool:
-    """Exactly our class, torch's or Transformer Engine's, with the forward it came with."""
-    cls = type(module)
+def _is_plain(module: nn.Module) -> bool:
+    """:func:`is_plain_rms_norm` of a module without hooks."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
+        return False
+    cls = type(module)  # exactly ours, torch's or Transformer Engine's, as it came
     if "forward" in vars(module):
         return False
     if cls in _PLAIN_FORWARDS:
@@ -46,63 +44,29 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     Not so with any other class, subclasses and parametrised weights included, another ``forward``,
     or hooks (but those of :func:`wait_for_parameters`): such a module is called as it is.
     """
-    return (
-        _has_plain_forward(module)
-        and getattr(module, "eps", None) is not None
-        and module.weight is not None
-        and module.weight.dim() == 1
-        and only_waits_for_parameters(module)
-    )
+    return _is_plain(module) and only_waits_for_parameters(module)
 
 
-def summing_group(layer: GatedDeltaNet) -> dist.ProcessGroup | None:
-    """The group over which our backward sums the gradients of ``out_norm``; None where none does.
-
-    Every tensor-parallel rank sees its own heads only, so the gradient is the sum over the ranks.
-    With sequence parallelism Megatron takes it, once a step with those of all its norms, from the
-    mark ``sequence_parallel``; without, it expects the gradient of a replicated parameter whole.
-    (megatron-core 0.19's own layer does not sum there, and its norm weights drift apart.)
-    """
-    return None if layer.tp_size == 1 or layer.config.sequence_parallel else layer.tp_group
-
-
-def readout_of(
-    module: nn.Module, group: dist.ProcessGroup | None, layout: Layout, triton: bool
-) -> tuple[Readout | Apart, Tensor | None]:
-    """The readout of ``out_norm``, and its gamma.
+def norm_of(
+    module: nn.Module, group: dist.ProcessGroup | None, layout: Layout
+) -> GatedNorm | Apart:
+    """What ``out_norm`` computes: the numbers of a plain norm, or a readout that calls it.
 
     Args:
         group: sums the gradients of the norm's parameters, see :func:`sum_gradient`.
-        layout: of the rows that it reads.
-        triton: compute a plain norm in our kernels.
+        layout: of the rows with its gate.
     """
-    norm, gate = plain_norm(module, group), layout.gate_columns
-    if norm is not None:
-        return per_head(gate, norm.eps, norm.zero_centered, triton), norm.gamma
-    call = partial(apply_gated_norm, module, group=group)
-    return called_per_head(gate, layout.state_heads, call), None
-
-
-def plain_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm | None:
-    """:func:`read_norm` where :func:`is_plain_rms_norm`, else None."""
     if has_hooks(module):
-        return read_norm(module, group) if is_plain_rms_norm(module) else None
-    weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
-    if weight is None or eps is None or weight.dim() != 1 or not _has_plain_forward(module):
-        return None
-    gamma = weight if group is None else sum_gradient(weight, group)
-    return GatedNorm(gamma, eps, bool(getattr(module, "zero_centered_gamma", False)))
-
-
-def read_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm:
-    """The parameters of a plain norm.
-
-    Args:
-        group: sums the weight's gradient, see :func:`sum_gradient`.
-    """
-    wait_for_parameters(module)
-    gamma = sum_gradient(module.weight, group)
-    return GatedNorm(gamma, module.eps, bool(getattr(module, "zero_centered_gamma", False)))
+        plain = is_plain_rms_norm(module)
+        if plain:
+            wait_for_parameters(module)
+    else:
+        plain = _is_plain(module)
+    if plain:
+        gamma = module.weight if group is None else sum_gradient(module.weight, group)
+        return GatedNorm(gamma, module.eps, bool(getattr(module, "zero_centered_gamma", False)))
+    call = partial(apply_gated_norm, module, group=group)
+    return called_per_head(layout.gate_columns, layout.state_heads, call)
 
 
 def apply_gated_norm(

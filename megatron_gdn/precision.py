@@ -57,6 +57,25 @@ class Fp32Parameters:
 
         return super()._apply(apply, recurse)
 
+    def require_wide_gates(self) -> None:
+        """Refuse fp32 parameters that were rounded before they reached it.
+
+        Casts of the module leave them fp32. Sharded data parallelism with
+        a dtype of its own puts other tensors in their place, which only this check sees.
+
+        Raises:
+            ValueError: one of them is narrower than fp32.
+        """
+        for name in self._keep_in_float32_parameter_names:
+            dtype = getattr(self, name).dtype
+            if dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): "
+                    f"the recurrence compounds what it rounds. Under torch's "
+                    f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
+                    f"elsewhere, do not replace the layer's parameters by rounded ones."
+                )
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -75,26 +94,6 @@ class Fp32Parameters:
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *args
         )
-
-
-def require_wide_gates(layer: Fp32Parameters) -> None:
-    """Refuse a layer's fp32 parameters that were rounded before they reached it.
-
-    Casts of the module leave them fp32, see :class:`Fp32Parameters`. Sharded data parallelism with
-    a dtype of its own puts other tensors in their place, which only this check sees.
-
-    Raises:
-        ValueError: one of them is narrower than fp32.
-    """
-    for name in layer._keep_in_float32_parameter_names:
-        dtype = getattr(layer, name).dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): the "
-                f"recurrence compounds what it rounds. Under torch's "
-                f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
-                f"elsewhere, do not replace the layer's parameters by rounded ones."
-            )
 
 
 def _warn_of_rounded(dtypes: dict[str, torch.dtype], missing_keys: list[str]) -> None:

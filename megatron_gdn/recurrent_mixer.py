@@ -1,6 +1,7 @@
-"""What the recurrent mixers have in common: ranks, sizes, projections, fp32 parameters, files.
+"""The base of the recurrent mixers: ranks, sizes, projections, the forward, fp32 parameters.
 
-Legend: D hidden size, P width of the projection, H heads with a state, V columns of a state.
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, p where the mixer runs, H heads with a state, V columns of a state.
 """
 
 from __future__ import annotations
@@ -8,19 +9,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
-from .checkpoint import mixer_sharded_state_dict
+from .checkpoint import ShardedBySections
 from .context_parallel import LinearCpMode, SequenceLayout
+from .forward_arguments import refuse_unsupported, require_causal, the_context
+from .graphs import refuse_packed
 from .inference.generating import GeneratingMixer
-from .init import device_for
+from .init import InitShare, device_for
 from .loader_layout import AUTO, LoaderLayout
-from .micro_batch import ChooseRule, MicroBatches
+from .micro_batch import ChooseRule, MicroBatch, MicroBatches
+from .observe import log_once, span
+from .ops.mixer import mix
+from .ops.parts import Parts
+from .ops.readout.base import Apart
+from .ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from .ops.rule import Rule
+from .ops.uncompiled import uncompiled
 from .parameter_marks import MarkedParameters
 from .precision import Fp32Parameters, mark_keep_in_fp32
 from .process_groups import FollowsGroups
@@ -28,14 +39,19 @@ from .tensor_parallel import mark_packed, mark_sharded
 
 
 class RecurrentMixer(
-    FollowsGroups, GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule
+    FollowsGroups,
+    GeneratingMixer,
+    ShardedBySections,
+    MarkedParameters,
+    Fp32Parameters,
+    MegatronModule,
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A mixer calls :meth:`_choose_by`, builds its parameters in the order in which files and
     optimizers shall list them (:meth:`_build_in_proj`, :meth:`_add_fp32`,
-    :meth:`_build_out_proj`), calls :meth:`remember_marks` and fills them. It brings ``forward``,
-    ``conv_weight`` and ``row_mixer``.
+    :meth:`_build_out_proj`), calls :meth:`remember_marks` and fills them. It brings :meth:`parts`
+    and ``conv_weight``.
 
     Args:
         config: Megatron's.
@@ -48,6 +64,11 @@ class RecurrentMixer(
     Attributes:
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
         micro_batches: how each micro-batch runs.
+        in_layer_graph: Megatron captures the layer around it in a CUDA graph.
+        gates_own_rows: a readout reads this rank's rows after the heads are together again.
+        recompute_norm_out: drop the rows for out_proj after the forward and compute them again for
+            its backward; not where saved-tensor hooks keep them.
+        norm_out_checkpoint: of the last forward; under upstream's name, for tools.
 
     Raises:
         ValueError: sizes that ``tp`` ranks cannot share or FP8 cannot take, an unknown layout.
@@ -56,6 +77,10 @@ class RecurrentMixer(
     in_proj: Any
     out_proj: Any
     micro_batches: MicroBatches
+    in_layer_graph: bool = False
+    gates_own_rows: bool = False
+    recompute_norm_out: bool = False
+    norm_out_checkpoint: RefilledOutput | None = None
 
     def __init__(
         self,
@@ -80,6 +105,112 @@ class RecurrentMixer(
 
             recipe: Any = config.fp8_recipe
             self.dims.check_fp8_alignment(get_fp8_align_size(recipe))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the mixer over a batch of sequences, or over packed documents.
+
+        Args:
+            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
+                documents are packed.
+            attention_mask: None or causal (True where attention is forbidden), or True everywhere,
+                Megatron's tests' "no mask"; the mixer is causal by itself.
+            inference_context, inference_params: go on from what this context carries instead of
+                beginning, see :meth:`.GeneratingMixer.generate`; no gradients.
+            sequence_len_offset: not supported.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
+                offsets), and the context-parallel group of this micro-batch if it has its own.
+            pg_collection: process groups of this forward; ``cp`` may be another than the mixer's,
+                and ``packed_seq_params`` goes before it.
+            kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
+                by name and unused. Anything else is refused.
+
+        Returns:
+            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
+
+        Raises:
+            ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
+                be fp32 and is not.
+            NotImplementedError: a mask that is not causal, a context of another kind, packed
+                documents inside Megatron's CUDA graph of the layer.
+            TypeError: a keyword that no mixer knows.
+        """
+        if kwargs or sequence_len_offset is not None:
+            refuse_unsupported(sequence_len_offset, kwargs)
+        context = inference_context
+        if inference_params is not None:
+            context = the_context(inference_context, inference_params)
+        cp_group = None if pg_collection is None else self.cp_group_of(pg_collection, context)
+        if self.in_layer_graph and packed_seq_params is not None and context is None:
+            refuse_packed(self.config)
+        with span("in_proj"):
+            rows, _ = self.in_proj(hidden_states)
+        if context is not None:
+            return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
+        batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
+        if attention_mask is not None:
+            require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
+        own = rows
+        if batch.scheme.moves_rows:
+            own = rows if self.gates_own_rows else None
+            with span("to_heads"):
+                rows = batch.passage.open(rows)
+        with span("mixer"):
+            mixed_sBV, refilled = self._mix(rows, batch, own)
+        with span("out_proj"):
+            out_sBD, out_bias = self.out_proj(mixed_sBV)
+        if refilled is not None:
+            refilled.drop_until_backward_of(out_sBD)
+        return out_sBD, out_bias
+
+    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
+    def _mix(
+        self, rows: Tensor, batch: MicroBatch, own: Tensor | None
+    ) -> tuple[Tensor, RefilledOutput | None]:
+        """Opened rows ``[S, B, p]`` to rows for out_proj.
+
+        Args:
+            own: this rank's rows before they were opened, where :attr:`gates_own_rows`.
+
+        Returns:
+            ``[s, B, H * V]``; and ``refilled``, to call ``drop_until_backward_of(out_proj's
+            output)`` on: None if nothing is computed again.
+        """
+        recompute = self.recompute_norm_out and self.training
+        if recompute and saved_tensors_are_hooked():
+            log_once(
+                "GatedDeltaNet: recompute_norm_out drops nothing where saved-tensor hooks are on "
+                "(a checkpoint with use_reentrant=False, an offload): they keep what is saved."
+            )
+            recompute = False
+        refilled = RefilledOutput() if recompute else None
+        if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
+            self.norm_out_checkpoint = refilled
+        parts = self.parts(rows, batch)
+        mixed = mix(rows, parts, batch.passage.neighbours, refilled)
+        if batch.scheme.moves_rows:
+            opened, close = mixed, batch.passage.close
+            mixed = close(opened)
+            if refilled is not None:
+                refilled.passed_on(mixed, close)  # this is what out_proj saves
+        readout = parts.readout
+        if isinstance(readout, Apart) and readout.closed:
+            mixed = readout.call(mixed, rows if own is None else own)
+        return mixed, refilled
+
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        """What this mixer is made of, for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
+        raise NotImplementedError
 
     def _choose_by(
         self, choose_rule: ChooseRule, mode: str | LinearCpMode | None, **names: str
@@ -142,6 +273,31 @@ class RecurrentMixer(
             name=None if name is None else f"{name}.out_proj",
         )
 
+    def _init_projections(self, init: InitShare) -> None:
+        """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""
+        config = self.config
+        if not config.perform_initialization:
+            return
+        in_weight, out_weight = (
+            getattr(projection, "weight", None) for projection in (self.in_proj, self.out_proj)
+        )
+        init(in_weight, config.init_method, 0, self.global_dims.layout.widths)
+        if out_weight is not None:
+            columns = out_weight.shape[1] * self.tp_size
+            init(out_weight, config.output_layer_init_method, 1, (columns,))
+
+    @property
+    def norm_group(self) -> Any:
+        """The group over which our backward sums the gradients of the norm; None where none does.
+
+        Every tensor-parallel rank sees its own heads only, so the gradient of a norm that all ranks
+        hold whole is the sum over the ranks. With sequence parallelism Megatron takes it, once a
+        step with those of all its norms, from the mark ``sequence_parallel``; without, it expects
+        the gradient of a replicated parameter whole. (megatron-core 0.19's own layer does not sum
+        there, and its norm weights drift apart.)
+        """
+        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
+
     def _add_fp32(self, **rows: int) -> None:
         """Add fp32 parameters ``[rows]``, this rank's share each."""
         for name, count in rows.items():
@@ -150,20 +306,3 @@ class RecurrentMixer(
             mark_sharded(parameter, (count,))
             mark_keep_in_fp32(parameter)
             self.register_parameter(name, parameter)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
-        tp_group: Any = None,
-    ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys.
-
-        in_proj and the convolution are stored section by section, so a checkpoint loads at any
-        tensor-parallel size; A_log, dt_bias and other fp32 parameters are stored in fp32.
-        """
-        return mixer_sharded_state_dict(
-            self, self.dims.layout, self._keep_in_float32_parameter_names,
-            prefix, sharded_offsets, metadata, tp_group,
-        )  # fmt: skip

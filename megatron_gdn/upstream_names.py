@@ -22,7 +22,7 @@ from .ops import (
     l2norm,
     torch_chunk_gated_delta_rule,
 )
-from .out_norm import apply_gated_norm, summing_group
+from .out_norm import apply_gated_norm
 
 if TYPE_CHECKING:
     from .layer import GatedDeltaNet
@@ -87,7 +87,7 @@ class UpstreamNames:
 
     def _apply_gated_norm(self: GatedDeltaNet, x: Tensor, gate: Tensor) -> Tensor:
         """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
-        return apply_gated_norm(self.out_norm, x, gate, summing_group(self))
+        return apply_gated_norm(self.out_norm, x, gate, self.norm_group)
 
     def _prepare_input_for_gated_delta_rule(
         self: GatedDeltaNet, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor

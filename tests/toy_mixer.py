@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.ops.front.gdn_torch import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.mixer import Parts, mix
+from megatron_gdn.ops.parts import Parts
 from megatron_gdn.ops.readout.per_head import PerHead
 from megatron_gdn.ops.state_maps.state_map import StateShape
-from megatron_gdn.out_norm import read_norm
+from megatron_gdn.out_norm import norm_of
 from megatron_gdn.recurrent_mixer import RecurrentMixer
 from megatron_gdn.tensor_parallel import mark_sharded
 from tests.autograd_parts import AutogradFront, AutogradRule
@@ -129,15 +130,17 @@ class ToyMixer(RecurrentMixer):
         self._build_out_proj(RowParallelLinear, None)
         self.remember_marks()
 
-    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
-        proj, _ = self.in_proj(hidden_states)
-        batch = self.micro_batches.of(packed_seq_params, proj)
-        scheme, passage = batch.scheme, batch.passage
-        gamma, eps, zero_centered = read_norm(self.out_norm, None)
-        parameters = (scheme.local(self.conv1d.weight, scheme.layout.conv_names), None,
-                      scheme.local(self.decay_bias), gamma)  # fmt: skip
-        made = AutogradFront(scheme.layout, partial(front, scheme.layout), Inputs, ("q", "k", "v"))
-        readout = PerHead(scheme.layout.gate_columns, eps=eps, zero_centered=zero_centered)
-        parts = Parts(made, batch.rule, readout, parameters)
-        mixed = mix(passage.open(proj), parts, passage.neighbours)
-        return self.out_proj(passage.close(mixed))
+    @property
+    def conv_weight(self):
+        return self.conv1d.weight
+
+    def parts(self, rows, batch):
+        layout = batch.scheme.layout
+        parameters = local_parameters(batch.scheme, self.conv1d.weight, None, self.decay_bias)
+        gamma, eps, zero_centered = norm_of(self.out_norm, None, layout)
+        return Parts(
+            AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
+            batch.rule,
+            PerHead(layout.gate_columns, eps=eps, zero_centered=zero_centered),
+            (*parameters, gamma),
+        )

@@ -13,7 +13,7 @@ width, V width of a mixed row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -90,6 +90,17 @@ class Whole:
 
     def local_positions(self, documents: Documents | None, tokens: int) -> range:
         return range(tokens)
+
+
+def local_parameters(
+    scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor
+) -> list[Any]:
+    """The shares of a convolution's and of heads' parameters that the mixer needs here."""
+    if not scheme.moves_rows:
+        return [weight, bias, *per_head]
+    convolved = scheme.layout.conv_names
+    of_conv = [x if x is None else scheme.local(x, convolved) for x in (weight, bias)]
+    return [*of_conv, *[scheme.local(x) for x in per_head]]
 
 
 def stay(rows: Tensor) -> Tensor:

@@ -11,17 +11,15 @@ with a state, K rows of a state, V columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.generation.carry import Carry
-from ..ops.generation.step import RowMixer, decode, last_rows, prefill
-
-if TYPE_CHECKING:
-    from .generating import GeneratingMixer
+from ..ops.generation.step import decode, last_rows, prefill
+from ..ops.parts import Parts
 
 
 class SlotBuffers(NamedTuple):
@@ -52,16 +50,16 @@ class SlotBuffers(NamedTuple):
         states = carry.state.to(self.states.dtype)
         return states.mT.contiguous() if self.transposed else states
 
-    def check(self, mixer: RowMixer, dtype: torch.dtype) -> None:
+    def check(self, parts: Parts, dtype: torch.dtype) -> None:
         """Refuse buffers of another layer, or that would round what they hold.
 
         Raises:
             ValueError: shapes or dtypes; the message has both.
         """
-        shape = mixer.shape
+        shape = parts.shape
         H, K, V = shape.state
         wanted = {
-            "conv": ((shape.channels, mixer.past + 1), dtype),
+            "conv": ((shape.channels, parts.past + 1), dtype),
             "states": (
                 (H, V, K) if self.transposed else (H, K, V),
                 torch.promote_types(dtype, torch.float32),
@@ -85,47 +83,10 @@ class SlotBuffers(NamedTuple):
                 )
 
 
-def mix_dynamic(layer: GeneratingMixer, proj: Tensor, context: Any) -> Tensor:
-    """One step of a ``DynamicInferenceContext``; the slots of its requests move on.
-
-    Args:
-        proj: ``[t, 1, P]``, the tokens of the step, padding included.
-
-    Returns:
-        ``[t, 1, H V]``, zero in the padding.
-
-    Raises:
-        ValueError: buffers of other layers, sizes or dtypes.
-        NotImplementedError: prefix caching of states, batch_invariant_mode, prompts in a CUDA
-            graph.
-    """
-    _refuse(layer, context)
-    assert layer.layer_number is not None
-    number = layer.layer_number - layer.pp_layer_offset
-    buffers = context.mamba_states_cache(number)
-    s = 1 + context.num_speculative_tokens
-    intermediate: Any = (None, None)
-    if s > 1:
-        intermediate = context.mamba_states_cache(number, intermediate=True)
-    padded, real = context.padded_batch_dimensions, context.batch_dimensions
-    heads, _, columns, _ = layer.state_shape
-    mixed = proj.new_zeros(proj.shape[0], 1, heads * columns)
-    if padded.decode_req_count:
-        count = padded.decode_req_count * s
-        rows = proj[:count, 0].unflatten(0, (-1, s))
-        slots = context.mamba_metadata.batch_indices_decode
-        out = layer.ssm_decode(rows, *buffers, slots, *intermediate)
-        mixed[:count, 0] = out.flatten(0, 1)
-    if padded.prefill_req_count:
-        begin = real.decode_req_count * s
-        mixed[begin:] = layer.ssm_prefill(proj[begin:], *buffers, context)
-    return mixed
-
-
 @torch.no_grad()
 def decode_requests(
     rows: Tensor,
-    mixer: RowMixer,
+    parts: Parts,
     buffers: SlotBuffers,
     slots: Tensor | None,
     intermediate: SlotBuffers | None = None,
@@ -144,7 +105,7 @@ def decode_requests(
     Raises:
         ValueError: see :meth:`SlotBuffers.check`; several tokens without ``intermediate``.
     """
-    buffers.check(mixer, rows.dtype)
+    buffers.check(parts, rows.dtype)
     N, s, _ = rows.shape
     if s > 1 and intermediate is None:
         raise ValueError(
@@ -157,8 +118,8 @@ def decode_requests(
     read = slots.clamp(min=0).long()
     windows = buffers.windows(read)
     proj = rows.transpose(0, 1)
-    mixed, after = decode(proj, mixer, buffers.carry(read, windows, rows.dtype))
-    convolved = proj[..., mixer.front.layout.conv_columns].to(windows.dtype)
+    mixed, after = decode(proj, parts, buffers.carry(read, windows, rows.dtype))
+    convolved = proj[..., parts.front.layout.conv_columns].to(windows.dtype)
     for token, carry in enumerate(after):
         windows = last_rows(convolved[token : token + 1], windows, None)
         if intermediate is not None:
@@ -170,7 +131,7 @@ def decode_requests(
 
 
 @torch.no_grad()
-def prefill_requests(rows: Tensor, mixer: RowMixer, buffers: SlotBuffers, metadata: Any) -> Tensor:
+def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata: Any) -> Tensor:
     """Prompts, or chunks that continue them, each from what its slot holds.
 
     Args:
@@ -184,22 +145,22 @@ def prefill_requests(rows: Tensor, mixer: RowMixer, buffers: SlotBuffers, metada
         ValueError: see :meth:`SlotBuffers.check`.
         NotImplementedError: while a CUDA graph is captured.
     """
-    buffers.check(mixer, rows.dtype)
+    buffers.check(parts, rows.dtype)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "prompts are cut by lengths that the host knows, which a CUDA graph would freeze; set "
             "use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
         )
     offsets = tuple(metadata.cu_seqlens_list)  # of the requests that are not padding
-    mixed = rows.new_zeros(*rows.shape[:2], mixer.state.heads * mixer.state.columns)
+    mixed = rows.new_zeros(*rows.shape[:2], parts.state.heads * parts.state.columns)
     if len(offsets) < 2:
         return mixed
     documents = Documents(offsets, rows.device)
     slots = metadata.batch_indices_prefill[: len(offsets) - 1].long()
     windows, real = buffers.windows(slots), rows[: offsets[-1]]
     carry = buffers.carry(slots, windows, rows.dtype)
-    mixed[: offsets[-1]], carry = prefill(real, mixer, carry, documents)
-    convolved = real[..., mixer.front.layout.conv_columns].to(windows.dtype)
+    mixed[: offsets[-1]], carry = prefill(real, parts, carry, documents)
+    convolved = real[..., parts.front.layout.conv_columns].to(windows.dtype)
     buffers.conv.index_copy_(0, slots, last_rows(convolved, windows, documents))
     buffers.states.index_copy_(0, slots, buffers.states_of(carry))
     return mixed
@@ -216,8 +177,17 @@ def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     buffer[slots[real].long()] = values[real]
 
 
-def _refuse(layer: GeneratingMixer, context: Any) -> None:
-    name = type(layer).__name__
+def refuse(context: Any, name: str, aligned: bool) -> None:
+    """Refuse a dynamic context that has no room for what this mixer carries.
+
+    Args:
+        name: of the mixer's class.
+        aligned: whether it is, see :mod:`megatron_gdn.ops.aligned`.
+
+    Raises:
+        ValueError: no buffers for states.
+        NotImplementedError: prefix caching of states, an aligned mixer.
+    """
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
             f"this {type(context).__name__} has no buffers for recurrent states; give its "
@@ -228,7 +198,7 @@ def _refuse(layer: GeneratingMixer, context: Any) -> None:
             f"{name} does not store states at the ends of cached prefixes; set "
             f"prefix_caching_mamba_gb=None."
         )
-    if layer.aligned:
+    if aligned:
         raise NotImplementedError(
             f"in config.batch_invariant_mode a {name} needs the projection rows of up to 63 tokens "
             f"before, which a dynamic context has no buffers for; generate through "

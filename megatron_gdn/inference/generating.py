@@ -1,16 +1,31 @@
-"""What a mixer of this package tells, so that it generates."""
+"""The interface that a mixer implements to generate.
+
+Legend: s tokens, B batch rows, t tokens of a step, P projection width, H heads with a state, V
+columns of a state.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..forward_arguments import require_causal
+from ..micro_batch import MicroBatch, MicroBatches
+from ..observe import span
 from ..ops.generation.carry import CarryShape
-from ..ops.generation.step import RowMixer
 from ..ops.layout import Layout
+from ..ops.parts import Parts
 from ..ops.state_maps.state_map import StateShape
-from .dynamic import SlotBuffers, decode_requests, prefill_requests
+from ..ops.uncompiled import uncompiled
+from ..packing import resolve_packed_seq_params
+from .dynamic import SlotBuffers, decode_requests, prefill_requests, refuse
+from .pooled import mix_requests
+from .static import mix_static
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 
 class GeneratingMixer:
@@ -37,6 +52,7 @@ class GeneratingMixer:
     state_transposed: ClassVar[bool] = False
     aligned: bool
     dims: Any
+    micro_batches: MicroBatches
 
     @property
     def state_shape(self) -> StateShape:
@@ -48,9 +64,122 @@ class GeneratingMixer:
         """``[C, 1, W]``, in the dtype and on the device of the projection's rows."""
         raise NotImplementedError
 
-    def row_mixer(self, proj: Tensor) -> RowMixer:
-        """The mixer between its projections, for rows like ``proj`` ``[s, B, P]``."""
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        """What the mixer is made of between its projections."""
         raise NotImplementedError
+
+    def whole_parts(self, rows: Tensor) -> Parts:
+        """The parts for whole sequences on this rank, rows ``[s, B, P]``."""
+        return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
+
+    @uncompiled  # one kernel after the other, from tables cached by value
+    def generate(
+        self,
+        rows: Tensor,
+        context: Any,
+        attention_mask: Tensor | None,
+        packed: PackedSeqParams | None,
+    ) -> Tensor:
+        """Projection rows of the next tokens to rows for out_proj; what is carried moves on.
+
+        Args:
+            rows: ``[s, B, P]``, all tokens, whatever sequence parallelism did before.
+            context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
+                :class:`.context.RequestsContext`.
+            attention_mask: None or causal.
+            packed: boundaries of the requests; with a ``RequestsContext`` only.
+
+        Returns:
+            ``[s, B, H * V]``.
+
+        Raises:
+            ValueError: see :func:`.static.mix_static`, :func:`.pooled.mix_requests` and
+                :class:`.dynamic.SlotBuffers`.
+            NotImplementedError: context parallelism, a call that wants gradients; see also
+                :mod:`.dynamic`.
+        """
+        self._refuse_generation(rows, context)
+        assert self.layer_number is not None
+        if not context.is_static_batching():
+            if attention_mask is not None or packed is not None:
+                raise NotImplementedError(
+                    "a dynamic context says itself which tokens belong to which request; pass "
+                    "neither an attention_mask nor packed_seq_params."
+                )
+            with span("mixer"):
+                return self._dynamic_step(rows, context)
+        parts = self.whole_parts(rows)
+        s, B = rows.shape[:2]
+        with span("mixer"):
+            if getattr(context, "pool", None) is not None:
+                require_causal(attention_mask, B, s, lambda: range(s))
+                return mix_requests(rows, parts, context, self.layer_number, packed)
+            if packed is not None and resolve_packed_seq_params(packed, s, rows.device) is not None:
+                raise NotImplementedError(
+                    "a StaticInferenceContext holds one batch of equal lengths; packed requests go "
+                    "through megatron_gdn.inference.context.RequestsContext."
+                )
+            offset = context.sequence_len_offset
+            require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
+            return mix_static(rows, parts, context, self.layer_number)
+
+    def _refuse_generation(self, rows: Tensor, context: Any) -> None:
+        static = getattr(context, "is_static_batching", None)
+        if static is None or not (static() or hasattr(context, "mamba_states_cache")):
+            raise NotImplementedError(
+                f"{type(self).__name__} generates with Megatron's StaticInferenceContext and "
+                f"DynamicInferenceContext or with megatron_gdn.inference.context.RequestsContext, "
+                f"not with a {type(context).__name__}."
+            )
+        if self.layer_number is None:
+            raise ValueError(
+                "a layer keeps its state under its layer_number; build it with layer_number=1, 2, "
+                "..."
+            )
+        cp_size = self.pg_collection.cp.size()
+        if cp_size > 1 and not getattr(context, "whole_on_every_rank", False):
+            raise NotImplementedError(
+                f"generation runs on whole sequences, and this layer was built with "
+                f"context_parallel_size={cp_size}; build the model with 1 and load the "
+                f"checkpoint there, or let every rank run all tokens, with a context from "
+                f"megatron_gdn.inference.generate.static_context."
+            )
+        if torch.is_grad_enabled() and rows.requires_grad:
+            raise NotImplementedError(
+                "generation has no backward; call the model under torch.inference_mode() or "
+                "torch.no_grad(), or without an inference context to train it."
+            )
+
+    def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
+        """One step of a ``DynamicInferenceContext``; the slots of its requests move on.
+
+        Args:
+            rows: ``[t, 1, P]``, the tokens of the step, padding included.
+
+        Returns:
+            ``[t, 1, H V]``, zero in the padding.
+        """
+        refuse(context, type(self).__name__, self.aligned)
+        assert self.layer_number is not None
+        number = self.layer_number - self.pp_layer_offset
+        buffers = context.mamba_states_cache(number)
+        s = 1 + context.num_speculative_tokens
+        intermediate: Any = (None, None)
+        if s > 1:
+            intermediate = context.mamba_states_cache(number, intermediate=True)
+        padded, real = context.padded_batch_dimensions, context.batch_dimensions
+        heads, _, columns, _ = self.state_shape
+        mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
+        if padded.decode_req_count:
+            count = padded.decode_req_count * s
+            of_requests = rows[:count, 0].unflatten(0, (-1, s))
+            slots = context.mamba_metadata.batch_indices_decode
+            out = self.ssm_decode(of_requests, *buffers, slots, *intermediate)
+            mixed[:count, 0] = out.flatten(0, 1)
+        if padded.prefill_req_count:
+            begin = real.decode_req_count * s
+            mixed[begin:] = self.ssm_prefill(rows[begin:], *buffers, context)
+        return mixed
 
     @property
     def carry_shape(self) -> CarryShape:
@@ -85,7 +214,7 @@ class GeneratingMixer:
             intermediate = self._in_slots(intermediate_conv_state, intermediate_ssm_state)
         return decode_requests(
             projected,
-            self.row_mixer(projected.transpose(0, 1)),
+            self.whole_parts(projected.transpose(0, 1)),
             self._in_slots(conv_state, ssm_state),
             batch_indices,
             intermediate,
@@ -100,7 +229,7 @@ class GeneratingMixer:
         """
         return prefill_requests(
             projected,
-            self.row_mixer(projected),
+            self.whole_parts(projected),
             self._in_slots(conv_state, ssm_state),
             context.mamba_metadata,
         )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..ops.generation.carry import Carry, choose
-from ..ops.generation.step import RowMixer, decode, prefill
+from ..ops.generation.step import decode, prefill
+from ..ops.parts import Parts
 
 # Up to so many tokens at a time go through the recurrence and can be rolled back.
 MOST_DECODED = 16
@@ -35,7 +36,7 @@ class _Place:
     after: Sequence[Carry] = ()
 
 
-def mix_static(rows: Tensor, mixer: RowMixer, context: Any, layer: int) -> Tensor:
+def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """Mix the next s tokens of the batch rows that the context points at.
 
     At ``sequence_len_offset`` 0 they begin, else they go on: up to :data:`MOST_DECODED` tokens by
@@ -58,18 +59,18 @@ def mix_static(rows: Tensor, mixer: RowMixer, context: Any, layer: int) -> Tenso
     places: dict[tuple[int, int], _Place] = vars(context).setdefault(_PLACES, {})
     place = places.get((layer, start))
     _check(context, layer, place, s, B)
-    memory = _memory(context, layer, mixer, rows)
+    memory = _memory(context, layer, parts, rows)
     mine = Carry(*(tensor[0, start : start + B] for tensor in memory))
     after: Sequence[Carry] = ()
     before = None
     if offset == 0:
-        mixed, carry = prefill(rows, mixer)
+        mixed, carry = prefill(rows, parts)
     elif s > MOST_DECODED:
-        mixed, carry = prefill(rows, mixer, mine, stands=[offset] * B)
+        mixed, carry = prefill(rows, parts, mine, stands=[offset] * B)
     else:
         if s > 1:
             before = Carry(*(tensor.clone() for tensor in mine))
-        mixed, after = decode(rows, mixer, mine, stands=[offset] * B)
+        mixed, after = decode(rows, parts, mine, stands=[offset] * B)
         carry = after[-1]
     for kept, fresh in zip(mine, carry, strict=True):
         kept.copy_(fresh)
@@ -157,9 +158,9 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
         )
 
 
-def _memory(context: Any, layer: int, mixer: RowMixer, rows: Tensor) -> Carry:
+def _memory(context: Any, layer: int, parts: Parts, rows: Tensor) -> Carry:
     """``[1, M, C, W - 1]`` and ``[1, M, H, K, V]``."""
-    shape, known = mixer.shape, context.key_value_memory_dict.get(layer)
+    shape, known = parts.shape, context.key_value_memory_dict.get(layer)
     if known is None:
         zeros = shape.zeros(context.max_batch_size, rows.dtype, rows.device)
         known = context.key_value_memory_dict[layer] = Carry(*(x[None] for x in zeros))

@@ -23,12 +23,13 @@ class HeadSizes(NamedTuple):
     key_dim: int
     value_dim: int
 
-    @classmethod
-    def of(cls, layout: Layout) -> HeadSizes:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(layout: Layout) -> HeadSizes:
         """The sizes of a layout made by :attr:`layout`."""
         key, value = layout.heads("key"), layout.heads("value")
         _, k, v, *_ = layout.widths
-        return cls(key, value, k // key, v // value)
+        return HeadSizes(key, value, k // key, v // value)
 
     @property
     def state(self) -> StateShape:

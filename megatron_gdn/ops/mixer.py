@@ -13,45 +13,23 @@ Legend: S seq, B batch, P projection width, H heads with a state, V columns of a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
 from .documents import Documents, require_one_row
-from .front.base import Front
-from .front.gdn_front import GDNFront
 from .front.history import ContinuedFront
+from .gdn import gdn_parts
 from .hand_over import HandOver
 from .head_sizes import HeadSizes
 from .mixer_function import Call, MixerFunction
-from .neighbours import Neighbours
+from .neighbours import ALONE, Neighbours
 from .no_tokens import mix_no_tokens
-from .readout.base import Apart, Bare, Readout, heads_of
-from .readout.per_head import per_head
+from .parts import GatedNorm, Parts
+from .readout.base import Apart, Bare, heads_of
 from .recompute import RefilledOutput
 from .rule import Rule
-
-
-class Parts(NamedTuple):
-    """What a mixer is made of between its projections, for rows of one device, dtype and scheme.
-
-    Attributes:
-        front: projection rows to the rule's inputs.
-        rule: the recurrence; in steps (:mod:`.aligned`) it takes the front and the readout with it.
-        readout: the rule's output to rows for out_proj.
-        parameters: the front's, then the readout's gamma or None; local to the scheme.
-    """
-
-    front: Front
-    rule: Rule
-    readout: Readout | Apart
-    parameters: tuple[Tensor | None, ...]
-
-
-ALONE = Neighbours()  # every batch row is one whole sequence
 
 
 def mix(
@@ -75,7 +53,7 @@ def mix(
     apart, inside = None, readout
     if isinstance(inside, Apart):
         apart, inside = inside, inside.inside
-    if getattr(rule, "in_steps", False):
+    if getattr(rule, "in_steps", False):  # :mod:`.aligned`: front and readout go with it
         front = AlignedFront(front)
         inside = AlignedReadout(inside) if inside.reads_o else inside
     if rows.numel():
@@ -118,14 +96,6 @@ def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledO
     return made
 
 
-class GatedNorm(NamedTuple):
-    """The output norm: ``RMSNorm(o) * gamma * SiLU(z)``, or ``* (1 + gamma)`` zero-centered."""
-
-    gamma: Tensor  # [V]
-    eps: float = 1e-6
-    zero_centered: bool = False
-
-
 def gated_delta_mixer(
     proj: Tensor,
     conv_weight: Tensor,
@@ -143,65 +113,36 @@ def gated_delta_mixer(
     refilled: RefilledOutput | None = None,
     kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`mix` with the front of a Gated DeltaNet.
+    """:func:`mix` of :func:`.gdn.gdn_parts`.
 
     Args:
-        proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha.
-        conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[H]``, fp32.
-        rule: from :func:`.delta_rule.resolve.resolve_rule`.
         norm: the gated output norm; None stops before it.
         documents: boundaries of documents packed into the one batch row, resolved beforehand.
         neighbours: takes the place of ``documents``.
-        normalise_qk: scale q and k to unit length.
-        recompute_qkv: compute q, k and v again in the backward instead of saving them: less by
-            ``2 (G K + H V)`` bytes per token in bf16, for one more pass over the projection.
-        kernels: see :func:`.front.gdn_front.kernels_for`.
 
     Returns:
         ``[S, B, H * V]``; without ``norm`` o and z, both ``[B, S, H, V]`` (z is a view of
         ``proj``).
 
     Raises:
-        ValueError: shapes that do not fit, packed documents with B > 1, fp16 operands without
-            ``normalise_qk``; ``refilled`` without ``norm``.
+        ValueError: as :func:`.gdn.gdn_parts`; packed documents with B > 1; ``refilled`` without
+            ``norm``.
     """
-    require_fitting_rows(sizes, proj, conv_weight)
+    if norm is None and refilled is not None:
+        raise ValueError("refilled repeats the gated norm, so it needs norm.")
+    gate, heads = sizes.layout.gate_columns, sizes.value_heads
+    parts = gdn_parts(
+        proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
+        rule=rule, norm=Apart(Bare(gate, heads), lambda o, _: o) if norm is None else norm,
+        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, kernels=kernels,
+    )  # fmt: skip
     if documents is not None:
         S, B = proj.shape[:2]
         require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
         Documents.from_cu_seqlens(documents, S)
         assert neighbours is None
         neighbours = Neighbours(documents)
-    front = GDNFront.of(
-        proj, conv_weight.shape[-1], sizes, rule,
-        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, kernels=kernels,
-    )  # fmt: skip
-    gate, heads, gamma = sizes.layout.gate_columns, sizes.value_heads, None
-    if norm is None:
-        if refilled is not None:
-            raise ValueError("refilled repeats the gated norm, so it needs norm.")
-        readout = Bare(gate, heads)
-    else:
-        gamma, eps, zero_centered = norm
-        readout = per_head(gate, eps, zero_centered, front.triton)
-    parts = Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, gamma))
     mixed = mix(proj, parts, ALONE if neighbours is None else neighbours, refilled)
     if norm is None:
         return heads_of(mixed, heads), heads_of(proj[..., gate], heads)
     return mixed
-
-
-def require_fitting_rows(sizes: HeadSizes, proj: Tensor, conv_weight: Tensor) -> None:
-    """Refuse rows or a convolution of other heads.
-
-    Raises:
-        ValueError: as :meth:`.HeadSizes.check_projection`; ``conv_weight`` has other channels or
-            is not contiguous.
-    """
-    sizes.check_projection(proj)
-    if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
-        raise ValueError(
-            f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "
-            f"shape {tuple(conv_weight.shape)} and strides {conv_weight.stride()}."
-        )

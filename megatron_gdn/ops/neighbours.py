@@ -61,3 +61,6 @@ class Neighbours:
     def of_rule(self) -> Documents | None:
         """Boundaries as the rule takes them."""
         return self.documents if self.states is None else self.states.documents
+
+
+ALONE = Neighbours()  # every batch row is one whole sequence

@@ -16,12 +16,11 @@ from megatron_gdn.mamba2_dims import Mamba2Dims
 from megatron_gdn.ops.aligned import AlignedRule
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.front.mamba2 import Mamba2Front
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.layout import Layout
-from megatron_gdn.ops.mixer import GatedNorm, Parts, gated_delta_mixer, mix
+from megatron_gdn.ops.mixer import gated_delta_mixer, mix
 from megatron_gdn.ops.neighbours import Neighbours
-from megatron_gdn.ops.readout.grouped import Grouped
+from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.rule import Rule
 from megatron_gdn.ops.ssd.plain import PlainSSD
 
@@ -109,10 +108,7 @@ def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int, taps: in
         )
 
     def train(rows, parameters, rule, documents):
-        gamma, eps, _ = parameters.norm
-        readout = Grouped(layout.gate_columns, groups=groups, eps=eps)
-        parts = Parts(Mamba2Front(layout, DT_LIMIT), rule, readout, (*parameters.own, gamma))
-        return mix(rows, parts, Neighbours(documents))
+        return mix(rows, make(rows, parameters, rule), Neighbours(documents))
 
     draw = partial(_draw, layout, taps, 3, heads * head_dim, 1e-5)
     return Kind("mamba2", layout, PlainSSD(), draw, make, train)

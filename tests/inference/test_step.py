@@ -20,7 +20,7 @@ def rounding(mixer, rows) -> float:
     an exponent differs by up to four times that, and exp has the relative error that its exponent
     has absolutely.
     """
-    log_decays = mixer.front.forward(rows, mixer.parameters, None).g
+    log_decays = mixer.front.forward(rows, mixer.of_front, None).g
     largest_sum = min(len(rows), CHUNK) * log_decays.abs().max().item()
     return 1e-5 + 4 * 2**-24 * largest_sum
 

@@ -35,7 +35,7 @@ def test_another_variant_is_refused_by_name():
 def test_recomputing_the_whole_layer_switches_both_recomputations_on(log):
     one = build()
     layer = build(recompute_granularity="selective", recompute_modules=["gdn"])
-    assert layer.recompute_norm_out and layer.mixer.recompute_qkv
+    assert layer.recompute_norm_out and layer.recompute_qkv
     assert "in_proj's output is kept" in log.text
     layer.load_state_dict(one.state_dict())
     x = torch.randn(9, 1, 24)

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.ops.mixer import Parts, mix
+from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.parts import Parts
 from megatron_gdn.ops.readout.base import Apart, Bare, called_per_head
 from megatron_gdn.ops.readout.per_head import PerHead
 from tests import toy_mixer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...observe import log_once
 from ...ops.gates import decay_and_write_gates
-from ...precision import Fp32Parameters, require_wide_gates
+from ...precision import Fp32Parameters
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 
 
@@ -55,7 +55,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         Raises:
             ValueError: a parameter is narrower than fp32.
         """
-        require_wide_gates(self)
+        self.require_wide_gates()
         if a is None:
             return self.A_log.clone(), self.dt_bias.clone()
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]

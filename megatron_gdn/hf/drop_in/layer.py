@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
+from ...context_parallel.scheme import local_parameters
 from ...dims import GDNDims
 from ...micro_batch import MicroBatches
 from ...module_hooks import run_pre_hooks
 from ...ops.delta_rule.resolve import choose_rule
-from ...ops.front.gdn_front import GDNFront
+from ...ops.gdn import gdn_parts
 from ...ops.head_sizes import HeadSizes
 from ...ops.layout import Layout
-from ...ops.mixer import Parts, mix, require_fitting_rows
-from ...ops.readout.base import Apart, Readout, called_per_head
-from ...ops.readout.per_head import per_head
+from ...ops.mixer import mix
+from ...ops.parts import GatedNorm
+from ...ops.readout.base import Apart, called_per_head
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
 from .families import class_for_config, is_plain_gated_norm, transformers_class
@@ -243,30 +244,17 @@ class CPAwareGatedDeltaNet(nn.Module):
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
         batch = run.of(model_batch.packed, proj_TBP)
-        scheme, norm = batch.scheme, self.norm
+        scheme, conv = batch.scheme, self.conv1d
+        rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
         A_log, dt_bias = self._modules[HOLDER_NAME]()
-        layout, convolved = scheme.layout, scheme.layout.conv_names
-        rows = batch.passage.open(proj_TBP)
-        run_pre_hooks(self.conv1d, lambda: _conv_input(rows, layout))
-        bias, sizes = self.conv1d.bias, HeadSizes.of(layout)
-        weight = scheme.local(self.conv1d.weight, convolved)
-        front = GDNFront.of(
-            rows, weight.shape[-1], sizes, batch.rule,
+        run_pre_hooks(conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0))
+        parts = gdn_parts(
+            rows,
+            *local_parameters(scheme, conv.weight, conv.bias, A_log, dt_bias),
+            sizes=HeadSizes.of(layout),
+            rule=batch.rule,
+            norm=_norm_of(self.norm, layout),
             recompute_qkv=self.drop_in.options.recompute_qkv,
-        )  # fmt: skip
-        readout, gamma = _readout_of(norm, layout, front.triton)
-        require_fitting_rows(sizes, rows, weight)
-        parts = Parts(
-            front,
-            batch.rule,
-            readout,
-            (
-                weight,
-                None if bias is None else scheme.local(bias, convolved),
-                scheme.local(A_log),
-                scheme.local(dt_bias),
-                gamma,
-            ),
         )
         return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
 
@@ -276,21 +264,15 @@ class CPAwareGatedDeltaNet(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _conv_input(rows_TBP: Tensor, layout: Layout) -> Tensor:
-    """``[B, C, T]``, what a call of conv1d would be given."""
-    return rows_TBP.detach()[..., layout.conv_columns].permute(1, 2, 0)
-
-
-def _readout_of(norm: Any, layout: Layout, triton: bool) -> tuple[Readout | Apart, Tensor | None]:
-    """The readout of a module's norm, and its gamma."""
-    gate, heads = layout.gate_columns, layout.state_heads
+def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
+    """What a module's norm computes, or a readout that calls it."""
     if is_plain_gated_norm(norm):
-        return per_head(gate, norm.variance_epsilon, False, triton), norm.weight
+        return GatedNorm(norm.weight, norm.variance_epsilon)
 
     def call(o: Tensor, z: Tensor) -> Tensor:
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
 
-    return called_per_head(gate, heads, call), None
+    return called_per_head(layout.gate_columns, layout.state_heads, call)
 
 
 def resolve_call(

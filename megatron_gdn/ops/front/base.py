@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..documents import Documents
 from ..layout import Layout
+from ..rule import Rule
+from ..state_maps.state_map import StateShape
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
 Parameters = Sequence[Any]
@@ -70,6 +73,47 @@ class Front(Protocol):
             grads: of the inputs, as the rule returns them.
             d_proj: ``[S, B, P]``. Every column is written once, except the gate's, which the output
                 norm writes.
+        """
+        ...
+
+
+class GeneratingFront(Front, Protocol):
+    """A front whose sequences can go on from a carry.
+
+    Attributes:
+        state: the states of the heads.
+        step_rule: the recurrence of a decode step.
+        triton: whether :meth:`in_slots` can be called.
+    """
+
+    @property
+    def state(self) -> StateShape: ...
+    @property
+    def step_rule(self) -> Rule: ...
+    @property
+    def triton(self) -> bool: ...
+
+    def for_step(self, dtype: torch.dtype) -> Front:
+        """The front of a decode step of rows in ``dtype``.
+
+        A token's inputs are few, so they are as wide as the state.
+        """
+        ...
+
+    def in_slots(
+        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        """One token of sequences whose histories and states lie in slots, which it moves on.
+
+        It never waits for the device.
+
+        Args:
+            rows: ``[N, P]``.
+            memory: histories ``[M, C, W - 1]`` and states ``[M, H, K, V]``, written.
+            slots: int64 ``[N]``.
+
+        Returns:
+            ``[N, 1, H, V]``.
         """
         ...
 

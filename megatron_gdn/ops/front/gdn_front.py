@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from ..delta_rule.base import RuleGrads, RuleInputs
+from ..delta_rule.step import RecurrentRule
 from ..documents import Documents
 from ..head_sizes import HeadSizes
 from ..kernels.builds import watch_triton_builds
 from ..layout import Layout
 from ..once import say_once
-from ..rule import Rule
+from ..state_maps.state_map import StateShape
 from .base import Parameters
 
 if TYPE_CHECKING:
@@ -63,32 +64,37 @@ class GDNFront:
     names = RuleInputs._fields
     convolved = ("q", "k", "v")
 
-    @classmethod
+    step_rule = RecurrentRule()
+
+    @staticmethod
+    @lru_cache(maxsize=64)
     def of(
-        cls,
-        rows: Tensor,
+        device: str,
+        dtype: torch.dtype,
         taps: int,
         sizes: HeadSizes,
-        rule: Rule,
-        *,
+        operands: torch.dtype | None = None,
+        batch_invariant: bool = False,
         normalise_qk: bool = True,
         recompute_qkv: bool = False,
         kernels: str = "auto",
     ) -> GDNFront:
-        """The front of rows like these (device, dtype) for ``rule``.
+        """The front of rows on a kind of device, in ``dtype``.
+
+        Args:
+            operands, batch_invariant: the rule's.
 
         Raises:
             ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
         """
-        if rule.operand_dtype is not None and not normalise_qk:
+        if operands is not None and not normalise_qk:
             raise ValueError(
-                f"this rule takes q and k in {rule.operand_dtype}, whose range they may leave "
-                f"without unit length; tell resolve_rule normalise_qk=False too, or choose "
-                f"operands='bf16'."
+                f"this rule takes q and k in {operands}, whose range they may leave without unit "
+                f"length; tell resolve_rule normalise_qk=False too, or choose operands='bf16'."
             )
-        return cls(
-            sizes, kernels_for(rows, taps, kernels), normalise_qk, rule.operand_dtype,
-            rule.batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
+        return GDNFront(
+            sizes, kernels_for(device, dtype, taps, kernels), normalise_qk, operands,
+            batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
         )  # fmt: skip
 
     @property
@@ -96,8 +102,27 @@ class GDNFront:
         return self.sizes.layout
 
     @property
+    def state(self) -> StateShape:
+        return self.sizes.state
+
+    @cached_property
     def triton(self) -> bool:
         return self.kernels.__name__.endswith(".gdn")
+
+    def for_step(self, dtype: torch.dtype) -> GDNFront:
+        wide = torch.promote_types(dtype, torch.float32)
+        return GDNFront(self.sizes, self.kernels, self.normalise_qk, wide)
+
+    def in_slots(
+        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        from .step import step_slots
+
+        weight, bias, A_log, dt_bias = parameters
+        return step_slots(
+            rows, weight, bias, A_log, dt_bias, *memory, slots, self.sizes,
+            normalise_qk=self.normalise_qk,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -131,13 +156,9 @@ class GDNFront:
         return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
 
 
-def why_not_triton(proj: Tensor, taps: int) -> str | None:
-    """Why our Triton kernels cannot run on rows like these; None if they can."""
-    return _why_not_triton(proj.device.type, proj.dtype, taps)
-
-
 @cache
-def _why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
+def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
+    """Why our Triton kernels cannot run on rows like these; None if they can."""
     if device != "cuda":
         return f"the Triton kernels run on a GPU, not on {device}"
     if dtype == torch.float64:
@@ -149,7 +170,7 @@ def _why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
     return None
 
 
-def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> ModuleType:
+def kernels_for(device: str, dtype: torch.dtype, taps: int, kernels: str = "auto") -> ModuleType:
     """The front: our Triton kernels or their plain-torch twins.
 
     Args:
@@ -159,15 +180,15 @@ def kernels_for(proj: Tensor, taps: int, kernels: str = "auto") -> ModuleType:
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
     if kernels == "auto":
-        why = why_not_triton(proj, taps)
+        why = why_not_triton(device, dtype, taps)
         kernels = "triton" if why is None else "torch"
         if why is not None:
             say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
-                     proj.device.type)  # fmt: skip
+                     device)  # fmt: skip
     if kernels == "triton":
         from . import gdn
 
-        if proj.is_cuda:
+        if device == "cuda":
             watch_triton_builds()
         return gdn
     from . import gdn_torch

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from ..elementwise import softplus
 from ..gates import largest_A_log, least_log_decay
 from ..layout import Layout
 from ..ssd.base import SSDInputs
-from .base import Parameters
+from ..ssd.step import RecurrentSSD
+from ..state_maps.state_map import StateShape
+from .base import Front, FrontAround, Parameters
 from .gdn_torch import convolve_rows
 
 if TYPE_CHECKING:
@@ -75,9 +77,30 @@ class Mamba2Front:
     triton: bool = False
     batch_invariant: bool = False
 
-    names: ClassVar[tuple[str, ...]] = SSDInputs._fields
-    convolved: ClassVar[tuple[str, ...]] = ("x", "B", "C")
-    again: ClassVar[tuple[str, ...]] = ()
+    names = SSDInputs._fields
+    convolved = ("x", "B", "C")
+    again = cast(tuple[str, ...], ())
+
+    step_rule = RecurrentSSD()
+
+    @property
+    def state(self) -> StateShape:
+        widths = {section.name: section.width for section in self.layout.sections}
+        return StateShape(self.layout.heads("head"), widths["B"], widths["x"], diagonal=True)
+
+    def for_step(self, dtype: torch.dtype) -> Front:
+        return _WideFront(self)
+
+    def in_slots(
+        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        from .mamba2_step import mamba2_step_slots
+
+        weight, bias, A_log, dt_bias, D = parameters
+        return mamba2_step_slots(
+            rows, weight, bias, A_log, dt_bias, D, *memory, slots, self.layout,
+            dt_limit=self.dt_limit,
+        )  # fmt: skip
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``[Bt, S, C]`` to x, B and C with heads."""
@@ -181,6 +204,20 @@ class Mamba2Front:
         d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
         self._conv_rows(d_proj).copy_(d_conv)
         return d_weight.view(weight.shape), d_bias[0] if d_bias else None
+
+
+class _WideFront(FrontAround):
+    """Mamba2's front whose x, B and C are as wide as the state."""
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> SSDInputs:
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        return self._front.forward(proj.to(wide), parameters, documents, only)
 
 
 def _leaves(*tensors: Tensor | None) -> tuple[Any, ...]:

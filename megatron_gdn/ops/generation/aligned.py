@@ -20,12 +20,12 @@ from ..documents import Documents
 from .carry import Carry
 
 if TYPE_CHECKING:
-    from .step import RowMixer
+    from ..parts import Parts
 
 
 def advance(
     proj: Tensor,
-    mixer: RowMixer,
+    parts: Parts,
     carry: Carry,
     stands: Sequence[int],
     documents: Documents | None = None,
@@ -39,7 +39,7 @@ def advance(
     mixed, histories, states = [], [], []
     for n, piece in enumerate(pieces):
         out, history, state = _one(
-            piece, mixer, carry.history[n].T, carry.state[n : n + 1], stands[n]
+            piece, parts, carry.history[n].T, carry.state[n : n + 1], stands[n]
         )
         mixed.append(out)
         histories.append(history.T)
@@ -49,9 +49,9 @@ def advance(
 
 
 def _one(
-    new: Tensor, mixer: RowMixer, kept: Tensor, state: Tensor, stands: int
+    new: Tensor, parts: Parts, kept: Tensor, state: Tensor, stands: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    past = rows_before(mixer.parameters)
+    past = rows_before(parts.of_front)
     r = stands % STEP
     rows = torch.cat([kept[len(kept) - r - past :], new])
     mixed, total = [], r + len(new)
@@ -59,13 +59,13 @@ def _one(
         end = min(start + STEP, total)
         if end <= r:
             continue  # no new token
-        inputs = front_of_step(mixer.front, mixer.parameters, rows[start : past + end])
-        o, after = rule_of_step(mixer.rule, inputs, state)
+        inputs = front_of_step(parts.front, parts.of_front, rows[start : past + end])
+        o, after = rule_of_step(parts.rule, inputs, state)
         fresh = max(r - start, 0)
         of_step = rows[past + start + fresh : past + end]
-        mixed.append(mixer.finish(o[:, fresh:], of_step[:, None])[:, 0])
+        mixed.append(parts.read_out(o[:, fresh:], of_step[:, None])[:, 0])
         if end - start == STEP:
             state = after
-    width = mixer.state.heads * mixer.state.columns
+    width = parts.state.heads * parts.state.columns
     out = torch.cat(mixed) if mixed else new.new_empty(0, width)
     return out, torch.cat([kept, new])[len(new) :], state

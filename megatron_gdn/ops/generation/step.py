@@ -3,8 +3,8 @@
     prefill   many tokens of a sequence, in chunks, from a carry or from nothing; dense or packed
     decode    one or a few tokens of every sequence, by the recurrence, with the carry after each
 
-:mod:`.gdn` and :mod:`.mamba2` make the mixers. Both calls take a sequence up at any token, so any
-cut of it gives what one call gives. Neither has a backward; nothing here waits for the device.
+Both run the :class:`..parts.Parts` of training, and take a sequence up at any token, so any cut of
+it gives what one call gives. Neither has a backward; nothing here waits for the device.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, V columns of a state.
@@ -12,64 +12,24 @@ channels, W conv taps, H heads with a state, V columns of a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..aligned import rows_before
 from ..documents import Documents
-from ..front.base import Front, Parameters
 from ..front.history import ContinuedFront, HistoryTable
 from ..host_tables import cached_by_stream, to_device
-from ..rule import Rule, on_tokens
-from ..state_maps.state_map import StateShape
+from ..parts import Parts
+from ..rule import on_tokens
 from .aligned import advance
-from .carry import Carry, CarryShape
-
-
-@dataclass(frozen=True, eq=False)
-class RowMixer:
-    """A mixer between its two projections, with its parameters.
-
-    Attributes:
-        front, rule: of many tokens, as in :func:`megatron_gdn.ops.mixer.mix`.
-        parameters: the front's: conv weight ``[C, 1, W]``, conv bias or None, ...
-        state: the states of its heads.
-        finish: ``(o [B, s, H, V], proj [s, B, P]) -> [s, B, H * V]``, the gated output norm.
-        step_rule: the recurrence of a decode step.
-        step_front: the front of a decode step; None: ``front``.
-        aligned: give every token the bits that training gives it, see :mod:`.aligned`.
-        in_slots: ``(rows [N, P], memory, slots [N]) -> o [N, 1, H, V]``, one token of sequences
-            whose carries lie in slots of ``memory``, which it moves on; it never waits for the
-            device. None: there are no kernels for it.
-    """
-
-    front: Front
-    rule: Rule
-    parameters: Parameters
-    state: StateShape
-    finish: Callable[[Tensor, Tensor], Tensor]
-    step_rule: Rule
-    step_front: Front | None = None
-    aligned: bool = False
-    in_slots: Callable[[Tensor, Carry, Tensor], Tensor] | None = None
-
-    @property
-    def shape(self) -> CarryShape:
-        return CarryShape.of(self.front.layout, self.state, self.past + 1, self.aligned)
-
-    @property
-    def past(self) -> int:
-        """Rows before a token that the convolution reads."""
-        return rows_before(self.parameters)
+from .carry import Carry
 
 
 @torch.no_grad()
 def prefill(
     proj: Tensor,
-    mixer: RowMixer,
+    parts: Parts,
     carry: Carry | None = None,
     documents: Documents | None = None,
     *,
@@ -102,18 +62,18 @@ def prefill(
     sequences = B if documents is None else len(documents.lengths)
     goes_on = carry is not None
     if carry is None:
-        carry = mixer.shape.zeros(sequences, proj.dtype, proj.device)
-    mixer.shape.check(carry, sequences, proj.dtype)
+        carry = parts.shape.zeros(sequences, proj.dtype, proj.device)
+    parts.shape.check(carry, sequences, proj.dtype)
     if s == 0 or B == 0:
-        return proj.new_empty(s, B, mixer.state.heads * mixer.state.columns), carry
+        return proj.new_empty(s, B, parts.state.heads * parts.state.columns), carry
 
-    if mixer.aligned:
+    if parts.aligned:
         stands = _stands(stands, sequences) if goes_on else [0] * sequences
-        return advance(proj, mixer, carry, stands, documents)
-    front = mixer.front
-    if goes_on and mixer.past:
+        return advance(proj, parts, carry, stands, documents)
+    front = parts.front
+    if goes_on and parts.past:
         front = ContinuedFront(front, _FromCarry(carry.history, documents, s))
-    inputs = front.forward(proj, mixer.parameters, documents)
+    inputs = front.forward(proj, parts.of_front, documents)
     filled = None
     if documents is not None and 0 in documents.lengths:
         # A rule counts non-empty documents; the state of an empty one passes it by.
@@ -121,17 +81,18 @@ def prefill(
     initial = None
     if goes_on:
         initial = carry.state if filled is None else carry.state.index_select(0, filled)
-    output = mixer.rule.begin(inputs, documents).run(initial, keep=False, final=True)
+    output = parts.rule.begin(inputs, documents).run(initial, keep=False, final=True)
+    assert output.final is not None
     final = output.final.to(carry.state.dtype)
     if filled is not None:
         final = carry.state.index_copy(0, filled, final)
-    history = last_rows(proj[..., mixer.front.layout.conv_columns], carry.history, documents)
-    return mixer.finish(output.o, proj), Carry(history, final)
+    history = last_rows(proj[..., parts.front.layout.conv_columns], carry.history, documents)
+    return parts.read_out(output.o, proj), Carry(history, final)
 
 
 @torch.no_grad()
 def decode(
-    proj: Tensor, mixer: RowMixer, carry: Carry, *, stands: Sequence[int] | None = None
+    proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | None = None
 ) -> tuple[Tensor, list[Carry]]:
     """Mix one or a few tokens of every sequence, one after the other.
 
@@ -153,14 +114,14 @@ def decode(
     s, N, _ = proj.shape
     if s == 0:
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
-    mixer.shape.check(carry, N, proj.dtype)
+    parts.shape.check(carry, N, proj.dtype)
     mixed, after = [], []
-    at = _stands(stands, N) if mixer.aligned else None
+    at = _stands(stands, N) if parts.aligned else None
     for token, row in enumerate(proj.split(1)):
         if at is None:
-            made, carry = _one_token(row, mixer, carry)
+            made, carry = _one_token(row, parts, carry)
         else:
-            made, carry = advance(row, mixer, carry, [n + token for n in at])
+            made, carry = advance(row, parts, carry, [n + token for n in at])
         mixed.append(made)
         after.append(carry)
     return mixed[0] if s == 1 else torch.cat(mixed), after
@@ -175,18 +136,20 @@ def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
     return stands
 
 
-def _one_token(row: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, Carry]:
+def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:
     """``[1, N, P]``: the front sees the history as W - 1 rows of the same sequences before it."""
-    front = mixer.front if mixer.step_front is None else mixer.step_front
-    past, columns = mixer.past, front.layout.conv_columns
+    steps = parts.steps
+    front = steps.for_step(row.dtype)
+    past, columns = parts.past, front.layout.conv_columns
     rows = row.new_zeros(past + 1, *row.shape[1:])
     rows[:past, :, columns] = carry.history.permute(2, 0, 1)
     rows[past:] = row
-    inputs = front.forward(rows, mixer.parameters, None)
+    inputs = front.forward(rows, parts.of_front, None)
     inputs = on_tokens(inputs, lambda x: x[:, past:].contiguous())
-    output = mixer.step_rule.begin(inputs, None).run(carry.state, keep=False, final=True)
+    output = steps.step_rule.begin(inputs, None).run(carry.state, keep=False, final=True)
+    assert output.final is not None
     history = rows[1:, :, columns].permute(1, 2, 0).contiguous()
-    return mixer.finish(output.o, row), Carry(history, output.final)
+    return parts.read_out(output.o, row), Carry(history, output.final)
 
 
 class _Arrived:
@@ -246,7 +209,8 @@ def _last_index(
     old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
         max=past - 1
     )
-    return tuple(to_device(x.flatten(), device) for x in (token, old, place >= 0))
+    token, old, fresh = (to_device(x.flatten(), device) for x in (token, old, place >= 0))
+    return token, old, fresh
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:

@@ -98,14 +98,10 @@ class Grouped(GateOnly):
         return _normalised(super()._of(o, gate, None), gamma, self.groups, self.eps)
 
 
-def grouped(
-    gate: slice, groups: int | None, eps: float, triton: bool, activation: str = "silu"
-) -> GateOnly:
-    """Over ``groups`` groups, in Triton or in plain torch; None: the gate alone, in plain torch."""
-    if groups is None:
-        return GateOnly(gate, activation)
+def grouped(gate: slice, groups: int, eps: float, triton: bool) -> Grouped:
+    """Over ``groups`` groups, in Triton or in plain torch."""
     if not triton:
-        return Grouped(gate, activation, groups, eps)
+        return Grouped(gate, groups=groups, eps=eps)
     from .grouped_triton import TritonGrouped
 
-    return TritonGrouped(gate, activation, groups, eps)
+    return TritonGrouped(gate, groups=groups, eps=eps)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ..norm import rms_norm
-from .base import ACTIVATIONS, heads_of
+from .base import ACTIVATIONS
 from .plain import PlainReadout
 
 
@@ -33,7 +33,8 @@ class PerHead(PlainReadout):
 
     def _of(self, o: Tensor, gate: Tensor, gamma: Tensor | None) -> Tensor:
         normed = rms_norm(o, gamma, self.eps, self.zero_centered)
-        y = normed * ACTIVATIONS[self.activation](heads_of(gate, o.shape[2]))
+        gate = gate.unflatten(-1, o.shape[2:]).transpose(0, 1)
+        y = normed * ACTIVATIONS[self.activation](gate)
         return y.transpose(0, 1).flatten(2)
 
 
