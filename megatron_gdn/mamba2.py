@@ -232,24 +232,7 @@ class Mamba2Mixer(RecurrentMixer):
         inference_params: BaseInferenceContext | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the mixer over a batch of sequences, or over packed documents.
-
-        Args:
-            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
-                documents are packed.
-            inference_context, inference_params: go on from what this context carries instead of
-                beginning, see :meth:`.GeneratingMixer.generate`; no gradients.
-            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
-                offsets), and the context-parallel group of this micro-batch if it has its own.
-
-        Returns:
-            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
-
-        Raises:
-            ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
-                be fp32 and is not.
-            NotImplementedError: a context of another kind.
-        """
+        """:meth:`.RecurrentMixer.forward`, with the arguments of Megatron's mixer."""
         return super().forward(
             hidden_states, None, inference_context, packed_seq_params,
             inference_params=inference_params,
