@@ -38,25 +38,21 @@ def sigmoid(x):
 
 
 @triton.jit
-def activated(z, SIGMOID: tl.constexpr):
-    """silu(z), or sigmoid(z)."""
-    y = sigmoid(z)
+def activated(z, sig, SIGMOID: tl.constexpr):
+    """A gate's activation, silu(z) or the sigmoid itself, from ``sig`` = sigmoid(z)."""
+    y = sig
     if not SIGMOID:
-        y = z * y
+        y = z * sig
     return y
 
 
 @triton.jit
-def activated_slope(z, SIGMOID: tl.constexpr):
-    """:func:`activated`, and its derivative."""
-    sig = sigmoid(z)
-    if SIGMOID:
-        y = sig
-        slope = sig * (1.0 - sig)
-    else:
-        y = z * sig
-        slope = sig + y * (1.0 - sig)
-    return y, slope
+def activated_slope(act, sig, SIGMOID: tl.constexpr):
+    """The derivative of :func:`activated`, from its value and ``sig``."""
+    slope = sig * (1.0 - sig)
+    if not SIGMOID:
+        slope = sig + act * (1.0 - sig)
+    return slope
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import activated, activated_slope
+from ..kernels.elementwise import activated, activated_slope, sigmoid
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -34,7 +34,7 @@ def grouped_norm_forward_kernel(
         o_C = tl.load(o_ptr + (b * S + t) * (G * C) + column_C, mask=real, other=0.0)
         z_C = tl.load(z_ptr + t * stride_s + b * stride_b + column_C, mask=real, other=0.0)
         z_C = z_C.to(tl.float32)
-        u_C = o_C.to(tl.float32) * activated(z_C, SIGMOID)
+        u_C = o_C.to(tl.float32) * activated(z_C, sigmoid(z_C), SIGMOID)
         r = tl.rsqrt(tl.sum(u_C * u_C, axis=0) * (1.0 / C) + eps)
         y_C = u_C * r * gamma_C
         at_C = out_ptr + t * out_stride_s + b * out_stride_b + column_C
@@ -68,7 +68,8 @@ def grouped_norm_backward_kernel(
         at_dy = dy_ptr + t * dy_stride_s + b * dy_stride_b + column_C
         dy_C = tl.load(at_dy, mask=real, other=0.0).to(tl.float32)
         z_C = z_C.to(tl.float32)
-        act_C, slope_C = activated_slope(z_C, SIGMOID)
+        sig_C = sigmoid(z_C)
+        act_C = activated(z_C, sig_C, SIGMOID)
         u_C = o_C * act_C
         r = tl.rsqrt(tl.sum(u_C * u_C, axis=0) * (1.0 / C) + eps)
         n_C = u_C * r
@@ -77,7 +78,7 @@ def grouped_norm_backward_kernel(
         mean = tl.sum(dn_C * n_C, axis=0) * (1.0 / C)
         du_C = r * (dn_C - n_C * mean)
         tl.store(do_ptr + at_o, (du_C * act_C).to(do_ptr.dtype.element_ty), mask=real)
-        dz_C = du_C * o_C * slope_C
+        dz_C = du_C * o_C * activated_slope(act_C, sig_C, SIGMOID)
         at_dz = dz_ptr + t * d_stride_s + b * d_stride_b + column_C
         tl.store(at_dz, dz_C.to(dz_ptr.dtype.element_ty), mask=real)
     partial_ptr += (b * tl.num_programs(1) + tl.program_id(1)) * (G * C)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import activated, activated_slope
+from ..kernels.elementwise import activated, activated_slope, sigmoid
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def gated_norm_forward_kernel(
     o_RV = o_RV.to(tl.float32)
     z_RV = z_RV.to(tl.float32)
     r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
-    y_RV = o_RV * r_R[:, None] * gamma_V[None, :] * activated(z_RV, SIGMOID)
+    y_RV = o_RV * r_R[:, None] * gamma_V[None, :] * activated(z_RV, sigmoid(z_RV), SIGMOID)
     tl.store(
         out_ptr + out_R[:, None] + d_V[None, :], y_RV.to(out_ptr.dtype.element_ty), mask=real_RV
     )
@@ -112,10 +112,11 @@ def gated_norm_backward_kernel(
         dy_RV = dy_RV.to(tl.float32)
         r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
         n_RV = o_RV * r_R[:, None]
-        act_RV, slope_RV = activated_slope(z_RV, SIGMOID)
+        sig_RV = sigmoid(z_RV)
+        act_RV = activated(z_RV, sig_RV, SIGMOID)
         dyn_RV = dy_RV * n_RV
         d_gamma_RV += dyn_RV * act_RV
-        dz_RV = dyn_RV * gamma_V[None, :] * slope_RV
+        dz_RV = dyn_RV * gamma_V[None, :] * activated_slope(act_RV, sig_RV, SIGMOID)
         dn_RV = dy_RV * gamma_V[None, :] * act_RV
         mean_R = tl.sum(dn_RV * n_RV, axis=1) * (1.0 / V)
         do_RV = r_R[:, None] * (dn_RV - n_RV * mean_R[:, None])
