@@ -113,7 +113,7 @@ class TorchAttention(DotProductAttention):
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
-            packed_seq_params, group, self._loader_layout, query.shape[0], query.device
+            packed_seq_params, group, self._loader_layout.of, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:

@@ -65,7 +65,7 @@ class TorchSelfAttention(SelfAttention):
             share = MicroBatchShare.of(
                 packed_seq_params,
                 self.pg_collection.cp,
-                self._loader_layout,
+                self._loader_layout.of,
                 rank_tokens,
                 hidden_states.device,
             )
