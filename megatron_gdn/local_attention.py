@@ -150,7 +150,8 @@ class TorchAttention(DotProductAttention):
         rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
         own = rate and not self.config.sequence_parallel
-        with tensor_parallel.get_cuda_rng_tracker().fork() if own else nullcontext():
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+        with tracker.fork() if own else nullcontext():
             out_BHsD = F.scaled_dot_product_attention(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
                 attn_mask=mask,

@@ -32,6 +32,7 @@ class GeneratingMixer:
     config: Any
     pg_collection: Any
     tp_group: Any
+    backend: str
     layer_number: int | None
     pp_layer_offset: int = 0
     chunk_size: int = 128

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..forward_arguments import require_causal
 from ..observe import span
 from ..ops.documents import Documents
-from ..ops.uncompiled import uncompiled
 from ..packing import resolve_packed_seq_params
 from ..precision import require_wide_gates
 from .carry import CarryShape
@@ -77,10 +76,11 @@ def mix_inference(
             :class:`.requests.RequestPool`.
         NotImplementedError: context parallelism, a call that wants gradients; and as mix_dynamic.
     """
-    return _mix(layer, proj, context, attention_mask, packed)
+    # torch.compiler.disable has no types.
+    return _mix(layer, proj, context, attention_mask, packed)  # pyright: ignore[reportCallIssue]
 
 
-@uncompiled  # one kernel after the other, from tables cached by value
+@torch.compiler.disable  # one kernel after the other, from tables cached by value
 def _mix(layer, proj, context, attention_mask, packed) -> Tensor:
     _refuse(layer, proj, context)
     require_wide_gates(layer)

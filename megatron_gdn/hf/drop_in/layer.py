@@ -22,7 +22,6 @@ from ...ops.delta_rule.resolve import choose_rule
 from ...ops.head_sizes import HeadSizes
 from ...ops.layout import Layout
 from ...ops.mixer import GatedNorm, gated_delta_mixer
-from ...ops.uncompiled import uncompiled
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
 from .families import (
@@ -238,10 +237,11 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
     def _by_mixer(self, hidden_states: Tensor, batch: ModelBatch) -> Tensor:
         proj_BTP = project(self, batch.enter(hidden_states), self.drop_in.dims)
-        mixed_BTV = self._mix(proj_BTP.transpose(0, 1), batch).transpose(0, 1)
-        return batch.leave(self.out_proj(mixed_BTV), hidden_states)
+        # torch.compiler.disable has no types.
+        mixed = self._mix(proj_BTP.transpose(0, 1), batch)  # pyright: ignore[reportCallIssue]
+        return batch.leave(self.out_proj(mixed.transpose(0, 1)), hidden_states)
 
-    @uncompiled  # tables on the host, and one autograd function
+    @torch.compiler.disable  # tables on the host, and one autograd function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
         batch = run.of(model_batch.packed, proj_TBP)
