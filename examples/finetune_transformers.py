@@ -117,6 +117,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("cp",))
 
+    # transformers types `to` as a plain function.
     model = tiny_model(args.hidden).to(device, torch.bfloat16 if gpu else torch.float32)  # pyright: ignore[reportArgumentType]
     with patch(model):  # every rank for itself
         assert_no_packing_leak(model)
