@@ -150,7 +150,7 @@ class TorchAttention(DotProductAttention):
         rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
         own = rate and not self.config.sequence_parallel
-        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
         with tracker.fork() if own else nullcontext():
             out_BHsD = F.scaled_dot_product_attention(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
