@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def device_for(config: Any) -> torch.device:
@@ -92,7 +92,7 @@ def init_shares_of(group: Any) -> InitShare:
     return init
 
 
-def init_projections_(layer: nn.Module, init: InitShare, sections: Sequence[int]) -> None:
+def init_projections_(layer: Any, init: InitShare, sections: Sequence[int]) -> None:
     """Fill ``in_proj`` and ``out_proj`` as Megatron's config of the layer says.
 
     Args:

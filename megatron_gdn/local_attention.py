@@ -113,7 +113,7 @@ class TorchAttention(DotProductAttention):
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
-            packed_seq_params, group, self._loader_layout, query.shape[0], query.device
+            packed_seq_params, group, self._loader_layout.of, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
@@ -150,7 +150,8 @@ class TorchAttention(DotProductAttention):
         rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
         own = rate and not self.config.sequence_parallel
-        with tensor_parallel.get_cuda_rng_tracker().fork() if own else nullcontext():
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
+        with tracker.fork() if own else nullcontext():
             out_BHsD = F.scaled_dot_product_attention(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
                 attn_mask=mask,

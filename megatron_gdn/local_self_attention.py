@@ -27,6 +27,8 @@ class TorchSelfAttention(SelfAttention):
         cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
     """
 
+    core_attention: Any
+
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loader_layout = LoaderLayout(cp_layout, self.config)
@@ -36,7 +38,7 @@ class TorchSelfAttention(SelfAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Any,  # a Tensor or None, whatever Megatron's annotation says
         *,
         inference_context: BaseInferenceContext | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -65,13 +67,14 @@ class TorchSelfAttention(SelfAttention):
             share = MicroBatchShare.of(
                 packed_seq_params,
                 self.pg_collection.cp,
-                self._loader_layout,
+                self._loader_layout.of,
                 rank_tokens,
                 hidden_states.device,
             )
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             if not self._megatron_rotates_right(share):
-                self._rotations = tuple(self._of_local_tokens(angles, share) for angles in pair)
+                first, second = (self._of_local_tokens(angles, share) for angles in pair)
+                self._rotations = first, second
                 rotary_pos_emb = None
         try:
             return super().forward(
@@ -87,7 +90,7 @@ class TorchSelfAttention(SelfAttention):
     def _generate(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Any,
         *,
         inference_context: BaseInferenceContext,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
@@ -107,7 +110,8 @@ class TorchSelfAttention(SelfAttention):
             )
         if rotary_pos_emb is not None:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            rotary_pos_emb = tuple(self._in_order(angles) for angles in pair)
+            first, second = (self._in_order(angles) for angles in pair)
+            rotary_pos_emb = first, second
         with self.core_attention.on_whole_sequences():
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference_context,
@@ -121,7 +125,7 @@ class TorchSelfAttention(SelfAttention):
         return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
-        tensors = super().get_query_key_value_tensors(*args, **kwargs)
+        tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         if self._rotations is None:
             return tensors
         query, key, *rest = tensors
@@ -138,7 +142,7 @@ class TorchSelfAttention(SelfAttention):
         return (*rotated, *rest)
 
     def _skips_rotation(self) -> bool:
-        skipped = self.config.no_rope_freq
+        skipped: Any = self.config.no_rope_freq
         return bool(skipped and skipped[self.layer_number - 1])
 
     def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:

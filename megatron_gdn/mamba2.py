@@ -109,6 +109,10 @@ class Mamba2Mixer(RecurrentMixer):
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
     state_transposed = True
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    norm: Any
 
     def __init__(
         self,
@@ -148,7 +152,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
-        self.dt_init_floor, self.dt_limit = dt_init_floor, tuple(dt_limit)
+        self.dt_init_floor, self.dt_limit = dt_init_floor, (dt_limit[0], dt_limit[1])
         self.chunk_size = chunk_size
         self._name_sizes()
         self._choose_by(
@@ -305,7 +309,9 @@ class Mamba2Mixer(RecurrentMixer):
             norm_kernels=functions,
             neighbours=passage.neighbours,
         )
-        if called:  # with all heads of a group, and the gate of this rank's tokens
+        if isinstance(
+            mixed, tuple
+        ):  # with all heads of a group, and the gate of this rank's tokens
             closed = passage.close(mixed[0].flatten(2).transpose(0, 1).contiguous())
             return self._call_norm(closed, proj_sBP)
         closed = passage.close(mixed)
@@ -325,9 +331,7 @@ class Mamba2Mixer(RecurrentMixer):
         """``norm(o, z)`` of rows ``[s, B, H V]``, as Megatron's mixer calls its own."""
         return self.norm(o_sBC, proj_sBP[..., self.layout.columns("z")]).contiguous()
 
-    def _norm_for(
-        self, scheme: Scheme, triton: bool, called: bool
-    ) -> tuple[Any, Tensor | None, bool]:
+    def _norm_for(self, scheme: Scheme, triton: bool, called: bool) -> tuple[Any, Any, bool]:
         """What runs inside the mixer, its gamma, and whether the norm runs after the exchange.
 
         A norm needs all heads of a group. Where an exchange puts them on several ranks, only the

@@ -5,7 +5,7 @@ Legend: H value heads, V value dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def _has_plain_forward(module: nn.Module) -> bool:
     return cls.forward.__module__.split(".")[0] == package
 
 
-def is_plain_rms_norm(module: nn.Module) -> bool:
+def is_plain_rms_norm(module: Any) -> bool:
     """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
 
     Not so with any other class, subclasses and parametrised weights included, another ``forward``,
@@ -73,7 +73,7 @@ def plain_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm 
     return GatedNorm(gamma, eps, bool(getattr(module, "zero_centered_gamma", False)))
 
 
-def read_norm(module: nn.Module, group: dist.ProcessGroup | None) -> GatedNorm:
+def read_norm(module: Any, group: dist.ProcessGroup | None) -> GatedNorm:
     """The parameters of a plain norm.
 
     Args:

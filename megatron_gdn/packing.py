@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,9 +106,14 @@ def resolve_packed_seq_params(
     """
     if params is None:
         return None
-    static, known = static_documents_of(params), params.__dict__.get(_RESOLVED)
-    remembered = known is not None and static is None and not _is_captured(device)
-    if remembered and known.still_holds(params, total_tokens, device):
+    static = static_documents_of(params)
+    known: _Resolved | None = params.__dict__.get(_RESOLVED)
+    if (
+        known is not None
+        and static is None
+        and not _is_captured(device)
+        and known.still_holds(params, total_tokens, device)
+    ):
         return known.here()
     if not _is_packed(params):
         return None
@@ -123,8 +129,8 @@ def resolve_packed_seq_params(
     sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
     if any(source is not None and source.is_inference() for source in sources):
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
-        return _resolve(*sources, total_tokens, device)
-    documents = _resolve(*sources, total_tokens, device)
+        return _resolve(sources, total_tokens, device)
+    documents = _resolve(sources, total_tokens, device)
     if known is not None and _is_recomputed() and documents.offsets != known.documents.offsets:
         found = f"{list(documents.offsets)} after {list(known.documents.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
@@ -203,7 +209,10 @@ def _tensor(params: PackedSeqParams, name: str) -> torch.Tensor | None:
     return offsets
 
 
-def _resolve(q_padded, q, kv_padded, kv, total_tokens: int, device: torch.device) -> Documents:
+def _resolve(
+    sources: Sequence[torch.Tensor | None], total_tokens: int, device: torch.device
+) -> Documents:
+    q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
         raise ValueError(

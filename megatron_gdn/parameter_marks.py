@@ -23,7 +23,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-class MarkedParameters:
+class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
     The module calls :meth:`remember_marks` once, when its parameters are built and marked. New

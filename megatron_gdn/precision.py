@@ -30,11 +30,11 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
     see :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
     """
     assert parameter.dtype == torch.float32, parameter.dtype
-    parameter.keep_in_fp32 = True
+    vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
 
 
-class Fp32Parameters:
+class Fp32Parameters(nn.Module):
     """Mixin for modules: the parameters named below follow moves but not casts.
 
     ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.

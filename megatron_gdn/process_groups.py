@@ -7,11 +7,12 @@ from typing import Any, Self
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
 
 from .micro_batch import MicroBatches
 
 
-class FollowsGroups:
+class FollowsGroups(nn.Module):
     """Mixin of a mixer that follows its ``pg_collection``.
 
     Tensor-parallel ranks hold shares of the parameters, so they stay. The context-parallel group

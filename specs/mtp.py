@@ -7,7 +7,7 @@ the same stack spec as the model's; around them stand two norms, a projection an
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -60,7 +60,7 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
 
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """As Megatron's.
 
         Raises:
@@ -128,7 +128,7 @@ def local_mtp_spec(cp_layout: str | SequenceLayout) -> ModuleSpec:
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
-        mtp_model_layer=None,  # Megatron builds it from the pattern and the stack's spec
+        mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern and the stack's spec
         layer_norm=TorchRMSNorm,
     )
     layer = ModuleSpec(module=HybridMTPLayer, params={"cp_layout": cp_layout}, submodules=parts)
@@ -142,6 +142,6 @@ def checked_mtp_spec(theirs: ModuleSpec, cp_layout: str | SequenceLayout) -> Mod
     """A spec of heads with each layer a :class:`HybridMTPLayer` of the same parts."""
     layers = [
         replace(layer, module=HybridMTPLayer, params={**layer.params, "cp_layout": cp_layout})
-        for layer in theirs.submodules.layer_specs
+        for layer in cast(Any, theirs.submodules).layer_specs
     ]
     return replace(theirs, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers))

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,10 +103,9 @@ def mean_loss(sums: Iterable[Tensor], device: torch.device) -> tuple[float, int]
     torch.distributed.all_reduce(
         total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(
-        total,
-        parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
+        total, parallel_state.get_pipeline_model_parallel_last_rank(), group=stages
     )
     loss_sum, tokens = total.tolist()
     return loss_sum / tokens, int(tokens)

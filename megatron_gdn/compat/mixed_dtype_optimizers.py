@@ -34,12 +34,12 @@ a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
     return places if places.keys() == optimizer.model_param_group_index_map.keys() else None
 
 
-def _flat(groups: list[list[Any]]) -> Iterator[Any]:
+def _flat(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     return chain.from_iterable(groups)
 
 
@@ -235,7 +235,8 @@ def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     for parameter in (single, half):
         adam.state[parameter] = {"exp_avg": torch.zeros(1, device=device)}
     config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
-    probe = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
+    no_scaler = cast(Any, None)  # legal in bf16
+    probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
     model = {
         name: ShardedTensor.from_rank_offsets(name, parameter)
         for name, parameter in (("single", single), ("half", half))

@@ -102,9 +102,9 @@ def mix_dynamic(layer: GeneratingMixer, proj: Tensor, context: Any) -> Tensor:
     _refuse(layer, context)
     assert layer.layer_number is not None
     number = layer.layer_number - layer.pp_layer_offset
-    buffers = context.mamba_states_cache(number)
+    buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
     s = 1 + context.num_speculative_tokens
-    intermediate: Any = (None, None)
+    intermediate: tuple[Tensor | None, Tensor | None] = (None, None)
     if s > 1:
         intermediate = context.mamba_states_cache(number, intermediate=True)
     padded, real = context.padded_batch_dimensions, context.batch_dimensions

@@ -87,7 +87,7 @@ def _gated_norm(norm: GatedNorm, kernels, z: slice, o: Tensor, proj: Tensor) -> 
 
 
 def _in_slots(
-    parameters: tuple[Tensor | None, ...],
+    parameters: tuple[Tensor, Tensor | None, Tensor, Tensor],
     sizes: HeadSizes,
     normalise_qk: bool,
     rows: Tensor,

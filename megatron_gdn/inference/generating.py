@@ -31,6 +31,8 @@ class GeneratingMixer:
 
     config: Any
     pg_collection: Any
+    tp_group: Any
+    backend: str
     layer_number: int | None
     pp_layer_offset: int = 0
     chunk_size: int = 128
@@ -65,7 +67,8 @@ class GeneratingMixer:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``)."""
         heads, rows, columns, _ = self.state_shape
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
-        return tuple(self.conv_weight.shape[::2]), states
+        channels, _, taps = self.conv_weight.shape
+        return (channels, taps), states
 
     def ssm_decode(
         self,

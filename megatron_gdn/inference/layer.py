@@ -5,6 +5,7 @@ Legend: s tokens, B batch rows, P projection width, H heads with a state, V colu
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ def pool_for(model: torch.nn.Module, slots: int, device: torch.device | None = N
     if not layers:
         raise ValueError("no layer of this model carries a state.")
     weight = next(iter(layers.values())).conv_weight
-    shapes: dict[int, CarryShape] = {n: layer.carry_shape for n, layer in layers.items()}
+    shapes: dict[Hashable, CarryShape] = {n: layer.carry_shape for n, layer in layers.items()}
     return RequestPool(shapes, slots, dtype=weight.dtype, device=device or weight.device)
 
 
@@ -75,7 +76,8 @@ def mix_inference(
             :class:`.requests.RequestPool`.
         NotImplementedError: context parallelism, a call that wants gradients; and as mix_dynamic.
     """
-    return _mix(layer, proj, context, attention_mask, packed)
+    # torch.compiler.disable has no types.
+    return _mix(layer, proj, context, attention_mask, packed)  # pyright: ignore[reportCallIssue]
 
 
 @torch.compiler.disable  # one kernel after the other, from tables cached by value
@@ -139,7 +141,7 @@ def _boundaries(
     packed: PackedSeqParams | None, tokens: int, device: torch.device
 ) -> Documents | None:
     documents = resolve_packed_seq_params(packed, tokens, device)
-    if documents is None:
+    if packed is None or documents is None:
         return None
     padded, real = packed.cu_seqlens_q_padded, packed.cu_seqlens_q
     if padded is not None and real is not None and not torch.equal(padded, real):

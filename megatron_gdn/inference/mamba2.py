@@ -96,7 +96,7 @@ def mamba2_rows(
 
 
 def _in_slots(
-    parameters: tuple[Tensor | None, ...],
+    parameters: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
     layout: Layout,
     dt_limit: tuple[float, float],
     rows: Tensor,

@@ -122,6 +122,7 @@ def prefill(
     if goes_on:
         initial = carry.state if filled is None else carry.state.index_select(0, filled)
     output = mixer.rule.begin(inputs, documents).run(initial, keep=False, final=True)
+    assert output.final is not None
     final = output.final.to(carry.state.dtype)
     if filled is not None:
         final = carry.state.index_copy(0, filled, final)
@@ -185,6 +186,7 @@ def _one_token(row: Tensor, mixer: RowMixer, carry: Carry) -> tuple[Tensor, Carr
     inputs = front.forward(rows, mixer.parameters, None)
     inputs = on_tokens(inputs, lambda x: x[:, past:].contiguous())
     output = mixer.step_rule.begin(inputs, None).run(carry.state, keep=False, final=True)
+    assert output.final is not None
     history = rows[1:, :, columns].permute(1, 2, 0).contiguous()
     return mixer.finish(output.o, row), Carry(history, output.final)
 
@@ -246,7 +248,8 @@ def _last_index(
     old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
         max=past - 1
     )
-    return tuple(to_device(x.flatten(), device) for x in (token, old, place >= 0))
+    token, old, fresh = (to_device(x.flatten(), device) for x in (token, old, place >= 0))
+    return token, old, fresh
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:

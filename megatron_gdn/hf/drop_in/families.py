@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+
+    class LinearAttention(nn.Module):
+        """What is read of transformers' Gated DeltaNet."""
+
+        conv1d: nn.Conv1d
+        norm: Any
+        in_proj_qkvz: nn.Linear
+        in_proj_ba: nn.Linear
+        out_proj: nn.Linear
+        _modules: dict[str, Any]
+        _parameters: dict[str, Any]
+
+        def __init__(self, config: Any, layer_idx: int) -> None: ...
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
+
+    class TextModel(nn.Module):
+        """What is read of transformers' text models."""
+
+        config: Any
+        layers: Iterable[Any]
+
+        def get_input_embeddings(self) -> nn.Embedding: ...
+
+else:
+    LinearAttention = TextModel = nn.Module
 
 # Class name -> the module that has it, and the text configs that describe it.
 _FAMILIES = {

@@ -24,7 +24,12 @@ from ...ops.layout import Layout
 from ...ops.mixer import GatedNorm, gated_delta_mixer
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
-from .families import class_for_config, is_plain_gated_norm, transformers_class
+from .families import (
+    LinearAttention,
+    class_for_config,
+    is_plain_gated_norm,
+    transformers_class,
+)
 from .gates import (
     HeldParameter,
     install_ssm_gate,
@@ -71,7 +76,7 @@ class _Runner:
 
     options: DropInOptions
     dims: GDNDims
-    expected: SimpleNamespace
+    expected: Any  # what is read of a TransformerConfig
     stored: dict[str, torch.dtype]
     made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
@@ -102,7 +107,7 @@ class _Runner:
         return self.made[group, layout]
 
 
-class CPAwareGatedDeltaNet(nn.Module):
+class CPAwareGatedDeltaNet(LinearAttention):
     """transformers' Gated DeltaNet for packed documents and context parallelism.
 
         q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * SiLU(z))
@@ -130,7 +135,7 @@ class CPAwareGatedDeltaNet(nn.Module):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
         if cls is CPAwareGatedDeltaNet:
-            cls = drop_in_class(class_for_config(config))
+            return super().__new__(drop_in_class(class_for_config(config)))
         return super().__new__(cls)
 
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
@@ -214,10 +219,9 @@ class CPAwareGatedDeltaNet(nn.Module):
                 kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # of whole rows without padding, or the batch has it
-        plain = batch is None or batch.is_plain
-        if plain and (cache_params is not None or self.drop_in.options.unpacked == "transformers"):
-            return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
-        if plain:
+        if batch is None or batch.is_plain:
+            if cache_params is not None or self.drop_in.options.unpacked == "transformers":
+                return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
             keep = None if attention_mask is None else attention_mask != 0
             batch = ModelBatch(keep=keep)
         return self._by_mixer(hidden_states, batch)
@@ -233,8 +237,9 @@ class CPAwareGatedDeltaNet(nn.Module):
 
     def _by_mixer(self, hidden_states: Tensor, batch: ModelBatch) -> Tensor:
         proj_BTP = project(self, batch.enter(hidden_states), self.drop_in.dims)
-        mixed_BTV = self._mix(proj_BTP.transpose(0, 1), batch).transpose(0, 1)
-        return batch.leave(self.out_proj(mixed_BTV), hidden_states)
+        # torch.compiler.disable has no types.
+        mixed = self._mix(proj_BTP.transpose(0, 1), batch)  # pyright: ignore[reportCallIssue]
+        return batch.leave(self.out_proj(mixed.transpose(0, 1)), hidden_states)
 
     @torch.compiler.disable  # tables on the host, and one autograd function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
@@ -259,7 +264,7 @@ class CPAwareGatedDeltaNet(nn.Module):
             neighbours=batch.passage.neighbours,
             recompute_qkv=self.drop_in.options.recompute_qkv,
         )
-        if not fused:
+        if isinstance(mixed, tuple):
             o, z = mixed
             normed = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1]))
             mixed = normed.view(o.shape).flatten(2).transpose(0, 1).contiguous()
@@ -331,12 +336,12 @@ def _flat(seq_index: Tensor) -> Tensor:
 
 
 @lru_cache
-def drop_in_class(cls: type) -> type:
+def drop_in_class(cls: type) -> type[Any]:
     """The subclass of a transformers class that runs as a drop-in."""
     return type(f"CPAware{cls.__name__}", (CPAwareGatedDeltaNet, cls), {"__doc__": cls.__doc__})
 
 
-def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> None:
+def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn a module of transformers into a drop-in, with the same parameters.
 
     Raises:
@@ -370,10 +375,11 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     install_ssm_gate(module)
     module.drop_in = _Runner(options, dims, expected, stored)
     module.drop_in.run_over(options.cp_mesh)
+    return module
 
 
 def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:
     """Undo :func:`become_drop_in`."""
     release_gates(module, module.drop_in.stored)
     del module.drop_in
-    module.__class__ = transformers_class(module)
+    module.__class__ = type(module).__bases__[1]

@@ -193,7 +193,7 @@ def _told(source: str, lengths: Sequence[int], device: torch.device) -> dict[str
 Draw = Callable[[int, torch.Generator], Tensor]
 
 
-def _draw_tokens(model: nn.Module) -> Draw:
+def _draw_tokens(model: Any) -> Draw:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return lambda tokens, generator: torch.randint(
         vocabulary, (1, tokens), generator=generator, device="cpu"

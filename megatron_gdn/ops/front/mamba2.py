@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -75,9 +75,9 @@ class Mamba2Front:
     triton: bool = False
     batch_invariant: bool = False
 
-    names: ClassVar[tuple[str, ...]] = SSDInputs._fields
-    convolved: ClassVar[tuple[str, ...]] = ("x", "B", "C")
-    cheap: ClassVar[tuple[str, ...]] = ()
+    names = SSDInputs._fields
+    convolved = ("x", "B", "C")
+    cheap = ()
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``[Bt, S, C]`` to x, B and C with heads."""
