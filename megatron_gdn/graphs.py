@@ -103,11 +103,13 @@ def in_layer_graph(config: TransformerConfig) -> bool:
 
 
 def refuse_packed(config: TransformerConfig) -> None:
-    """Packed documents reach Megatron's graph of a layer, at the latest when it is captured.
+    """Refuse packed documents where Megatron captures the layer, at the latest now.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: it does.
     """
+    if not in_layer_graph(config):
+        return
     raise NotImplementedError(
         f"packed_seq_params with cuda_graph_impl={config.cuda_graph_impl!r}: Megatron's graph of a "
         f"layer takes tensors alone and would replay the boundaries of the first micro-batch. "

@@ -31,7 +31,7 @@ from .inference.step import RowMixer
 from .init import device_for, init_projections_, init_shares_of
 from .loader_layout import AUTO
 from .mixer import Mixer
-from .module_hooks import run_pre_hooks
+from .module_hooks import require_plain_conv, run_pre_hooks
 from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
 from .observe import span
 from .ops.delta_rule.resolve import choose_rule
@@ -159,14 +159,14 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         name_ignored_fields(config)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
-        self.in_layer_graph = in_layer_graph(config)
+        in_layer_graph(config)  # refuses what no graph of a layer takes
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self._name_sizes()
         self._choose_by(
             partial(
                 choose_rule, backend, self.dims.heads, operands=rule_operands,
-                normalise_qk=use_qk_l2norm, aligned=self.aligned,
+                normalise_qk=use_qk_l2norm,
             ),
             linear_cp_mode,
         )  # fmt: skip
@@ -185,6 +185,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
 
     def row_mixer(self, proj: Tensor) -> RowMixer:
         conv, layout = self.conv1d, self.dims.layout
+        require_plain_conv(conv)
         run_pre_hooks(conv, lambda: proj[..., layout.conv_columns].permute(1, 2, 0))
 
         def call_norm(o: Tensor, rows: Tensor) -> Tensor:
@@ -299,14 +300,16 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         context = inference_context
         if inference_params is not None:
             context = the_context(inference_context, inference_params)
-        cp_group = None if pg_collection is None else self.cp_group_of(pg_collection, context)
+        cp_group = self._pg_collection.cp
+        if pg_collection is not None:
+            cp_group = self.cp_group_of(pg_collection, context)
         if context is not None:
             with span(self, "in_proj"):
                 proj_sBP, _ = self.in_proj(hidden_states)
             mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
             return self.out_proj(mixed_sBV)
-        if packed_seq_params is not None and self.in_layer_graph:
-            refuse_packed(self.config)
+        if packed_seq_params is not None and self._config.cuda_graph_impl != "none":
+            refuse_packed(self._config)
         with span(self, "in_proj"):
             rows, _ = self.in_proj(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)

@@ -11,11 +11,12 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout
-from .loader_layout import AUTO, LoaderLayout
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .local_attention import TorchAttention
 from .local_share import MicroBatchShare, gather_in_order
 
 
-class TorchSelfAttention(SelfAttention):
+class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
 
     Megatron's rotates for the zigzag layout, whatever the layout, and over the model's own
@@ -31,8 +32,7 @@ class TorchSelfAttention(SelfAttention):
 
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loader_layout = LoaderLayout(cp_layout, self.config)
-        self.cp_layout = self._loader_layout.option
+        self.loader_layout = LoaderLayout(cp_layout, self.config)
         self._rotations: tuple[Tensor, Tensor] | None = None  # during a forward
 
     def forward(
@@ -48,7 +48,8 @@ class TorchSelfAttention(SelfAttention):
         """As ``SelfAttention.forward``: ``[s, B, D]`` and the output bias or None.
 
         Raises:
-            ValueError: ``max_seqlen_q`` of packed documents is less than their longest slot.
+            ValueError: ``max_seqlen_q`` of packed documents is less than their longest slot; the
+                core attention runs over another group than the rotation.
             NotImplementedError: a batch that is not packed in a context-parallel group of its own.
         """
         if inference_context is not None:
@@ -60,6 +61,7 @@ class TorchSelfAttention(SelfAttention):
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
+        self._require_one_group()
         if rotary_pos_emb is not None and not self._skips_rotation():
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
@@ -67,7 +69,7 @@ class TorchSelfAttention(SelfAttention):
             share = MicroBatchShare.of(
                 packed_seq_params,
                 self.pg_collection.cp,
-                self._loader_layout.of,
+                self.loader_layout.of,
                 rank_tokens,
                 hidden_states.device,
             )
@@ -140,6 +142,15 @@ class TorchSelfAttention(SelfAttention):
             for x, angles in zip((query, key), self._rotations, strict=True)
         )
         return (*rotated, *rest)
+
+    def _require_one_group(self) -> None:
+        mine, core = self.pg_collection.cp, self.core_attention
+        if isinstance(core, TorchAttention) and core.cp_group is not mine:
+            raise ValueError(
+                f"core_attention.cp_group has {core.cp_group.size()} ranks and this layer's "
+                f"pg_collection.cp is another group, of {mine.size()}: queries would be rotated "
+                f"for one and attend over the other. Set both to one group."
+            )
 
     def _skips_rotation(self) -> bool:
         skipped: Any = self.config.no_rope_freq

@@ -156,7 +156,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.chunk_size = chunk_size
         self._name_sizes()
         self._choose_by(
-            partial(choose_ssd, backend, self.dims.state, aligned=self.aligned),
+            partial(choose_ssd, backend, self.dims.state),
             linear_cp_mode, mixer="Mamba2Mixer", recurrence="SSD",
         )  # fmt: skip
         self._build(submodules, conv_bias, norm_eps, name)
@@ -169,7 +169,11 @@ class Mamba2Mixer(RecurrentMixer):
         self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
         self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
         self.d_inner_local_tp, self.layout = local.d_inner, local.layout
-        self.activation = "silu"
+
+    @property
+    def activation(self) -> str:
+        """The convolution's and the gate's, under the name of Megatron's mixer."""
+        return "silu"
 
     @property
     def conv_weight(self) -> Tensor:
@@ -279,7 +283,7 @@ class Mamba2Mixer(RecurrentMixer):
             proj_sBP, _ = self.in_proj(hidden_states)
         if context is not None:
             return self.out_proj(mix_inference(self, proj_sBP, context, None, packed_seq_params))
-        batch = self.micro_batches.of(packed_seq_params, proj_sBP)
+        batch = self.micro_batches.of(packed_seq_params, proj_sBP, self._pg_collection.cp)
         with span(self, "mixer"):
             mixed_sBV = self._mix(batch, proj_sBP)
         with span(self, "out_proj"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .micro_batch import MicroBatch
-from .module_hooks import has_hooks, run_pre_hooks
+from .module_hooks import has_hooks, require_plain_conv, run_pre_hooks
 from .observe import log_once
 from .ops.head_sizes import HeadSizes
 from .ops.layout import Layout
@@ -57,7 +57,8 @@ class Mixer:
 
         Raises:
             ValueError: the layer's ``A_log`` or ``dt_bias`` is narrower than fp32.
-            NotImplementedError: a pre-hook of ``conv1d`` changes its input.
+            NotImplementedError: a pre-hook of ``conv1d`` changes its input, or ``conv1d`` has a
+                forward of its own.
         """
         recompute_norm = self.recompute_norm and layer.training
         if recompute_norm and saved_tensors_are_hooked():
@@ -71,6 +72,7 @@ class Mixer:
             layer.norm_out_checkpoint = refilled
         scheme, close, group = batch.scheme, batch.passage.close, summing_group(layer)
         conv = layer.conv1d
+        require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read
             run_pre_hooks(conv, lambda: _conv_input(proj_SBP, scheme.layout))
         norm_here = plain_norm(layer.out_norm, group)

@@ -100,6 +100,7 @@ def resolve_packed_seq_params(
             the meta device; no boundaries, boundaries that do not start at 0, decrease or end
             elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
             document longer than its padded slot.
+        ValueError: another tensor stands where ``params`` was given a fixed buffer.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
             every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
             be captured.
@@ -118,7 +119,7 @@ def resolve_packed_seq_params(
     if not _is_packed(params):
         return None
     if static is not None:
-        return _fitting(static, total_tokens, device)
+        return _fitting(static, params, total_tokens, device)
     if _is_captured(device):
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
@@ -160,7 +161,7 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
 
 
 def _fitting(
-    documents: StaticDocuments, total_tokens: int, device: torch.device
+    documents: StaticDocuments, params: PackedSeqParams, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
@@ -169,8 +170,26 @@ def _fitting(
             f"context-parallel ranks) on {device}; make them for these with "
             f"megatron_gdn.static_packed_seq_params."
         )
+    for name in _slots_of(params):
+        if getattr(params, name) is not documents.boundaries:
+            raise ValueError(
+                f"packed_seq_params.{name} is no longer the fixed buffer that these "
+                f"packed_seq_params were made with, and a graph would replay that one. Leave the "
+                f"field as it is and write boundaries with megatron_gdn.set_documents, or make "
+                f"another PackedSeqParams."
+            )
     documents.read_by_forward(_is_recomputed())
     return documents
+
+
+def _slots_of(params: PackedSeqParams) -> tuple[str, ...]:
+    """The fields that say where documents lie in the buffer."""
+    if params.cu_seqlens_q_padded is not None:
+        queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
+    else:
+        queries = "cu_seqlens_q"
+        keys = "cu_seqlens_kv" if params.cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
+    return (queries,) if getattr(params, keys) is None else (queries, keys)
 
 
 def _is_packed(params: PackedSeqParams) -> bool:

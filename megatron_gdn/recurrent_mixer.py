@@ -18,7 +18,7 @@ from .checkpoint import mixer_sharded_state_dict
 from .context_parallel import LinearCpMode, SequenceLayout
 from .inference.generating import GeneratingMixer
 from .init import device_for
-from .loader_layout import AUTO, LoaderLayout
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatches
 from .ops.rule import Rule
 from .parameter_marks import MarkedParameters
@@ -28,7 +28,7 @@ from .tensor_parallel import mark_packed, mark_sharded
 
 
 class RecurrentMixer(
-    FollowsGroups, GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule
+    FollowsGroups, FollowsLoader, GeneratingMixer, MarkedParameters, Fp32Parameters, MegatronModule
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
@@ -72,8 +72,7 @@ class RecurrentMixer(
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
-        self.cp_layout = LoaderLayout(cp_layout, config).option
-        self.aligned = config.batch_invariant_mode
+        self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
         if config.fp8:
             from megatron.core.fp8_utils import get_fp8_align_size
@@ -87,9 +86,28 @@ class RecurrentMixer(
         """Set ``micro_batches``; arguments as of :class:`.micro_batch.MicroBatches`."""
         dims, group = self.dims, self.pg_collection.cp
         self.micro_batches = MicroBatches(
-            self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.cp_layout,
+            self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.loader_layout,
             mode=mode, choose_rule=choose_rule, **names,
         )  # fmt: skip
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's. Replaced or changed, its modes count from the next forward.
+
+        Those are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``. Sizes,
+        parts and their options are those that the mixer was built with.
+        """
+        return self._config
+
+    @config.setter
+    def config(self, config: TransformerConfig) -> None:
+        self._config = config
+        if "micro_batches" in vars(self):
+            self.micro_batches.follow(config)
+
+    @property
+    def aligned(self) -> bool:
+        return self._config.batch_invariant_mode
 
     @property
     def rule(self) -> Rule:

@@ -64,7 +64,15 @@ class UpstreamNames:
         self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
         self.in_proj_split_names = list(local.layout.names)
-        self.act_fn, self.activation = F.silu, "silu"
+
+    @property
+    def act_fn(self) -> Callable[[Tensor], Tensor]:
+        """The convolution's and the gate's."""
+        return F.silu
+
+    @property
+    def activation(self) -> str:
+        return "silu"
 
     def _setup_variant_attrs(self) -> None:
         """As upstream's, which tools call after they have set other process groups."""

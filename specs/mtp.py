@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.loader_layout import AUTO, LoaderLayout
+from megatron_gdn.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.local_norm import TorchRMSNorm
 
 
-class HybridMTPLayer(MultiTokenPredictionLayer):
+class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
 
     Tokens, labels and loss masks are shifted by one token per head, by Megatron and document by
@@ -56,7 +56,7 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
         if pg_collection.cp.size() > 1:
             require_zigzag(loader_layout.expected(), pg_collection.cp)
         super().__init__(config, submodules, pg_collection=pg_collection, **others)
-        self._loader_layout = loader_layout
+        self.loader_layout = loader_layout
 
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
@@ -68,8 +68,8 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
             NotImplementedError: a micro-batch with a context-parallel group of its own.
         """
         require_shiftable(packed_seq_params, self.cp_group)
-        if packed_seq_params is not None and self.cp_group.size() > 1:
-            require_zigzag(self._loader_layout.of(packed_seq_params), self.cp_group)
+        if self.cp_group.size() > 1:
+            require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
 
 

@@ -118,7 +118,7 @@ def _mix_requests(
     s, B = proj.shape[:2]
     pool, requests = context.pool, context.requests
     if context.slots is not None:
-        return decode_slots(proj, mixer, pool.layers[number], context.slots)
+        return decode_slots(proj, mixer, pool.in_slots(number), context.slots)
     documents = _boundaries(packed, s, proj.device)
     lengths = (s,) * B if documents is None else documents.lengths
     if len(lengths) != len(requests):

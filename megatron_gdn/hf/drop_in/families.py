@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 else:
     LinearAttention = TextModel = nn.Module
 
+from ...module_hooks import has_hooks
+
 # Class name -> the module that has it, and the text configs that describe it.
 _FAMILIES = {
     "Qwen3NextGatedDeltaNet": ("qwen3_next", ("qwen3_next",)),
@@ -73,19 +75,15 @@ def class_for_config(config: Any) -> type:
 def is_plain_gated_norm(norm: nn.Module) -> bool:
     """Whether ``norm`` computes ``RMSNorm(x) * weight * SiLU(z)`` by transformers' own forward.
 
-    A kernel that took its place, a subclass, or a hook on it is called as it is instead.
+    A kernel that took its place, a subclass, another forward of the class, or one with hooks is
+    called as it is instead.
     """
     cls = type(norm)
-    hooks = (
-        norm._forward_hooks,
-        norm._forward_pre_hooks,
-        norm._backward_hooks,
-        norm._backward_pre_hooks,
-    )
     return (
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
+        and cls.forward.__module__.startswith("transformers.")
         and "forward" not in vars(norm)
         and getattr(norm, "activation", None) == "silu"
-        and not any(hooks)
+        and not has_hooks(norm)
     )

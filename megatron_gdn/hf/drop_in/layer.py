@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...dims import GDNDims
+from ...loader_layout import LoaderLayout
 from ...micro_batch import MicroBatches
-from ...module_hooks import run_pre_hooks
+from ...module_hooks import require_plain_conv, run_pre_hooks
 from ...ops.delta_rule.resolve import choose_rule
 from ...ops.head_sizes import HeadSizes
 from ...ops.layout import Layout
@@ -100,7 +101,7 @@ class _Runner:
             options, sizes = self.options, self.dims.heads
             self.made[group, layout] = MicroBatches(
                 self.expected, sizes.layout, sizes.state, self.dims.conv_kernel_dim,
-                group, layout, mode=options.linear_cp_mode,
+                group, LoaderLayout(layout, self.expected), mode=options.linear_cp_mode,
                 choose_rule=partial(choose_rule, options.backend, sizes,
                                     operands=options.rule_operands, normalise_qk=True),
             )  # fmt: skip
@@ -249,6 +250,8 @@ class CPAwareGatedDeltaNet(LinearAttention):
         A_log, dt_bias = self._modules[HOLDER_NAME]()
         layout, convolved = scheme.layout, scheme.layout.conv_names
         rows = batch.passage.open(proj_TBP)
+        require_plain_conv(self.conv1d)
+        _require_silu(self)
         run_pre_hooks(self.conv1d, lambda: _conv_input(rows, layout))
         fused = is_plain_gated_norm(norm)
         bias = self.conv1d.bias
@@ -341,28 +344,32 @@ def drop_in_class(cls: type) -> type[Any]:
     return type(f"CPAware{cls.__name__}", (CPAwareGatedDeltaNet, cls), {"__doc__": cls.__doc__})
 
 
+def _require_silu(module: Any) -> None:
+    if module.activation not in ("silu", "swish"):
+        raise ValueError(
+            f"{type(module).__name__} has activation={module.activation!r} (config.hidden_act); "
+            f"the convolution and the gate of a Gated DeltaNet here are SiLU. Set "
+            f"hidden_act='silu', or leave this model unpatched."
+        )
+
+
 def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn a module of transformers into a drop-in, with the same parameters.
 
     Raises:
         ValueError: another activation than SiLU, a conv1d that is no plain convolution.
     """
-    name = type(module).__name__
-    if module.activation not in ("silu", "swish"):
-        raise ValueError(
-            f"{name} has activation={module.activation!r} (config.hidden_act); the convolution and "
-            f"the gate of a Gated DeltaNet here are SiLU. Set hidden_act='silu', or leave this "
-            f"model unpatched."
-        )
+    _require_silu(module)
     if not isinstance(module.conv1d, nn.Conv1d):
         raise ValueError(
-            f"conv1d of {name} is a {type(module.conv1d).__name__}, not torch's Conv1d, whose "
-            f"weight the mixer reads. Leave conv1d out of adapters and quantization."
+            f"conv1d of {type(module).__name__} is a {type(module.conv1d).__name__}, not torch's "
+            f"Conv1d, whose weight the mixer reads. Leave conv1d out of adapters and quantization."
         )
     dims = GDNDims.from_config(config)
     dtype = module.out_proj.weight.dtype
     expected = SimpleNamespace(
         deterministic_mode=False,
+        batch_invariant_mode=False,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from functools import wraps
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,9 @@ from .layer import (
 from .model_forward import prepare_forward
 from .place import group_of
 
+# On a patched text model: the forward that another tool had put on the object, or None.
+_FORWARD_BEFORE = "_megatron_gdn_forward_before"
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +44,7 @@ class Patch:
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._hooks: list[Any] = []
         self._attention: list[tuple[Any, str]] = []
+        self._forwards: dict[nn.Module, Any] = {}
         texts = list(text_models(model))
         for text in texts:
             for name, layer in text.named_modules():
@@ -78,7 +84,8 @@ class Patch:
         ``A_log`` and ``dt_bias`` return to the dtype that they had.
 
         Raises:
-            RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``.
+            RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``, or a text
+                model's ``forward`` replaced.
         """
         for name, layer in self.layers.items():
             mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
@@ -87,13 +94,24 @@ class Patch:
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so it cannot be given back. Undo the patch before wrapping the model."
                 )
+        for text, forward in self._forwards.items():
+            if getattr(vars(text).get("forward"), "__func__", None) is not forward:
+                raise RuntimeError(
+                    f"the forward of {type(text).__name__} was replaced since it was patched, and "
+                    f"calls ours inside. Put it back before the patch is undone."
+                )
         for hook in self._hooks:
             hook.remove()
+        for text in self._forwards:
+            before = vars(text).pop(_FORWARD_BEFORE)
+            del vars(text)["forward"]
+            if before is not None:
+                vars(text)["forward"] = before
         for config, implementation in self._attention:
             config._attn_implementation = implementation
         for layer in self.layers.values():
             stop_being_drop_in(layer)
-        self._hooks, self._attention, self.layers = [], [], {}
+        self._hooks, self._attention, self._forwards, self.layers = [], [], {}, {}
 
     def __enter__(self) -> Patch:
         return self
@@ -137,8 +155,18 @@ class Patch:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             return (), prepare_forward(module, options_now(module), given)
 
+        @wraps(type(text).forward)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if "gdn_batch" not in kwargs:  # called directly, so that the hook did not run
+                args, kwargs = cast(Any, before)(module, args, kwargs)
+            own = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
+            return own(*args, **kwargs)
+
         options_now(text)
         self._hooks.append(text.register_forward_pre_hook(cast(Any, before), with_kwargs=True))
+        vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
+        vars(text)["forward"] = MethodType(forward, text)  # a deepcopy binds it to the copy
+        self._forwards[text] = forward
         for layer in text.layers:
             if not hasattr(layer, "linear_attn"):
                 hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
