@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-plot = pytest.importorskip("benchmarks.plot", reason="draws with matplotlib")
+plot = pytest.importorskip("benchmarks.lib.plot", reason="draws with matplotlib")
 
 
 def line(case: str, layer: str, ms: float, core: str = "fla") -> dict:

@@ -1,0 +1,169 @@
+"""Timing and memory on one GPU: CUDA events, medians, and what the figures were measured on."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_gdn import GDNDims
+
+PACKAGES = ("torch", "triton", "megatron-core", "flash-linear-attention", "flash-qla", "tilelang")
+
+
+def environment() -> dict[str, str]:
+    """The GPU and the versions every record carries."""
+    found = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) -> dict[str, float]:
+    """Median, 10th and 90th percentile of ``run`` on the device, in milliseconds.
+
+    Launches queue up behind each other, so the host's own pace shows only where it is slower than
+    the device; ``host`` is what the host took for a call, of the first few, while the queue had
+    room. Inputs are assumed larger than the L2 cache.
+    """
+    for _ in range(warmup):
+        run()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    host = []
+    for begin, end in pairs:
+        began = time.perf_counter()
+        begin.record()
+        run()
+        end.record()
+        host.append((time.perf_counter() - began) * 1e3)
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in pairs)
+    return {
+        "median": statistics.median(times),
+        "p10": times[len(times) // 10],
+        "p90": times[-1 - len(times) // 10],
+        "host": statistics.median(host[:5]),
+        "n": repeats,
+    }
+
+
+# Layers of one run whose launches fit into the queue of a stream that sleeps.
+IN_A_ROW = range(1, 7)
+
+
+def host_ms(
+    runs: Sequence[Callable[[], object]], *, rounds: int = 16, in_a_row: int = 1
+) -> list[dict[str, float]]:
+    """What the host takes for a call of each of ``runs`` that never waits for the device.
+
+    The stream sleeps while a few calls are issued behind it: few, since a full queue would make the
+    host wait. Collectives that wait for other ranks on the host count as well. The runs take turns,
+    since a host is faster at some moments than at others.
+
+    Args:
+        in_a_row: how many layers a run has, of ``IN_A_ROW``; times are of one of them.
+    """
+    calls = max(1, 3 // in_a_row)
+    for run in runs:
+        for _ in range(5):
+            run()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, of_run in zip(runs, times, strict=True):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(1e8))  # clock cycles, some 50 ms
+            for _ in range(calls):
+                began = time.perf_counter()
+                run()
+                of_run.append((time.perf_counter() - began) * 1e3 / in_a_row)
+    torch.cuda.synchronize()
+    return [
+        {
+            "median": statistics.median(of_run),
+            "p10": sorted(of_run)[len(of_run) // 10],
+            "p90": sorted(of_run)[-1 - len(of_run) // 10],
+            "n": len(of_run),
+        }
+        for of_run in times
+    ]
+
+
+def captured[Made](run: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
+    """``run`` as a CUDA graph, and what ``run`` returned.
+
+    Replays have no host between the launches. They write the tensors that were returned.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = run()
+    return graph, made
+
+
+def slowest(times: dict[str, float]) -> dict[str, float]:
+    """Each entry of :func:`time_ms`, the largest of all ranks."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.tensor(list(times.values()), device=device, dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(times, values.tolist(), strict=True))
+
+
+def dims_of(key_heads: int, value_heads: int) -> GDNDims:
+    """The layer that is measured: hidden 2048, heads of 128."""
+    return GDNDims(
+        hidden_size=2048, num_key_heads=key_heads, num_value_heads=value_heads,
+        key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
+    )  # fmt: skip
+
+
+def copy_bandwidth(size: int = 2 << 30) -> float:
+    """Bytes per second of a device-to-device copy, counting bytes read and bytes written."""
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / (time_ms(lambda: target.copy_(source))["median"] * 1e-3)
+
+
+def memory_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
+    """What one forward leaves allocated (its output included), and the peak of forward+backward."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = forward()
+    torch.cuda.synchronize()
+    saved = torch.cuda.memory_allocated() - before
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+    return {"saved": saved / 2**20, "peak": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def write_lines(path: str | None, records: list[dict]) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
