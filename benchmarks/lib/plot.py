@@ -143,45 +143,43 @@ class Beside(NamedTuple):
     mib: tuple[float, float]
 
 
-# White figures are readable on each, and each is readable on a light and on a dark page.
-_COLOURS = ("#1d5fb8", "#0d7a6b", "#a8500a")
+_TIMES, _MEMORY = ("#1d5fb8", "#0d7a6b", "#a8500a"), ("#c3d7f2", "#bfe3dc", "#f2d6b8")
 
 
 def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
-    """Draw ours as a share of megatron-core's: a bar for the time and one for the memory of a row.
+    """Draw ours as shares of megatron-core's: a dark bar for a row's time, a light one for memory.
 
-    The picture brings its own light ground, so that it is the same on a dark page.
+    Narrow, with the names above the bars, so that a telephone can show it. The picture brings its
+    own light ground, so that it is the same on a dark page.
     """
     groups = list(dict.fromkeys(row.group for row in rows))
-    height = 0.36 * len(rows) + 0.5 * len(groups) + 0.9
-    figure, axes = plt.subplots(1, 2, figsize=(10, height), layout="constrained", sharey=True)
-    places, place = [], 0.0
-    for before, row in zip([None, *rows], rows, strict=False):
-        place += 1.0 if before is None or before.group == row.group else 1.9
-        places.append(place)
-    for axis, title, unit, of in (
-        (axes[0], "time, forward + backward (model: a step)", "ms", lambda row: row.ms),
-        (axes[1], "memory left by the forward (model: peak)", "MiB", lambda row: row.mib),
-    ):
-        shares = [of(row)[0] / of(row)[1] for row in rows]
-        colours = [_COLOURS[groups.index(row.group) % len(_COLOURS)] for row in rows]
-        axis.barh(places, shares, 0.86, color=colours)
-        for at, share, row in zip(places, shares, rows, strict=True):
-            ours, theirs = (f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in of(row))
-            axis.text(0.015, at, f"{share:.2f}", color="white", va="center", weight="bold")
-            axis.text(1.03, at, f"{ours} of {theirs} {unit}", color="#333", va="center", fontsize=9)
-        axis.axvline(1, color="#333", lw=1.2)
-        axis.set(xlim=(0, 1.42), xticks=(0, 0.5, 1), xticklabels=("0", "0.5", "megatron-core = 1"))
-        axis.set_title(title, fontsize=11)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-    axes[0].set_yticks(places, [row.case for row in rows])
-    for group in groups:
-        first = next(at for at, row in zip(places, rows, strict=True) if row.group == group)
-        axes[0].text(
-            0.015, first - 0.82, group, transform=axes[0].transData, weight="bold", va="center",
-            color=_COLOURS[groups.index(group) % len(_COLOURS)],
-        )  # fmt: skip
-    axes[0].set_ylim(places[-1] + 0.6, places[0] - 1.3)
+    height = 0.66 * len(rows) + 0.4 * len(groups) + 0.5
+    figure, axis = plt.subplots(figsize=(5.6, height), layout="constrained")
+    top, group = 0.0, None
+    for row in rows:
+        shade = groups.index(row.group) % len(_TIMES)
+        if row.group != group:
+            top, group = top + 0.62, row.group
+            axis.text(0, top - 0.2, group, color=_TIMES[shade], weight="bold", va="center")
+        axis.text(0, top + 0.2, row.case, va="center")
+        figures = f"{_pair(row.ms)} ms, {_pair(row.mib)} MiB"
+        axis.text(0.985, top + 0.2, figures, color="#444", va="center", ha="right", fontsize=8.5)
+        for at, of, name, colour, ink in (
+            (top + 0.46, row.ms, "time", _TIMES[shade], "white"),
+            (top + 0.72, row.mib, "memory", _MEMORY[shade], "#222"),
+        ):
+            axis.barh(at, of[0] / of[1], 0.25, color=colour)
+            axis.text(0.012, at, f"{name} {of[0] / of[1]:.2f}", color=ink, va="center", fontsize=9)
+        top += 1.0
+    axis.axvline(1, color="#444", lw=1)
+    longest = max(x[0] / x[1] for row in rows for x in (row.ms, row.mib))
+    axis.set(xlim=(0, max(1.0, longest) + 0.005), ylim=(top + 0.05, 0.2), yticks=())
+    axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"))
+    axis.set_xlabel("share of megatron-core's", fontsize=9)
+    axis.spines[["top", "right", "left"]].set_visible(False)
     figure.savefig(image, dpi=140, facecolor="white")
     return figure
+
+
+def _pair(of: tuple[float, float]) -> str:
+    return " of ".join(f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in of)

@@ -3,7 +3,7 @@
 | language | what it is | who runs it |
 | --- | --- | --- |
 | `python` | code | `test_page_python.py`, as printed |
-| `bash` | commands alone, or the flags that a launch changes | `RUN_BY`; `test_readme.py` |
+| `bash` | commands alone, or the flags that a launch changes | `RUN_BY`; `test_page_launches.py` |
 | `text` | an equation, a drawing, output: neither commands nor Python | - |
 | `{...}` | what Sphinx puts in its place | `make docs` |
 """

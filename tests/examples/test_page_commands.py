@@ -37,7 +37,7 @@ EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
 
 REPORT = "tests/unit/test_report.py::test_{}"
-LAUNCH = "tests/launches/test_readme_launches.py::test_a_launch_of_the_readme_trains"
+LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_trains"
 
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {

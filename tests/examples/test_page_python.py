@@ -141,6 +141,7 @@ def test_the_model_trains_generates_and_repeats(tmp_path):
     assert f"print(report)  # {repeats}" in block("repeats")
 
 
+@pytest.mark.slow
 def test_a_graph_is_replayed_for_other_documents(tmp_path):
     import torch
 
@@ -150,6 +151,7 @@ def test_a_graph_is_replayed_for_other_documents(tmp_path):
     assert printed.splitlines()[-1] == "True"
 
 
+@pytest.mark.slow
 def test_heads_of_mtp_train_and_a_model_of_mamba2_has_a_dynamic_context(tmp_path):
     heads = block("heads of MTP")
     code = block("a model") + heads + "print(loss.mean().item())\n"

@@ -46,7 +46,7 @@ def trained(script: str, size: int, *flags: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(CLONE is None, reason="set MEGATRON_LM to the folder of a Megatron-LM clone")
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
-def test_a_launch_of_the_readme_trains(script):
+def test_a_launch_of_the_pages_trains(script):
     """Tensor and sequence parallelism over two, context parallelism over two, as on the page."""
     losses = trained(script, 4, *launches_of(ROOT)[script])
     # An untrained model knows nothing of the tokens.

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.examples import readme_laws as laws
+from tests.examples import launch_laws as laws
 from tests.examples.commands import changed_lines, launches_of
 from tests.examples.launching import ROOT
 
