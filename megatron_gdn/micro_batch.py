@@ -13,6 +13,7 @@ width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,6 +130,15 @@ class MicroBatches:
         self._made: dict[tuple, MicroBatch] = {}
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
         self.use_group(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
+        """For a copy of the layer: over the same groups, with nothing made for this layer's."""
+        other = copy.copy(self)
+        other._config = copy.deepcopy(self._config, memo)
+        other._loader_layout = LoaderLayout(self._loader_layout.option, other._config)
+        other._layer = number_of_new_layer()
+        other._rules, other._schemes, other._made = {}, {}, {}
+        return other
 
     def use_group(self, group: Any) -> None:
         """Run micro-batches that do not bring their own group over this one from now on.
