@@ -65,3 +65,10 @@ def test_readme_has_a_link_to_every_page_but_those_of_the_api():
     included = {"index.md", "contributing.md", "changelog.md", "performance.md", "tests.md"}
     docs = [page.name for page in (ROOT / "docs").glob("*.md")]
     assert [name for name in docs if f"docs/{name}" not in text and name not in included] == []
+
+
+def test_the_page_of_the_tests_names_every_folder():
+    tests = ROOT / "tests"
+    folders = {path.parent.relative_to(tests).parts[0] for path in tests.glob("*/**/test_*.py")}
+    rows = {t.content for t in tokens_of(tests / "README.md") if t.type == "code_inline"}
+    assert {f"{folder}/" for folder in folders} <= rows
