@@ -304,23 +304,23 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         if pg_collection is not None:
             cp_group = self.cp_group_of(pg_collection, context)
         if context is not None:
-            with span("in_proj"):
+            with span(self, "in_proj"):
                 proj_sBP, _ = self.in_proj(hidden_states)
             mixed_sBV = mix_inference(self, proj_sBP, context, attention_mask, packed_seq_params)
             return self.out_proj(mixed_sBV)
         if packed_seq_params is not None and self._config.cuda_graph_impl != "none":
             refuse_packed(self._config)
-        with span("in_proj"):
+        with span(self, "in_proj"):
             rows, _ = self.in_proj(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
         if batch.scheme.moves_rows:
-            with span("to_heads"):
+            with span(self, "to_heads"):
                 rows = batch.passage.open(rows)
-        with span("mixer"):
+        with span(self, "mixer"):
             mixed_sBV, refilled = self.mixer(self, batch, rows)
-        with span("out_proj"):
+        with span(self, "out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)

@@ -47,11 +47,14 @@ class MicroBatchShare(NamedTuple):
         cls,
         packed: PackedSeqParams | None,
         group: Any,
-        loader_layout: LoaderLayout,
+        loader_layout: LoaderLayout | SequenceLayout,
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
         """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
+
+        Args:
+            loader_layout: how ranks' tokens were cut, or what finds it out.
 
         Raises:
             ValueError: sources contradict each other about the cut, see :mod:`.loader_layout`.
@@ -60,7 +63,9 @@ class MicroBatchShare(NamedTuple):
         total = tokens * (1 if group is None else group.size())
         documents = resolve_packed_seq_params(packed, total, device)
         layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
-        if total != tokens:
+        if isinstance(loader_layout, SequenceLayout):
+            layout = loader_layout
+        elif total != tokens:
             layout = loader_layout.of(None if documents is None else packed)
         return cls(documents, group, layout, Documents.lengths_of(documents, total))
 

@@ -275,14 +275,14 @@ class Mamba2Mixer(RecurrentMixer):
             NotImplementedError: a context of another kind.
         """
         context = the_context(inference_context, inference_params)
-        with span("in_proj"):
+        with span(self, "in_proj"):
             proj_sBP, _ = self.in_proj(hidden_states)
         if context is not None:
             return self.out_proj(mix_inference(self, proj_sBP, context, None, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, proj_sBP, self._pg_collection.cp)
-        with span("mixer"):
+        with span(self, "mixer"):
             mixed_sBV = self._mix(batch, proj_sBP)
-        with span("out_proj"):
+        with span(self, "out_proj"):
             return self.out_proj(mixed_sBV)
 
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing

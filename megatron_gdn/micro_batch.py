@@ -13,6 +13,7 @@ width.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -135,6 +136,15 @@ class MicroBatches:
         self._made: dict[tuple, MicroBatch] = {}
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
         self.use_group(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
+        """For a copy of the layer: over the same groups, with nothing made for this layer's."""
+        other = copy.copy(self)
+        other._config = copy.deepcopy(self._config, memo)
+        other._loader_layout = copy.deepcopy(self._loader_layout, memo)
+        other._layer = number_of_new_layer()
+        other._rules, other._schemes, other._made = {}, {}, {}
+        return other
 
     def follow(self, config: TransformerConfig) -> None:
         """Take the modes from this config from now on."""

@@ -88,11 +88,11 @@ def _mix(layer, proj, context, attention_mask, packed) -> Tensor:
                 "a dynamic context says itself which tokens belong to which request; pass neither "
                 "an attention_mask nor packed_seq_params."
             )
-        with span("mixer"):
+        with span(layer, "mixer"):
             return mix_dynamic(layer, proj, context)
     mixer = layer.row_mixer(proj)
     s, B = proj.shape[:2]
-    with span("mixer"):
+    with span(layer, "mixer"):
         if getattr(context, "pool", None) is not None:
             require_causal(attention_mask, B, s, lambda: range(s))
             return _mix_requests(proj, mixer, context, layer.layer_number, packed)

@@ -1,19 +1,17 @@
 """Run on every rank: built layers that are given other process groups."""
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.extensions import transformer_engine as te
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.context_parallel import SequenceLayout, local_indices
 from megatron_gdn.local_self_attention import TorchSelfAttention
 from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.bridge import eval_cp_context
 from tests.distributed.layer_laws import thd
 from tests.distributed.loader_layout_laws import (
     LENGTHS,
@@ -56,24 +54,9 @@ def by_hand(model, evaluation, training):
         install(training)
 
 
-def of_bridge(folder: str) -> Callable:
-    """``eval_cp_context`` of a clone of Megatron-Bridge, from its file alone.
-
-    Without Transformer Engine Megatron has a mock in the place of its attention, of which Bridge
-    asks ``isinstance``; a class stands there instead.
-    """
-    if not te.HAVE_TE:
-        te.TEDotProductAttention = type("TEDotProductAttention", (), {})
-    (path,) = Path(folder).rglob("eval_context_parallel_rebinding.py")
-    spec = importlib.util.spec_from_file_location("rebinding", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.eval_cp_context
-
-
 def rebound_and_back(bridge: str | None = None, packed: bool = True, **options) -> None:
     """A model over two ranks runs on one and over two again: three times one rank's gradients."""
-    rebinding = by_hand if bridge is None else of_bridge(bridge)
+    rebinding = by_hand if bridge is None else eval_cp_context(bridge)
 
     def compare(held):
         require_one_ranks_gradients(model, one, held, thd(LENGTHS) if packed else None)

@@ -1,10 +1,10 @@
 """A built layer follows the process groups it is given: evaluation under another size."""
 
-import os
-
 import pytest
 
+from tests.distributed import bridge
 from tests.distributed import rebinding_laws as laws
+from tests.distributed.bridge import needs_bridge
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -13,12 +13,10 @@ def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(pools, linear_cp_
     pools(2).run(laws.rebound_and_back, packed=packed, linear_cp_mode=linear_cp_mode)
 
 
-@pytest.mark.skipif(
-    "MEGATRON_BRIDGE" not in os.environ,
-    reason="MEGATRON_BRIDGE=folder names a clone of NVIDIA-NeMo/Megatron-Bridge",
-)
-def test_bridges_own_context_for_evaluation_does_the_same(pools):
-    pools(2).run(laws.rebound_and_back, os.environ["MEGATRON_BRIDGE"])
+@needs_bridge
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_bridges_own_context_for_evaluation_does_the_same(pools, packed):
+    pools(2).run(laws.rebound_and_back, bridge.FOLDER, packed=packed)
 
 
 def test_the_groups_of_one_forward_hold_for_that_forward(pools):

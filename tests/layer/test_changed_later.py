@@ -150,3 +150,16 @@ def test_torchs_hooks_of_all_modules_see_the_norm(kind):
         hook.remove()
     assert_close("output", doubled, 2 * plain(x)[0], 1e-6)
     assert torch.equal(layer(x)[0], plain(x)[0])
+
+
+@of_both
+def test_a_copy_of_a_layer_follows_its_own_config_and_layout(kind):
+    layer = kind()
+    other = copy.deepcopy(layer)
+    set_field(other)
+    other.cp_layout = "contiguous"
+    for one in (layer, other):
+        one(rows(layer))
+        assert one.micro_batches._loader_layout is one.loader_layout
+    assert other.rule.in_steps and not getattr(layer.rule, "in_steps", False)
+    assert (layer.cp_layout, other.cp_layout) == ("auto", "contiguous")
