@@ -123,13 +123,26 @@ def wrap(layer):
     layer.conv1d = Wrapped(layer.conv1d)
 
 
-@pytest.mark.parametrize("change", [replace_class, replace_forward, wrap])
+def dilate(layer):
+    layer.conv1d.dilation = (2,)
+
+
+@pytest.mark.parametrize("change", [replace_class, replace_forward, wrap, dilate])
 def test_a_convolution_that_computes_something_else_is_refused(change):
     layer = gated_delta_net()
     layer(rows(layer))
     change(layer)
     with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weight"):
         layer(rows(layer))
+
+
+def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
+    layer = gated_delta_net()
+    layer.conv1d.forward, layer.conv1d._hf_hook = layer.conv1d.forward, "moves inputs"
+    x = rows(layer)
+    plain, _ = layer(x)
+    nn.utils.parametrize.register_parametrization(layer.conv1d, "weight", nn.Identity())
+    assert torch.equal(layer(x)[0], plain)
 
 
 def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
