@@ -54,7 +54,7 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 
 def require_plain_conv(conv: nn.Module) -> None:
-    """Refuse a module in the place of ``conv1d`` whose forward is not torch's ``Conv1d``'s.
+    """Refuse a module in the place of ``conv1d`` that is not torch's ``Conv1d`` of single steps.
 
     The mixer reads its weight and bias (parametrised ones too) and computes the rest itself, so
     what an adapter or another forward adds would be left out. accelerate's forward, which only
@@ -65,9 +65,9 @@ def require_plain_conv(conv: nn.Module) -> None:
     """
     own = vars(conv)
     plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
-    if not plain:
+    if not plain or not conv.dilation == conv.stride == (1,):
         raise NotImplementedError(
-            f"conv1d is a {type(conv).__name__} with a forward of its own, not torch's Conv1d: the "
+            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "
             f"mixer reads its weight and computes the convolution itself. Leave conv1d out of "
             f"adapters, quantization and patches, or parametrise its weight."
         )

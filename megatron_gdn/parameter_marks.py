@@ -41,6 +41,8 @@ class MarkedParameters(nn.Module):
         """Make the table of marks, parameter name -> attribute -> value, from what is set now.
 
         A mark is an attribute with a public name and a plain value (bool, number, string, list).
+        One that is set later stays on its object, through moves and casts; a new object gets what
+        is in the table. Call this again to take later marks into it.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():

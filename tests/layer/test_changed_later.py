@@ -123,13 +123,26 @@ def wrap(layer):
     layer.conv1d = Wrapped(layer.conv1d)
 
 
-@pytest.mark.parametrize("change", [replace_class, replace_forward, wrap])
+def dilate(layer):
+    layer.conv1d.dilation = (2,)
+
+
+@pytest.mark.parametrize("change", [replace_class, replace_forward, wrap, dilate])
 def test_a_convolution_that_computes_something_else_is_refused(change):
     layer = gated_delta_net()
     layer(rows(layer))
     change(layer)
     with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weight"):
         layer(rows(layer))
+
+
+def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
+    layer = gated_delta_net()
+    layer.conv1d.forward, layer.conv1d._hf_hook = layer.conv1d.forward, "moves inputs"
+    x = rows(layer)
+    plain, _ = layer(x)
+    nn.utils.parametrize.register_parametrization(layer.conv1d, "weight", nn.Identity())
+    assert torch.equal(layer(x)[0], plain)
 
 
 def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
@@ -150,3 +163,16 @@ def test_torchs_hooks_of_all_modules_see_the_norm(kind):
         hook.remove()
     assert_close("output", doubled, 2 * plain(x)[0], 1e-6)
     assert torch.equal(layer(x)[0], plain(x)[0])
+
+
+@of_both
+def test_a_copy_of_a_layer_follows_its_own_config_and_layout(kind):
+    layer = kind()
+    other = copy.deepcopy(layer)
+    set_field(other)
+    other.cp_layout = "contiguous"
+    for one in (layer, other):
+        one(rows(layer))
+        assert one.micro_batches._loader_layout is one.loader_layout
+    assert other.rule.in_steps and not getattr(layer.rule, "in_steps", False)
+    assert (layer.cp_layout, other.cp_layout) == ("auto", "contiguous")
