@@ -144,6 +144,7 @@ def main() -> None:
         (loss * size if args.fully_shard else loss).backward()
         if not args.fully_shard:
             for parameter in model.parameters():
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()

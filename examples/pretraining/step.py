@@ -100,9 +100,8 @@ def mean_loss(sums: Iterable[Tensor], device: torch.device) -> tuple[float, int]
     total = torch.zeros(2, device=device)
     for part in sums:
         total += part
-    torch.distributed.all_reduce(
-        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    ranks: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(total, group=ranks)
     stages: Any = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(
         total, parallel_state.get_pipeline_model_parallel_last_rank(), group=stages
