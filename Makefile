@@ -3,8 +3,8 @@
 # `make test-all` runs everything but `make test-shapes`: `make test` as on another machine, where
 # sums are taken in other orders. .ci/run asks for both.
 # `make nightly` (an estimated hour on two idle cores) runs what is too long for `make test`:
-# runs that are ended at random steps, again and again; the commands of README as they stand, from a
-# fresh clone; the package installed from a clone and from a wheel; kernels compiled for Hopper.
+# runs that are ended at random steps, again and again; the commands of the pages as they are, from
+# a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper.
 #
 # Another torch than the pinned one: `make test TORCH=2.15.0 VENV=.venv-2.15`, or any other target.
 
@@ -38,7 +38,7 @@ test-kernels: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
-# A clone's own scripts run README's launches: make test-launches MEGATRON_LM=folder
+# A clone's own scripts run the launches of the pages: make test-launches MEGATRON_LM=folder
 test-launches: $(VENV)/.ready
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launches
 

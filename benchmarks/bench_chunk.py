@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from measure import environment, table, time_ms, write_lines
+from lib.measure import environment, table, time_ms, write_lines
 
 from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
 

@@ -21,8 +21,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from layers import DEVICE, our_layer, row_of, thd, through, transformer_config, upstream_layer
-from measure import (
+from lib.layers import DEVICE, our_layer, row_of, thd, through, transformer_config, upstream_layer
+from lib.measure import (
     IN_A_ROW,
     captured,
     environment,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.measure import captured  # noqa: E402
+from benchmarks.lib.measure import captured  # noqa: E402
 
 SIZES = {  # of a layer of Qwen3-Next, and of a Mamba2 mixer
     "gdn": {

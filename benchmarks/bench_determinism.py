@@ -25,8 +25,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as often set for Megatron, queues streams up
 
 import torch  # noqa: E402
-from layers import DEVICE, our_layer, start_megatron, thd, upstream_layer  # noqa: E402
-from measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
+from lib.layers import DEVICE, our_layer, start_megatron, thd, upstream_layer  # noqa: E402
+from lib.measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
 
 from megatron_gdn.ops.head_sizes import HeadSizes  # noqa: E402
 from megatron_gdn.testing import (

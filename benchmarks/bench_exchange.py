@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from measure import dims_of, environment, slowest, table, time_ms, write_lines
+from lib.measure import dims_of, environment, slowest, table, time_ms, write_lines
 from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout

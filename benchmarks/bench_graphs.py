@@ -13,9 +13,8 @@ import argparse
 import os
 
 import torch
-from bench_layer import with_backward
-from layers import Case, our_layer, start_megatron, thd, upstream_layer
-from measure import captured, environment, table, time_ms, write_lines
+from lib.layers import Case, our_layer, start_megatron, thd, upstream_layer, with_backward
+from lib.measure import captured, environment, table, time_ms, write_lines
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.ops.head_sizes import HeadSizes

@@ -23,7 +23,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from measure import environment, memory_mib, time_ms, write_lines
+from lib.measure import environment, memory_mib, time_ms, write_lines
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")
 from transformers import Qwen3_5TextConfig  # noqa: E402  which imports fla

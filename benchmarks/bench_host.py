@@ -18,9 +18,8 @@ import os
 import pstats
 
 import torch
-from bench_layer import OPTIONS, forwards, with_backward
-from layers import Case, start_megatron
-from measure import IN_A_ROW, environment, host_ms, table, write_lines
+from lib.layers import OPTIONS, Case, forwards, start_megatron, with_backward
+from lib.measure import IN_A_ROW, environment, host_ms, table, write_lines
 
 from megatron_gdn.ops.head_sizes import HeadSizes
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from compile_kernels import Problem
-from measure import copy_bandwidth, environment, table, time_ms, write_lines
+from lib.compiling import Problem
+from lib.measure import copy_bandwidth, environment, table, time_ms, write_lines
 
 from megatron_gdn.ops.kernels.tiles import Block, Walk
 from megatron_gdn.ops.readout import per_head_triton as norm

@@ -13,24 +13,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from functools import partial
 
 import torch
-from bench_states import begin_backward
-from layers import CASES, Case, our_layer, row_of, start_megatron, thd, through
-from layers import upstream_layer as build_upstream
-from measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
+from lib.layers import CASES, OPTIONS, Case, forwards, start_megatron, with_backward
+from lib.measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
+from lib.rules import begin_backward
 
 from megatron_gdn.ops.delta_rule.resolve import RuleInputs
-from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.head_sizes import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
-OPTIONS = {
-    "ours": {},
-    "ours-recompute": {"recompute": True},
-    "ours-bf16": {"rule_operands": "bf16"},
-}
 
 
 def arguments() -> argparse.Namespace:
@@ -47,39 +39,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
     parser.add_argument("--compile-only", action="store_true", help="one forward+backward each")
     return parser.parse_args()
-
-
-def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int = 1):
-    """``{layer name: forward}``, and the input they share; ``count``: of layers in a row."""
-    x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
-    x.requires_grad_()
-    offsets = case.offsets()
-    documents = None
-    if offsets is not None:
-        documents = Documents.from_cu_seqlens(offsets, case.tokens, device="cuda")
-    packed = thd(case.offsets())
-    runs, modules = {}, {}
-    for name in layers:
-        if name == "upstream":
-            build = partial(build_upstream, args.hidden, sizes)
-        else:
-            build = partial(our_layer, args.hidden, sizes, args.core, **OPTIONS[name])
-        row = row_of(build, count)
-        runs[name] = lambda row=row: through(row, x, packed)
-        modules[name] = row if count > 1 else row[0]
-    return runs, modules, x, documents
-
-
-def with_backward(run, module, x):
-    grad, parameters = torch.randn_like(run()), list(module.parameters())
-
-    def both() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        run().backward(grad)
-
-    return both
 
 
 def floor_ms(case: Case, module, sizes: HeadSizes, x, documents, bandwidth: float, args) -> dict:

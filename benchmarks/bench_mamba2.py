@@ -18,8 +18,8 @@ import argparse
 import time
 
 import torch
-from layers import DEVICE, Case, start_megatron, thd
-from measure import copy_bandwidth, environment, table, time_ms, write_lines
+from lib.layers import DEVICE, Case, start_megatron, thd
+from lib.measure import copy_bandwidth, environment, table, time_ms, write_lines
 from torch import nn
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules

@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 import torch
-from layers import DEVICE, start_megatron, thd
-from measure import environment, table, write_lines
+from lib.layers import DEVICE, start_megatron, thd
+from lib.measure import environment, table, write_lines
 
 VOCABULARY, MICRO_BATCHES = 32768, 2
 PATTERN = "G-G-G-*-"

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from measure import copy_bandwidth, dims_of, table, time_ms
+from lib.measure import copy_bandwidth, dims_of, table, time_ms
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.headwise import pack

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 
 import torch
-from layers import DEVICE
-from measure import environment, table, time_ms, write_lines
+from lib.layers import DEVICE
+from lib.measure import environment, table, time_ms, write_lines
+from lib.rules import begin_backward
 
 from megatron_gdn.ops.delta_rule.fla import FlaRule
 from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaRule
@@ -43,11 +44,6 @@ def rule_inputs(tokens: int, heads: tuple[int, int], decay: str) -> tuple[RuleIn
     g = -DECAYS[decay] * A * torch.nn.functional.softplus(normal(H) + 1)
     inputs = RuleInputs(q, k, normal(H, 128).bfloat16(), g, normal(H).sigmoid())
     return inputs, normal(H, 128).bfloat16()
-
-
-def begin_backward(rule, inputs: RuleInputs, d_o: torch.Tensor, saved, documents):
-    kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
-    return rule.begin_backward(d_o, RuleInputs(*kept), saved, documents)
 
 
 def without_states(rule, inputs: RuleInputs, d_o: torch.Tensor, documents) -> dict:

@@ -81,7 +81,7 @@ def start(folder: Path) -> None:
     import transformers
 
     sys.path.insert(0, str(ROOT))
-    from benchmarks.layers import start_megatron
+    from benchmarks.lib.layers import start_megatron
 
     torch.set_num_threads(1)
     start_megatron()

@@ -9,8 +9,8 @@ import argparse
 import os
 
 import torch
-from layers import CASES, start_megatron
-from measure import environment, table, write_lines
+from lib.layers import CASES, start_megatron
+from lib.measure import environment, table, write_lines
 
 
 def kernel_times(run, repeats: int = 5) -> list[tuple[str, float, float]]:

@@ -1,6 +1,6 @@
-"""Writes the tables of the pages from the JSON lines under results/, and the plot beside them.
+"""Writes the tables of the pages from the JSON lines under results/, and draws the pictures.
 
-python3 benchmarks/report.py
+.venv/bin/python benchmarks/report.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from plot import draw, draw_models
+from lib.plot import Beside, draw, draw_beside, draw_models
 
 HERE = Path(__file__).parent
 LAYERS = {
@@ -141,33 +141,79 @@ def setting(record: dict) -> str:
     return f"{versions['gpu']}, copy {record['copy_TB_s']:.2f} TB/s, {names}."
 
 
-def fill(page: Path, tables: dict[str, str]) -> None:
-    """Put every table in its marked place."""
-    text = page.read_text()
+def filled(text: str, tables: dict[str, str]) -> str:
+    """A page with every table in its marked place."""
     for name, table in tables.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
-        assert count == 1, f"{page.name} has {count} places for {name}"
-    page.write_text(text)
+        assert count == 1, f"there are {count} places for {name}"
+    return text
+
+
+def pages() -> dict[Path, dict[str, str]]:
+    """Every page that has tables of results, and its tables by the names of their places."""
+    layer, determinism = read("layer.jsonl"), read("determinism.jsonl")
+    return {
+        HERE / "README.md": {
+            "setting": setting(layer[0]),
+            "layer": layer_table(layer),
+            "floor": floor_table(layer),
+            "kernels": kernel_table(read("kernels.jsonl")),
+            "context parallel": context_parallel_table(read("context_parallel.jsonl")),
+            "exchange": exchange_table(read("exchange.jsonl")),
+            "model": model_table(read("model.jsonl")),
+        },
+        HERE.parent / "docs" / "determinism.md": {
+            "repeats": repeats_table(determinism),
+            "cost": cost_table(determinism),
+        },
+    }
+
+
+def beside() -> list[Beside]:
+    """The rows of the picture in the repository's README: ours, and megatron-core's of that run."""
+
+    def pairs(name: str, group: str, who: str, cases: dict, ms, mib, **same) -> list[Beside]:
+        records = [r for r in read(name) if all(r[key] == x for key, x in same.items())]
+        made = []
+        for (case, ours), label in cases.items():
+            one, other = (
+                next(r for r in records if (r["case"], r.get(who)) == (case, of))
+                for of in (ours, "upstream")
+            )
+            made.append(Beside(group, label, (ms(one), ms(other)), (mib(one), mib(other))))
+        return made
+
+    def total(record: dict) -> float:
+        return record["forward_backward"]["median"]
+
+    layer = {
+        ("1x8192", "ours"): "8192 tokens",
+        ("1x32768", "ours"): "32768 tokens",
+        ("8x4096", "ours"): "8 x 4096 tokens",
+        ("thd32768", "ours"): "32 documents in 32768",
+    }
+    parallel = {
+        ("131072", "headwise"): "131072 tokens, headwise",
+        ("131072", "chunkwise"): "131072 tokens, chunkwise",
+    }
+    model = {("batch", "ours"): "2 x 8192 tokens", ("packed", "ours"): "8 documents in each 8192"}
+    return [
+        *pairs("layer.jsonl", "A layer, one H200", "layer", layer, total, lambda r: r["saved"],
+               core="flash_qla"),
+        *pairs("context_parallel.jsonl", "A layer, four H200", "layer", parallel, total,
+               lambda r: r.get("saved")),
+        *pairs("model.jsonl", "A model of 16 layers, one H200", "mixer", model,
+               lambda r: r["step_ms"], lambda r: r["peak"], graphs="none"),
+    ]  # fmt: skip
 
 
 def main() -> None:
-    layer, kernels = read("layer.jsonl"), read("kernels.jsonl")
-    made = {
-        "setting": setting(layer[0]),
-        "layer": layer_table(layer),
-        "floor": floor_table(layer),
-        "kernels": kernel_table(kernels),
-        "context parallel": context_parallel_table(read("context_parallel.jsonl")),
-        "exchange": exchange_table(read("exchange.jsonl")),
-        "model": model_table(read("model.jsonl")),
-    }
-    fill(HERE / "README.md", made)
-    determinism = read("determinism.jsonl")
-    made = {"repeats": repeats_table(determinism), "cost": cost_table(determinism)}
-    fill(HERE.parent / "docs" / "determinism.md", made)
-    draw(layer, HERE / "results" / "layer.png")
+    for page, tables in pages().items():
+        page.write_text(filled(page.read_text(), tables))
+    draw(read("layer.jsonl"), HERE / "results" / "layer.png")
     draw_models(read("model.jsonl"), HERE / "results" / "model.png")
+    draw_beside(beside(), HERE.parent / "docs" / "figures.png")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import argparse
 from functools import partial
 
 import torch
-from measure import table
+from lib.measure import table
 from torch import Tensor
 
 from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule

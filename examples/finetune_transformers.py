@@ -35,7 +35,7 @@ from megatron_gdn.hf import (
 
 
 def arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--layout",
         default="zigzag_buffer",
@@ -46,10 +46,10 @@ def arguments() -> argparse.Namespace:
     return parse(parser)
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """The flags of both examples of training a transformers model."""
     parser = argparse.ArgumentParser(
-        description=description,
+        description=(doc or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -117,7 +117,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("cp",))
 
-    model = tiny_model(args.hidden).to(device, torch.bfloat16 if gpu else torch.float32)
+    # transformers types `to` as a plain function.
+    model = tiny_model(args.hidden).to(device, torch.bfloat16 if gpu else torch.float32)  # pyright: ignore[reportArgumentType]
     with patch(model):  # every rank for itself
         assert_no_packing_leak(model)
     patch(model, mesh, cp_layout=args.layout, attention="gathered")
@@ -143,6 +144,7 @@ def main() -> None:
         (loss * size if args.fully_shard else loss).backward()
         if not args.fully_shard:
             for parameter in model.parameters():
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()

@@ -32,7 +32,7 @@ class PrintLoss(TrainerCallback):
 
 
 def arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--replicas", type=int, default=1, metavar="N", help="groups with batches of their own"
     )

@@ -61,7 +61,7 @@ def draw(found: dict[str, torch.Tensor], image: str | Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("image", help="a .png that is written")
     found = measured()
     draw(found, parser.parse_args().image)

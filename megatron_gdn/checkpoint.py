@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -83,8 +83,9 @@ def _split_tensor_factory(
             read_upstream_bias(key, parts)
         return parts
 
+    data, builder = cast(Tensor, orig_sh_ten.data), cast(Any, build)  # a list is legal too
     return ShardedTensorFactory(
-        orig_sh_ten.key, orig_sh_ten.data, build, cat_with_oom_fallback, orig_sh_ten.replica_id
+        orig_sh_ten.key, data, builder, cat_with_oom_fallback, orig_sh_ten.replica_id
     )
 
 

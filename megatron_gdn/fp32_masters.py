@@ -59,7 +59,7 @@ def load_fp32_masters(
     from megatron.core.utils import log_single_rank, unwrap_model
 
     chunks = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
-    saved = dist_checkpointing.load_tensors_metadata(str(folder))
+    saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
     # A parameter that was fp32 in the file is exact already, and its master may be out of date: a
     # fused Adam with masters of its own keeps none up to date for fp32 parameters.
@@ -69,7 +69,7 @@ def load_fp32_masters(
         if tensor.key in masters and saved[tensor.key].dtype != torch.float32
     }
     # Loaded into tensors of their own, so that a failure leaves the model as it was.
-    loaded = dist_checkpointing.load(
+    loaded: Any = dist_checkpointing.load(
         {
             name: replace(tensor, key=name, data=torch.empty_like(tensor.data))
             for name, tensor in wanted.items()
@@ -99,7 +99,7 @@ def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _fp32_tensors(chunks: Sequence[nn.Module], metadata: dict[str, Any] | None) -> list[Any]:
+def _fp32_tensors(chunks: Sequence[Any], metadata: dict[str, Any] | None) -> list[Any]:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -87,9 +88,9 @@ def in_layer_graph(config: TransformerConfig) -> bool:
     """
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
-    modules = {module.name for module in config.cuda_graph_modules}
+    modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
     if not modules and config.cuda_graph_impl == "local":
-        captured = config.inference_cuda_graph_scope.name != "block"
+        captured = cast(Any, config.inference_cuda_graph_scope).name != "block"
     else:
         captured = not modules or "attn" in modules
     if captured and config.hybrid_context_parallel:
@@ -102,11 +103,13 @@ def in_layer_graph(config: TransformerConfig) -> bool:
 
 
 def refuse_packed(config: TransformerConfig) -> None:
-    """Packed documents reach Megatron's graph of a layer, at the latest when it is captured.
+    """Refuse packed documents where Megatron captures the layer, at the latest now.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: it does.
     """
+    if not in_layer_graph(config):
+        return
     raise NotImplementedError(
         f"packed_seq_params with cuda_graph_impl={config.cuda_graph_impl!r}: Megatron's graph of a "
         f"layer takes tensors alone and would replay the boundaries of the first micro-batch. "

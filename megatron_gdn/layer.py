@@ -27,7 +27,7 @@ from .graphs import in_layer_graph
 from .init import device_for, init_shares_of
 from .loader_layout import AUTO
 from .micro_batch import MicroBatch
-from .module_hooks import has_hooks, run_pre_hooks
+from .module_hooks import has_hooks, require_plain_conv, run_pre_hooks
 from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
 from .ops.delta_rule.resolve import choose_rule
 from .ops.gdn import gdn_parts
@@ -120,6 +120,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     dt_bias: nn.Parameter
     out_norm: Any
 
+    in_layer_graphs: ClassVar[bool] = True
     uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
@@ -155,14 +156,14 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         name_ignored_fields(config)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
-        self.in_layer_graph = in_layer_graph(config)
+        in_layer_graph(config)  # refuses what no graph of a layer takes
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self._name_sizes()
         self._choose_by(
             partial(
                 choose_rule, backend, self.dims.heads, operands=rule_operands,
-                normalise_qk=use_qk_l2norm, aligned=self.aligned,
+                normalise_qk=use_qk_l2norm,
             ),
             linear_cp_mode,
         )  # fmt: skip
@@ -180,6 +181,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         conv, scheme = self.conv1d, batch.scheme
+        require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read
             columns = scheme.layout.conv_columns
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))

@@ -53,22 +53,39 @@ class LoaderLayout:
     Args:
         option: ``cp_layout`` as the user gave it, ``"auto"`` or one of
             :class:`.context_parallel.SequenceLayout`.
-        config: Megatron's.
+        config: Megatron's; may be replaced.
 
     Raises:
         ValueError: an option that is none of these.
     """
 
+    _option: str | SequenceLayout
+    _of_batches: SequenceLayout
+    _found: dict[tuple, SequenceLayout]
+
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
+        self.config, self._found = config, {}
+        self.option = option
+
+    @property
+    def option(self) -> str | SequenceLayout:
+        """``cp_layout``; may be set.
+
+        Raises:
+            ValueError: as the constructor; the option stays what it was.
+        """
+        return self._option
+
+    @option.setter
+    def option(self, option: str | SequenceLayout) -> None:
         if option not in _LEGAL:
             raise ValueError(
                 f"unknown context-parallel layout {option!r}; use one of "
                 f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
             )
-        self.option = AUTO if option == AUTO else SequenceLayout(option)
-        self._config = config
-        self._of_batches = SequenceLayout.ZIGZAG if self.option == AUTO else self.option
-        self._found: dict[tuple, SequenceLayout] = {}
+        self._option = AUTO if option == AUTO else SequenceLayout(option)
+        self._of_batches = SequenceLayout.ZIGZAG if self._option == AUTO else self._option
+        self._found.clear()
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
         """How this micro-batch was cut.
@@ -88,7 +105,7 @@ class LoaderLayout:
         return self._of_mode(None)
 
     def _of_mode(self, mode: str | None) -> SequenceLayout:
-        key = mode, getattr(self._config, "cp_partition_mode", None), _arguments()
+        key = mode, getattr(self.config, "cp_partition_mode", None), _arguments()
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._resolve(*key)
@@ -118,6 +135,25 @@ class LoaderLayout:
             f"over context-parallel ranks ({why})"
         )
         return layout
+
+
+class FollowsLoader:
+    """Mixin of a module that is told how tokens were cut."""
+
+    loader_layout: LoaderLayout
+
+    @property
+    def cp_layout(self) -> str | SequenceLayout:
+        """The option; setting it counts from the next forward. Give all layers the same.
+
+        Raises:
+            ValueError: an unknown layout.
+        """
+        return self.loader_layout.option
+
+    @cp_layout.setter
+    def cp_layout(self, option: str | SequenceLayout) -> None:
+        self.loader_layout.option = option
 
 
 def _parse_mode(mode: str) -> SequenceLayout:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout
 from .forward_arguments import require_causal
-from .loader_layout import AUTO, LoaderLayout
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .local_share import MicroBatchShare, Span
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
-class TorchAttention(DotProductAttention):
+class TorchAttention(FollowsLoader, DotProductAttention):
     """Softmax attention for the ``core_attention`` place of Megatron's ``SelfAttention``.
 
         o_t = sum_j p_tj v_j,   p_t = softmax_j(scale q_t . k_j),   j <= t in t's document
@@ -66,12 +66,22 @@ class TorchAttention(DotProductAttention):
         alone = copy.copy(config)  # DotProductAttention refuses any other context_parallel_size
         alone.context_parallel_size = 1
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
-        self.config, self.cp_group = config, pg_collection.cp
-        self._loader_layout = LoaderLayout(cp_layout, config)
-        self.cp_layout = self._loader_layout.option
+        self.config = config
+        self.loader_layout = LoaderLayout(cp_layout, config)
         self._whole = False  # whether queries and keys are of whole sequences, on every rank
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
+
+    @property
+    def cp_group(self) -> Any:
+        """``pg_collection.cp``: whichever of the two is set later counts from the next forward."""
+        return self.pg_collection.cp
+
+    @cp_group.setter
+    def cp_group(self, group: Any) -> None:
+        if group is not self.pg_collection.cp:
+            self.pg_collection = copy.copy(self.pg_collection)  # others hold that one
+            self.pg_collection.cp = group
 
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
@@ -113,7 +123,7 @@ class TorchAttention(DotProductAttention):
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
-            packed_seq_params, group, self._loader_layout, query.shape[0], query.device
+            packed_seq_params, group, self.loader_layout.of, query.shape[0], query.device
         )
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
@@ -150,7 +160,8 @@ class TorchAttention(DotProductAttention):
         rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
         own = rate and not self.config.sequence_parallel
-        with tensor_parallel.get_cuda_rng_tracker().fork() if own else nullcontext():
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
+        with tracker.fork() if own else nullcontext():
             out_BHsD = F.scaled_dot_product_attention(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
                 attn_mask=mask,

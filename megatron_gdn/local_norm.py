@@ -42,7 +42,7 @@ class TorchRMSNorm(nn.Module):
                 device="cpu" if on_cpu else torch.cuda.current_device(),
             )
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,11 +11,12 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout
-from .loader_layout import AUTO, LoaderLayout
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .local_attention import TorchAttention
 from .local_share import MicroBatchShare, gather_in_order
 
 
-class TorchSelfAttention(SelfAttention):
+class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
 
     Megatron's rotates for the zigzag layout, whatever the layout, and over the model's own
@@ -27,16 +28,17 @@ class TorchSelfAttention(SelfAttention):
         cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
     """
 
+    core_attention: Any
+
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loader_layout = LoaderLayout(cp_layout, self.config)
-        self.cp_layout = self._loader_layout.option
+        self.loader_layout = LoaderLayout(cp_layout, self.config)
         self._rotations: tuple[Tensor, Tensor] | None = None  # during a forward
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Any,  # a Tensor or None, whatever Megatron's annotation says
         *,
         inference_context: BaseInferenceContext | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -46,7 +48,8 @@ class TorchSelfAttention(SelfAttention):
         """As ``SelfAttention.forward``: ``[s, B, D]`` and the output bias or None.
 
         Raises:
-            ValueError: ``max_seqlen_q`` of packed documents is less than their longest slot.
+            ValueError: ``max_seqlen_q`` of packed documents is less than their longest slot; the
+                core attention runs over another group than the rotation.
             NotImplementedError: a batch that is not packed in a context-parallel group of its own.
         """
         if inference_context is not None:
@@ -58,6 +61,7 @@ class TorchSelfAttention(SelfAttention):
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
+        self._require_one_group()
         if rotary_pos_emb is not None and not self._skips_rotation():
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
@@ -65,13 +69,14 @@ class TorchSelfAttention(SelfAttention):
             share = MicroBatchShare.of(
                 packed_seq_params,
                 self.pg_collection.cp,
-                self._loader_layout,
+                self.loader_layout.of,
                 rank_tokens,
                 hidden_states.device,
             )
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             if not self._megatron_rotates_right(share):
-                self._rotations = tuple(self._of_local_tokens(angles, share) for angles in pair)
+                first, second = (self._of_local_tokens(angles, share) for angles in pair)
+                self._rotations = first, second
                 rotary_pos_emb = None
         try:
             return super().forward(
@@ -87,7 +92,7 @@ class TorchSelfAttention(SelfAttention):
     def _generate(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Any,
         *,
         inference_context: BaseInferenceContext,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
@@ -107,7 +112,8 @@ class TorchSelfAttention(SelfAttention):
             )
         if rotary_pos_emb is not None:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            rotary_pos_emb = tuple(self._in_order(angles) for angles in pair)
+            first, second = (self._in_order(angles) for angles in pair)
+            rotary_pos_emb = first, second
         with self.core_attention.on_whole_sequences():
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference_context,
@@ -121,7 +127,7 @@ class TorchSelfAttention(SelfAttention):
         return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
-        tensors = super().get_query_key_value_tensors(*args, **kwargs)
+        tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         if self._rotations is None:
             return tensors
         query, key, *rest = tensors
@@ -137,8 +143,17 @@ class TorchSelfAttention(SelfAttention):
         )
         return (*rotated, *rest)
 
+    def _require_one_group(self) -> None:
+        mine, core = self.pg_collection.cp, self.core_attention
+        if isinstance(core, TorchAttention) and core.cp_group is not mine:
+            raise ValueError(
+                f"core_attention.cp_group has {core.cp_group.size()} ranks and this layer's "
+                f"pg_collection.cp is another group, of {mine.size()}: queries would be rotated "
+                f"for one and attend over the other. Set both to one group."
+            )
+
     def _skips_rotation(self) -> bool:
-        skipped = self.config.no_rope_freq
+        skipped: Any = self.config.no_rope_freq
         return bool(skipped and skipped[self.layer_number - 1])
 
     def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:

@@ -5,6 +5,7 @@ Legend: S tokens of the whole buffer in sequence order, s this rank's share of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from .context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
-from .loader_layout import LoaderLayout
 from .ops import Documents
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 
@@ -47,21 +47,25 @@ class MicroBatchShare(NamedTuple):
         cls,
         packed: PackedSeqParams | None,
         group: Any,
-        loader_layout: LoaderLayout,
+        layout_of: Callable[[PackedSeqParams | None], SequenceLayout],
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
         """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
 
+        Args:
+            layout_of: how a micro-batch of several ranks was cut; None stands for one that is not
+                packed.
+
         Raises:
-            ValueError: sources contradict each other about the cut, see :mod:`.loader_layout`.
+            ValueError: what ``layout_of`` raises.
         """
         group = context_parallel_group_of(packed, group)
         total = tokens * (1 if group is None else group.size())
         documents = resolve_packed_seq_params(packed, total, device)
         layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
         if total != tokens:
-            layout = loader_layout.of(None if documents is None else packed)
+            layout = layout_of(None if documents is None else packed)
         return cls(documents, group, layout, Documents.lengths_of(documents, total))
 
     @property

@@ -104,6 +104,10 @@ class Mamba2Mixer(RecurrentMixer):
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
     state_transposed = True
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    norm: Any
 
     def __init__(
         self,
@@ -143,11 +147,11 @@ class Mamba2Mixer(RecurrentMixer):
         self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
-        self.dt_init_floor, self.dt_limit = dt_init_floor, tuple(dt_limit)
+        self.dt_init_floor, self.dt_limit = dt_init_floor, (dt_limit[0], dt_limit[1])
         self.chunk_size = chunk_size
         self._name_sizes()
         self._choose_by(
-            partial(choose_ssd, backend, self.dims.state, aligned=self.aligned),
+            partial(choose_ssd, backend, self.dims.state),
             linear_cp_mode, mixer="Mamba2Mixer", recurrence="SSD",
         )  # fmt: skip
         self._build(submodules, conv_bias, norm_eps, name)
@@ -160,7 +164,11 @@ class Mamba2Mixer(RecurrentMixer):
         self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
         self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
         self.d_inner_local_tp, self.layout = local.d_inner, local.layout
-        self.activation = "silu"
+
+    @property
+    def activation(self) -> str:
+        """The convolution's and the gate's, under the name of Megatron's mixer."""
+        return "silu"
 
     @property
     def conv_weight(self) -> Tensor:

@@ -13,9 +13,9 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +43,13 @@ _MOST_GROUPS = 16  # kept at a time
 _MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device
 _WHATEVER = SequenceLayout.ZIGZAG  # one rank holds all tokens in order in every layout
 
-ChooseRule = Callable[[torch.device, torch.dtype, bool], tuple[Rule, str]]
+
+class ChooseRule(Protocol):
+    """From the rows and the modes that hold to a rule and the reason."""
+
+    def __call__(
+        self, device: torch.device, dtype: torch.dtype, deterministic: bool, *, aligned: bool
+    ) -> tuple[Rule, str]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +90,9 @@ class _Schemes(NamedTuple):
 class MicroBatches:
     """How one layer runs each micro-batch that comes.
 
-    Rules are deterministic under ``config.deterministic_mode``, and while
-    ``torch.use_deterministic_algorithms`` is on.
+    Rules are deterministic while ``config.deterministic_mode`` or
+    ``torch.use_deterministic_algorithms`` is on, and in steps (:mod:`.ops.aligned`) while
+    ``config.batch_invariant_mode`` is.
 
     Args:
         config: its dtype is expected, on a GPU if there is one.
@@ -94,10 +101,10 @@ class MicroBatches:
         taps: of the convolution.
         group: the context-parallel group of micro-batches that do not bring their own; may be
             replaced, see :meth:`use_group`.
-        cp_layout: the layer's option, see :mod:`.loader_layout`.
+        loader_layout: how micro-batches were cut.
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`.context_parallel.price`; None: the config's, else auto.
-        choose_rule: from device, dtype and deterministic or not to a rule and the reason.
+        choose_rule: makes the rules.
         mixer, recurrence: as the log calls them.
 
     Raises:
@@ -112,7 +119,7 @@ class MicroBatches:
         state: StateShape,
         taps: int,
         group: Any,
-        cp_layout: str | SequenceLayout,
+        loader_layout: LoaderLayout,
         *,
         mode: str | LinearCpMode | None,
         choose_rule: ChooseRule,
@@ -120,7 +127,7 @@ class MicroBatches:
         recurrence: str = "delta rule",
     ) -> None:
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
-        self._loader_layout = LoaderLayout(cp_layout, config)
+        self._loader_layout = loader_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._whole: dict[tuple, MicroBatch] = {}
@@ -128,6 +135,19 @@ class MicroBatches:
         self._made: dict[tuple, MicroBatch] = {}
         self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
         self.use_group(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
+        """For a copy of the layer: over the same groups, with nothing made for this layer's."""
+        other = copy.copy(self)
+        other._config = copy.deepcopy(self._config, memo)
+        other._loader_layout = copy.deepcopy(self._loader_layout, memo)
+        other._layer = number_of_new_layer()
+        other._whole, other._schemes, other._made = {}, {}, {}
+        return other
+
+    def follow(self, config: TransformerConfig) -> None:
+        """Take the modes from this config from now on."""
+        self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
         """Run micro-batches that do not bring their own group over this one from now on.
@@ -178,8 +198,7 @@ class MicroBatches:
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
-        deterministic = self._deterministic()
-        key = (stream_of_tables(), documents, group, layout, deterministic, s, B, device, dtype)
+        key = (stream_of_tables(), documents, group, layout, self._modes(), s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
             rule = self.rule_for(device, dtype)
@@ -192,8 +211,11 @@ class MicroBatches:
         self.latest_rule = found.rule
         return keep_if_captured(found)
 
-    def _deterministic(self) -> bool:
-        return self._config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+    def _modes(self) -> tuple[bool, bool]:
+        """Whether rules are deterministic, and whether they are in steps."""
+        config = self._config
+        deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+        return deterministic, config.batch_invariant_mode
 
     def rule_for(self, device: torch.device, dtype: torch.dtype) -> Rule:
         """The rule of rows of this kind, as things stand; likewise the constructor's errors."""
@@ -201,10 +223,10 @@ class MicroBatches:
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """How whole sequences run that lie on this rank, as in generation; of any tokens."""
-        deterministic = self._deterministic()
-        key = device.type, dtype, deterministic
+        key = device.type, dtype, *self._modes()
         if key not in self._whole:
-            rule, reason = self._choose_rule(device, dtype, deterministic)
+            deterministic, aligned = key[2:]
+            rule, reason = self._choose_rule(device, dtype, deterministic, aligned=aligned)
             log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
             passage = Passage(stay, stay, ALONE)
             self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)

@@ -1,4 +1,4 @@
-"""Hooks of modules whose parameters are read without a call of the module."""
+"""Modules whose parameters are read without a call of the module: their hooks, their forward."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
 
 from .observe import log_once
 
+_CONV_FORWARD = nn.Conv1d.forward
+_HOOKS_OF_ALL = (  # torch never binds these names again
+    of_all_modules._global_forward_pre_hooks,
+    of_all_modules._global_forward_hooks,
+    of_all_modules._global_backward_pre_hooks,
+    of_all_modules._global_backward_hooks,
+)
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
@@ -17,19 +25,21 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` would run any hook of its own."""
+    """Whether a call of ``module`` would run any hook, its own or torch's for all modules."""
     return bool(
         module._forward_pre_hooks
         or module._forward_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or any(_HOOKS_OF_ALL)
     )
 
 
 def only_waits_for_parameters(module: nn.Module) -> bool:
-    """Whether ``module`` has no hook but those of :func:`wait_for_parameters`."""
-    others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(others) and all(map(_waits_for_parameters, module._forward_pre_hooks.values()))
+    """Whether a call of ``module`` runs no hook but those of :func:`wait_for_parameters`."""
+    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    before = module._forward_pre_hooks.values()
+    return not any(own + _HOOKS_OF_ALL) and all(map(_waits_for_parameters, before))
 
 
 def wait_for_parameters(module: nn.Module) -> None:
@@ -43,6 +53,26 @@ def wait_for_parameters(module: nn.Module) -> None:
             hook(module, ())
 
 
+def require_plain_conv(conv: nn.Module) -> None:
+    """Refuse a module in the place of ``conv1d`` that is not torch's ``Conv1d`` of single steps.
+
+    The mixer reads its weight and bias (parametrised ones too) and computes the rest itself, so
+    what an adapter or another forward adds would be left out. accelerate's forward, which only
+    moves inputs between devices, is let through.
+
+    Raises:
+        NotImplementedError: names the class.
+    """
+    own = vars(conv)
+    plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
+    if not plain or not conv.dilation == conv.stride == (1,):
+        raise NotImplementedError(
+            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "
+            f"mixer reads its weight and computes the convolution itself. Leave conv1d out of "
+            f"adapters, quantization and patches, or parametrise its weight."
+        )
+
+
 def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
     """Run all pre-hooks of a module that is computed elsewhere, with the input it would have had.
 
@@ -53,10 +83,12 @@ def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
         NotImplementedError: a hook returned another input, which nobody would read.
     """
     name = type(module).__name__
-    if any((module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)):
+    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(own + _HOOKS_OF_ALL):
         log_once(
             f"GatedDeltaNet: its {name} is computed inside the mixer and never called, so the "
-            f"forward hooks and the backward hooks on it do not run; its forward pre-hooks do."
+            f"forward hooks and the backward hooks on it do not run, nor do those of all modules; "
+            f"its forward pre-hooks do."
         )
     if not module._forward_pre_hooks:
         return

@@ -13,23 +13,25 @@ logger = logging.getLogger(__name__)
 _NOTHING = nullcontext()
 
 
-def span(name: str) -> AbstractContextManager[None]:
-    """An NVTX range ``GatedDeltaNet.<name>``, where Megatron's profiling is switched on."""
-    return _range(name) if getattr(utils, "_nvtx_enabled", True) else _NOTHING
+def span(mixer: object, name: str) -> AbstractContextManager[None]:
+    """An NVTX range ``<class of mixer>.<name>``, where Megatron's profiling is switched on."""
+    if not getattr(utils, "_nvtx_enabled", True):
+        return _NOTHING
+    return _range(f"{type(mixer).__name__}.{name}")
 
 
 @contextmanager
-def _range(name: str) -> Iterator[None]:
+def _range(message: str) -> Iterator[None]:
     """The range is closed also when the body raises.
 
     Megatron checks that ranges close in the order in which they were opened, so one that stays open
     would make a later, unrelated one fail.
     """
-    nvtx_range_push(msg=f"GatedDeltaNet.{name}")
+    nvtx_range_push(msg=message)
     try:
         yield
     finally:
-        nvtx_range_pop(msg=f"GatedDeltaNet.{name}")
+        nvtx_range_pop(msg=message)
 
 
 @cache

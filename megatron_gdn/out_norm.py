@@ -6,6 +6,7 @@ Legend: H value heads, V value dim.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from .tensor_parallel import gradients_summed, sum_gradient
 _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: Any) -> bool:
     """:func:`is_plain_rms_norm` of a module without hooks."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
@@ -38,7 +39,7 @@ def _is_plain(module: nn.Module) -> bool:
     return cls.forward.__module__.split(".")[0] == package
 
 
-def is_plain_rms_norm(module: nn.Module) -> bool:
+def is_plain_rms_norm(module: Any) -> bool:
     """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
 
     Not so with any other class, subclasses and parametrised weights included, another ``forward``,
@@ -47,9 +48,7 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     return _is_plain(module) and only_waits_for_parameters(module)
 
 
-def norm_of(
-    module: nn.Module, group: dist.ProcessGroup | None, layout: Layout
-) -> GatedNorm | Apart:
+def norm_of(module: Any, group: dist.ProcessGroup | None, layout: Layout) -> GatedNorm | Apart:
     """What ``out_norm`` computes: the numbers of a plain norm, or a readout that calls it.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -99,20 +100,26 @@ def resolve_packed_seq_params(
             the meta device; no boundaries, boundaries that do not start at 0, decrease or end
             elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
             document longer than its padded slot.
+        ValueError: another tensor stands where ``params`` was given a fixed buffer.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
             every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
             be captured.
     """
     if params is None:
         return None
-    static, known = static_documents_of(params), params.__dict__.get(_RESOLVED)
-    remembered = known is not None and static is None and not _is_captured(device)
-    if remembered and known.still_holds(params, total_tokens, device):
+    static = static_documents_of(params)
+    known: _Resolved | None = params.__dict__.get(_RESOLVED)
+    if (
+        known is not None
+        and static is None
+        and not _is_captured(device)
+        and known.still_holds(params, total_tokens, device)
+    ):
         return known.here()
     if not _is_packed(params):
         return None
     if static is not None:
-        return _fitting(static, total_tokens, device)
+        return _fitting(static, params, total_tokens, device)
     if _is_captured(device):
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
@@ -123,8 +130,8 @@ def resolve_packed_seq_params(
     sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
     if any(source is not None and source.is_inference() for source in sources):
         # Whether such a tensor was written to since cannot be known, so nothing is remembered.
-        return _resolve(*sources, total_tokens, device)
-    documents = _resolve(*sources, total_tokens, device)
+        return _resolve(sources, total_tokens, device)
+    documents = _resolve(sources, total_tokens, device)
     if known is not None and _is_recomputed() and documents.offsets != known.documents.offsets:
         found = f"{list(documents.offsets)} after {list(known.documents.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
@@ -154,7 +161,7 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
 
 
 def _fitting(
-    documents: StaticDocuments, total_tokens: int, device: torch.device
+    documents: StaticDocuments, params: PackedSeqParams, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
@@ -163,8 +170,26 @@ def _fitting(
             f"context-parallel ranks) on {device}; make them for these with "
             f"megatron_gdn.static_packed_seq_params."
         )
+    for name in _slots_of(params):
+        if getattr(params, name) is not documents.boundaries:
+            raise ValueError(
+                f"packed_seq_params.{name} is no longer the fixed buffer that these "
+                f"packed_seq_params were made with, and a graph would replay that one. Leave the "
+                f"field as it is and write boundaries with megatron_gdn.set_documents, or make "
+                f"another PackedSeqParams."
+            )
     documents.read_by_forward(_is_recomputed())
     return documents
+
+
+def _slots_of(params: PackedSeqParams) -> tuple[str, ...]:
+    """The fields that say where documents lie in the buffer."""
+    if params.cu_seqlens_q_padded is not None:
+        queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
+    else:
+        queries = "cu_seqlens_q"
+        keys = "cu_seqlens_kv" if params.cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
+    return (queries,) if getattr(params, keys) is None else (queries, keys)
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
@@ -203,7 +228,10 @@ def _tensor(params: PackedSeqParams, name: str) -> torch.Tensor | None:
     return offsets
 
 
-def _resolve(q_padded, q, kv_padded, kv, total_tokens: int, device: torch.device) -> Documents:
+def _resolve(
+    sources: Sequence[torch.Tensor | None], total_tokens: int, device: torch.device
+) -> Documents:
+    q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
         raise ValueError(

@@ -10,7 +10,7 @@ packed sequence (T, or more where documents stand in padded slots).
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     pack, unpack = layout.tables(x.device)
     packed = TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
     cu_seqlens = _cu_seqlens(layout.lengths, x.device)
-    cu_padded = None if multiple_of == 1 else _cu_seqlens(layout.slots, x.device)
+    cu_padded: Any = None if multiple_of == 1 else _cu_seqlens(layout.slots, x.device)
     longest = max(layout.slots)
     return packed, PackedSeqParams(
         qkv_format="thd",

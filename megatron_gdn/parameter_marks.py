@@ -23,7 +23,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-class MarkedParameters:
+class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
     The module calls :meth:`remember_marks` once, when its parameters are built and marked. New
@@ -41,6 +41,8 @@ class MarkedParameters:
         """Make the table of marks, parameter name -> attribute -> value, from what is set now.
 
         A mark is an attribute with a public name and a plain value (bool, number, string, list).
+        One that is set later stays on its object, through moves and casts; a new object gets what
+        is in the table. Call this again to take later marks into it.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():

@@ -30,17 +30,23 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
     see :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
     """
     assert parameter.dtype == torch.float32, parameter.dtype
-    parameter.keep_in_fp32 = True
+    vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
 
 
-class Fp32Parameters:
+class Fp32Parameters(nn.Module):
     """Mixin for modules: the parameters named below follow moves but not casts.
 
     ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take a parameter, or what a wrapper puts in its place."""
+        if name in self._keep_in_float32_parameter_names:
+            require_gathered_alone(name, param)
+        super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and their kin change the device only."""
@@ -93,6 +99,35 @@ class Fp32Parameters:
         _warn_of_rounded({k: d for k, d in dtypes.items() if d != torch.float32}, missing_keys)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *args
+        )
+
+
+def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
+    """Refuse Megatron-FSDP where gloo would gather ``parameter`` together with other dtypes.
+
+    Megatron-FSDP gathers the parameters of a layer in one coalesced collective. Gloo concatenates
+    its inputs into one buffer of one dtype and cuts that by the outputs' bytes, without an error.
+
+    Args:
+        parameter: what the module is given under ``name``: its own, or Megatron-FSDP's share of it.
+
+    Raises:
+        NotImplementedError: gloo gathers it with another dtype.
+    """
+    fsdp = getattr(parameter, "_megatron_fsdp_model", None)
+    original = getattr(parameter, "orig_param", None)
+    if fsdp is None or original is None:
+        return
+    buffer = fsdp.param_and_grad_buffer
+    groups, own = buffer.parameter_groups, buffer.param_to_param_group[original]
+    dtypes = {str(groups[i].dtype) for i in buffer.bucket_to_bucket_group[own]}
+    backend = torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group())
+    if backend == "gloo" and len(dtypes) > 1:
+        raise NotImplementedError(
+            f"Megatron-FSDP would gather {name} ({original.dtype}) in one collective of "
+            f"{' and '.join(sorted(dtypes))}, from which gloo returns wrong numbers. Use the nccl "
+            f"backend, parameters of one dtype, DistributedDataParallel, or a "
+            f"data_parallel_sharding_strategy other than 'optim_grads_params'."
         )
 
 

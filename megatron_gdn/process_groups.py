@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Self
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
 
 from .micro_batch import MicroBatches
 
 
-class FollowsGroups:
+class FollowsGroups(nn.Module):
     """Mixin of a mixer that follows its ``pg_collection``.
 
     Tensor-parallel ranks hold shares of the parameters, so they stay. The context-parallel group
@@ -37,6 +39,16 @@ class FollowsGroups:
         self.micro_batches.use_group(groups.cp)
         self._pg_collection = groups
         self._name_sizes()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A layer over the same ranks: process groups, which cannot be copied, are shared."""
+        for module in self.modules():
+            for thing in vars(module).values():
+                if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
+                    memo[id(thing)] = thing
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
 
     @property
     def cp_size(self) -> int:

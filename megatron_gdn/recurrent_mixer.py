@@ -6,7 +6,7 @@ of the projection, p where the mixer runs, H heads with a state, V columns of a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
@@ -23,7 +23,7 @@ from .forward_arguments import refuse_unsupported, require_causal, the_context
 from .graphs import refuse_packed
 from .inference.generating import GeneratingMixer
 from .init import InitShare, device_for
-from .loader_layout import AUTO, LoaderLayout
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .observe import log_once, span
 from .ops.mixer import mix
@@ -40,6 +40,7 @@ from .tensor_parallel import mark_packed, mark_sharded
 
 class RecurrentMixer(
     FollowsGroups,
+    FollowsLoader,
     GeneratingMixer,
     ShardedBySections,
     MarkedParameters,
@@ -64,7 +65,7 @@ class RecurrentMixer(
     Attributes:
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
         micro_batches: how each micro-batch runs.
-        in_layer_graph: Megatron captures the layer around it in a CUDA graph.
+        in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
         gates_own_rows: a readout reads this rank's rows after the heads are together again.
         recompute_norm_out: drop the rows for out_proj after the forward and compute them again for
             its backward; not where saved-tensor hooks keep them.
@@ -77,7 +78,7 @@ class RecurrentMixer(
     in_proj: Any
     out_proj: Any
     micro_batches: MicroBatches
-    in_layer_graph: bool = False
+    in_layer_graphs: ClassVar[bool] = False
     gates_own_rows: bool = False
     recompute_norm_out: bool = False
     norm_out_checkpoint: RefilledOutput | None = None
@@ -97,8 +98,7 @@ class RecurrentMixer(
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
-        self.cp_layout = LoaderLayout(cp_layout, config).option
-        self.aligned = config.batch_invariant_mode
+        self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
         if config.fp8:
             from megatron.core.fp8_utils import get_fp8_align_size
@@ -150,10 +150,12 @@ class RecurrentMixer(
         context = inference_context
         if inference_params is not None:
             context = the_context(inference_context, inference_params)
-        cp_group = None if pg_collection is None else self.cp_group_of(pg_collection, context)
-        if self.in_layer_graph and packed_seq_params is not None and context is None:
-            refuse_packed(self.config)
-        with span("in_proj"):
+        cp_group = self._pg_collection.cp
+        if pg_collection is not None:
+            cp_group = self.cp_group_of(pg_collection, context)
+        if packed_seq_params is not None and context is None and self.in_layer_graphs:
+            refuse_packed(self._config)
+        with span(self, "in_proj"):
             rows, _ = self.in_proj(hidden_states)
         if context is not None:
             return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
@@ -163,11 +165,11 @@ class RecurrentMixer(
         own = rows
         if batch.scheme.moves_rows:
             own = rows if self.gates_own_rows else None
-            with span("to_heads"):
+            with span(self, "to_heads"):
                 rows = batch.passage.open(rows)
-        with span("mixer"):
+        with span(self, "mixer"):
             mixed_sBV, refilled = self._mix(rows, batch, own)
-        with span("out_proj"):
+        with span(self, "out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
@@ -218,9 +220,28 @@ class RecurrentMixer(
         """Set ``micro_batches``; arguments as of :class:`.micro_batch.MicroBatches`."""
         dims, group = self.dims, self.pg_collection.cp
         self.micro_batches = MicroBatches(
-            self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.cp_layout,
+            self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.loader_layout,
             mode=mode, choose_rule=choose_rule, **names,
         )  # fmt: skip
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's. Replaced or changed, its modes count from the next forward.
+
+        Those are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``. Sizes,
+        parts and their options are those that the mixer was built with.
+        """
+        return self._config
+
+    @config.setter
+    def config(self, config: TransformerConfig) -> None:
+        self._config = config
+        if "micro_batches" in vars(self):
+            self.micro_batches.follow(config)
+
+    @property
+    def aligned(self) -> bool:
+        return self._config.batch_invariant_mode
 
     @property
     def rule(self) -> Rule:
@@ -275,7 +296,7 @@ class RecurrentMixer(
 
     def _init_projections(self, init: InitShare) -> None:
         """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""
-        config = self.config
+        config: Any = self.config
         if not config.perform_initialization:
             return
         in_weight, out_weight = (

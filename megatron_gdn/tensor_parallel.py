@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     ``partition_sizes`` names the sections that are each split by themselves; tools that regather
     weights across tensor-parallel sizes read it.
     """
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim = 0
-    parameter.partition_stride = 1
-    parameter.partition_sizes = list(sections)
+    vars(parameter).update(
+        tensor_model_parallel=True,
+        partition_dim=0,
+        partition_stride=1,
+        partition_sizes=list(sections),
+    )
 
 
 def mark_packed(linear: nn.Module, sections: Sequence[int]) -> None:
@@ -32,8 +35,7 @@ def mark_packed(linear: nn.Module, sections: Sequence[int]) -> None:
     """
     for parameter in (getattr(linear, "weight", None), getattr(linear, "bias", None)):
         if isinstance(parameter, nn.Parameter):
-            parameter.partition_sizes = list(sections)
-            parameter.use_muon = False
+            vars(parameter).update(partition_sizes=list(sections), use_muon=False)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -74,7 +76,7 @@ def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iter
     if group is None or not torch.is_grad_enabled():
         yield
         return
-    slots = [
+    slots: list[tuple[dict[str, Any], str, nn.Parameter]] = [
         (part._parameters, name, parameter)
         for part in module.modules()
         for name, parameter in part._parameters.items()

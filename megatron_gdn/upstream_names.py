@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dims import GDNDims
 from .ops import (
     Documents,
     decay_and_write_gates,
@@ -24,14 +25,23 @@ from .ops import (
 )
 from .out_norm import apply_gated_norm
 
-if TYPE_CHECKING:
-    from .layer import GatedDeltaNet
-
 
 class UpstreamNames:
     """Mixin of the layer, with the names of ``megatron.core.ssm.gated_delta_net``."""
 
-    def _name_sizes(self: GatedDeltaNet) -> None:
+    config: Any
+    global_dims: GDNDims
+    dims: GDNDims
+    tp_size: int
+    cp_size: int
+    backend: str
+    use_qk_l2norm: bool
+    in_proj: Any
+    out_proj: Any
+    out_norm: Any
+    norm_group: Any
+
+    def _name_sizes(self) -> None:
         """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.
 
         ``feat_dim_split`` has those of q, k and v, of z, beta and alpha inside a head exchange over
@@ -55,42 +65,50 @@ class UpstreamNames:
         self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
         self.in_proj_split_names = list(local.layout.names)
-        self.act_fn, self.activation = F.silu, "silu"
 
-    def _setup_variant_attrs(self: GatedDeltaNet) -> None:
+    @property
+    def act_fn(self) -> Callable[[Tensor], Tensor]:
+        """The convolution's and the gate's."""
+        return F.silu
+
+    @property
+    def activation(self) -> str:
+        return "silu"
+
+    def _setup_variant_attrs(self) -> None:
         """As upstream's, which tools call after they have set other process groups."""
         self._name_sizes()
 
-    def set_for_recompute_input_layernorm(self: GatedDeltaNet) -> None:
+    def set_for_recompute_input_layernorm(self) -> None:
         """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)
 
-    def backward_dw(self: GatedDeltaNet) -> None:
+    def backward_dw(self) -> None:
         """Compute the delayed weight gradients of both projections."""
         self._backward_in_proj()
         self._backward_out_proj()
 
-    def _backward_in_proj(self: GatedDeltaNet) -> None:
+    def _backward_in_proj(self) -> None:
         self.in_proj.backward_dw()
 
-    def _backward_out_proj(self: GatedDeltaNet) -> None:
+    def _backward_out_proj(self) -> None:
         self.out_proj.backward_dw()
 
     @property
-    def gated_delta_rule(self: GatedDeltaNet) -> Callable:
+    def gated_delta_rule(self) -> Callable:
         """The rule under upstream's name and signature, for tools that look it up on the layer."""
         if self.backend == "reference":
             return torch_chunk_gated_delta_rule
         return partial(gated_delta_rule, backend=self.backend)
 
-    def _apply_gated_norm(self: GatedDeltaNet, x: Tensor, gate: Tensor) -> Tensor:
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
         return apply_gated_norm(self.out_norm, x, gate, self.norm_group)
 
     def _prepare_input_for_gated_delta_rule(
-        self: GatedDeltaNet, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
+        self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
         """Cut convolved rows into heads and normalise query and key; for tools, not the forward.
 
@@ -115,7 +133,7 @@ class UpstreamNames:
         return tuple(x.contiguous() for x in (q, k, v, gate, *gates))
 
     def _prepare_qkv_for_gated_delta_rule(
-        self: GatedDeltaNet,
+        self,
         qkv: Tensor,
         gate: Tensor,
         beta: Tensor,
@@ -160,7 +178,7 @@ class UpstreamNames:
         return boundaries
 
     def _compute_g_and_beta(
-        self: GatedDeltaNet,
+        self,
         A_log_local_cp: Tensor,
         dt_bias_local_cp: Tensor,
         alpha: Tensor,

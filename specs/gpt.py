@@ -1,12 +1,12 @@
 """GPT blocks that mix Gated DeltaNet and full attention by ``config.linear_attention_freq``."""
 
-from typing import Any
+from typing import Any, cast
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -26,6 +26,7 @@ from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
+    BIAS_DROPOUT_ADD,
     GDN_NORM_KEYS,
     MLP_NORM_KEYS,
     local_attention_spec,
@@ -82,8 +83,9 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     mixer = gated_delta_net_spec("te", **options)
     for layer in layer_specs:
-        if layer.submodules.self_attention.module is upstream.GatedDeltaNet:
-            layer.submodules.self_attention = mixer
+        parts = cast(Any, layer.submodules)
+        if parts.self_attention.module is upstream.GatedDeltaNet:
+            parts.self_attention = mixer
     provider = variants._get_backend_spec_provider(config)
     rms_norm = config.normalization == "RMSNorm"
     return layer_specs, provider.layer_norm(rms_norm=rms_norm, for_qk=False)
@@ -113,10 +115,10 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
                 submodules=TransformerLayerSubmodules(
                     input_layernorm=TorchRMSNorm,
                     self_attention=mixer if is_gdn else attention,
-                    self_attn_bda=get_bias_dropout_add,
+                    self_attn_bda=BIAS_DROPOUT_ADD,
                     pre_mlp_layernorm=TorchRMSNorm,
                     mlp=mlp,
-                    mlp_bda=get_bias_dropout_add,
+                    mlp_bda=BIAS_DROPOUT_ADD,
                     sharded_state_dict_keys_map=norm_keys,
                 ),
             )
@@ -126,8 +128,9 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
     """Global layer indices that this pipeline stage builds."""
-    if config.pipeline_model_parallel_layout is not None:
-        return config.pipeline_model_parallel_layout.get_layer_id_list(
+    stages = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
+    if stages is not None:
+        return stages.get_layer_id_list(
             layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
         )
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)

@@ -9,10 +9,9 @@ In Python, and by the same name in a launch:
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -34,6 +33,7 @@ from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, mamba2_spec, resolve_modules
 from .local import (
     ATTENTION_NORM_KEYS,
+    BIAS_DROPOUT_ADD,
     GDN_NORM_KEYS,
     MAMBA_NORM_KEYS,
     MLP_NORM_KEYS,
@@ -103,10 +103,15 @@ def _hybrid_stack_spec(
     else:
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention, num_moe_experts)
-    theirs = hybrid_layer_specs.hybrid_stack_spec.submodules.mtp_block_spec
+    theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
     heads = checked_mtp_spec(theirs, cp_layout) if modules == "te" else local_mtp_spec(cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
     return HybridStackSpec(module=HybridStack, submodules=submodules)
+
+
+def _upstream() -> HybridStackSubmodules:
+    """What Megatron's own hybrid stack is made of."""
+    return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
 
 def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
@@ -122,26 +127,24 @@ def _te_submodules(
 ) -> HybridStackSubmodules:
     gdn_layer = ModuleSpec(
         module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=mixer, self_attn_bda=get_bias_dropout_add
-        ),
+        submodules=TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=BIAS_DROPOUT_ADD),
     )
     mamba_layer = ModuleSpec(
         module=MambaLayer,
-        submodules=MambaLayerSubmodules(mixer=mamba2, mamba_bda=get_bias_dropout_add),
+        submodules=MambaLayerSubmodules(mixer=mamba2, mamba_bda=BIAS_DROPOUT_ADD),
     )
     stack = replace(
-        hybrid_layer_specs.hybrid_stack_spec.submodules,
+        _upstream(),
         gdn_layer=gdn_layer,
         mamba_layer=mamba_layer,
     )
     if qk_layernorm:
         # Megatron's own stack has no place for these norms, whatever the config asks for.
-        layer = stack.attention_layer
-        mixer = layer.submodules.self_attention
+        layer = cast(Any, stack.attention_layer)
+        attention = layer.submodules.self_attention
         norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm}
-        mixer = replace(mixer, submodules=replace(mixer.submodules, **norms))
-        layer = replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
+        attention = replace(attention, submodules=replace(attention.submodules, **norms))
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
         stack = replace(stack, attention_layer=layer)
     return stack
 
@@ -156,7 +159,7 @@ def _local_submodules(
             submodules=MambaLayerSubmodules(
                 norm=TorchRMSNorm,
                 mixer=mamba2,
-                mamba_bda=get_bias_dropout_add,
+                mamba_bda=BIAS_DROPOUT_ADD,
                 sharded_state_dict_keys_map=dict(MAMBA_NORM_KEYS),
             ),
         ),
@@ -166,7 +169,7 @@ def _local_submodules(
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=TorchRMSNorm,
                 mlp=local_mlp_builder(),
-                mlp_bda=get_bias_dropout_add,
+                mlp_bda=BIAS_DROPOUT_ADD,
                 sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
             ),
         ),
@@ -192,7 +195,7 @@ def _local_moe_layer(num_moe_experts: int) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=TorchRMSNorm,
             mlp=get_moe_module_spec(use_te=False, num_experts=num_moe_experts),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=BIAS_DROPOUT_ADD,
         ),
     )
 
@@ -203,7 +206,7 @@ def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSp
         submodules=TransformerLayerSubmodules(
             input_layernorm=TorchRMSNorm,
             self_attention=mixer,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=BIAS_DROPOUT_ADD,
             sharded_state_dict_keys_map=dict(norm_keys),
         ),
     )

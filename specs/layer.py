@@ -1,6 +1,6 @@
 """Our mixers as Megatron ModuleSpecs, over Transformer Engine or local modules."""
 
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -13,7 +13,7 @@ from megatron_gdn.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 MODULES = ("auto", "local", "te")
 
 
-def resolve_modules(modules: str) -> str:
+def resolve_modules(modules: str) -> Literal["te", "local"]:
     """Turn ``"auto"`` into ``"te"`` or ``"local"``; an explicit choice is kept or refused.
 
     Raises:

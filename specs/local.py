@@ -5,8 +5,9 @@ local modules keep it apart. The key maps below write both under Transformer Eng
 """
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,6 +18,9 @@ from megatron_gdn.loader_layout import AUTO
 from megatron_gdn.local_attention import TorchAttention
 from megatron_gdn.local_norm import TorchRMSNorm
 from megatron_gdn.local_self_attention import TorchSelfAttention
+
+# Megatron builds it as it is, though its annotations ask for a class.
+BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 GDN_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 ATTENTION_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

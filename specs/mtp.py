@@ -7,7 +7,7 @@ the same stack spec as the model's; around them stand two norms, a projection an
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.loader_layout import AUTO, LoaderLayout
+from megatron_gdn.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.local_norm import TorchRMSNorm
 
 
-class HybridMTPLayer(MultiTokenPredictionLayer):
+class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
 
     Tokens, labels and loss masks are shifted by one token per head, by Megatron and document by
@@ -56,11 +56,11 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
         if pg_collection.cp.size() > 1:
             require_zigzag(loader_layout.expected(), pg_collection.cp)
         super().__init__(config, submodules, pg_collection=pg_collection, **others)
-        self._loader_layout = loader_layout
+        self.loader_layout = loader_layout
 
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """As Megatron's.
 
         Raises:
@@ -68,8 +68,8 @@ class HybridMTPLayer(MultiTokenPredictionLayer):
             NotImplementedError: a micro-batch with a context-parallel group of its own.
         """
         require_shiftable(packed_seq_params, self.cp_group)
-        if packed_seq_params is not None and self.cp_group.size() > 1:
-            require_zigzag(self._loader_layout.of(packed_seq_params), self.cp_group)
+        if self.cp_group.size() > 1:
+            require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
 
 
@@ -128,7 +128,7 @@ def local_mtp_spec(cp_layout: str | SequenceLayout) -> ModuleSpec:
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
-        mtp_model_layer=None,  # Megatron builds it from the pattern and the stack's spec
+        mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern and the stack's spec
         layer_norm=TorchRMSNorm,
     )
     layer = ModuleSpec(module=HybridMTPLayer, params={"cp_layout": cp_layout}, submodules=parts)
@@ -142,6 +142,6 @@ def checked_mtp_spec(theirs: ModuleSpec, cp_layout: str | SequenceLayout) -> Mod
     """A spec of heads with each layer a :class:`HybridMTPLayer` of the same parts."""
     layers = [
         replace(layer, module=HybridMTPLayer, params={**layer.params, "cp_layout": cp_layout})
-        for layer in theirs.submodules.layer_specs
+        for layer in cast(Any, theirs.submodules).layer_specs
     ]
     return replace(theirs, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers))

@@ -131,7 +131,7 @@ def _complete_model(args: argparse.Namespace, given: set[str]) -> None:
 
 
 def _complete_parallelism(args: argparse.Namespace) -> None:
-    started = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    started = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
     if args.nproc_per_node not in (None, started):
         raise ValueError(
             f"{NPROC} {args.nproc_per_node} beside torchrun, which has started {started} "

@@ -12,7 +12,7 @@ import random
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -98,9 +98,12 @@ def load_checkpoint(source: Path, args: argparse.Namespace, training: Any, feed:
     if common["world_size"] != torch.distributed.get_world_size():
         # Random states belong to ranks; nothing in this model draws from them after the start.
         del state["rng"]
-    state, left_over, lacking = dist_checkpointing.load(state, str(source), strict="return_all")
+    state, left_over, lacking = cast(
+        tuple[dict[str, Any], set[str], set[str]],
+        dist_checkpointing.load(state, str(source), strict="return_all"),
+    )
     _check_model(left_over, lacking, source)
-    unwrap_model(training.model).load_state_dict(state["model"])
+    unwrap_model([training.model])[0].load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
     _set_ends(training.optimizer, args.lr, args.min_lr)
     training.scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -147,7 +150,7 @@ def _sharded_state(training: Any, is_loading: bool) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.utils import unwrap_model
 
-    model_state = unwrap_model(training.model).sharded_state_dict(metadata=_METADATA)
+    model_state = unwrap_model([training.model])[0].sharded_state_dict(metadata=_METADATA)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return {
         "model": model_state,
@@ -176,7 +179,7 @@ def _rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
+        "tracker": cast(Any, get_cuda_rng_tracker()).get_states(),
     }
 
 
@@ -186,4 +189,4 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    cast(Any, get_cuda_rng_tracker()).set_states(state["tracker"])

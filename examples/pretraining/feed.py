@@ -93,10 +93,9 @@ class Feed:
 
     def __post_init__(self) -> None:
         self._stream = token_stream(self.corpus)
+        self._units: Sequence[Any] = range(0, self._stream.num_labels, self.seq_length)
         if self.packing:
             self._units = list(pieces_of(self._stream, self.seq_length, self.multiple))
-        else:
-            self._units = list(range(0, self._stream.num_labels, self.seq_length))
 
     def __iter__(self) -> Iterator[LocalBatch]:
         return self

@@ -68,7 +68,7 @@ def command_to_resume(args) -> str:
 def command_of(args, *flags: str) -> str:
     """The command line that starts as many processes as this run has, with these flags."""
     script = _shortest(Path(sys.argv[0]).absolute())
-    if args.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
+    if args.world_size != int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size):
         words = ["torchrun, on every node as before,", script]
     else:
         words = [_shortest(Path(sys.executable)), script]

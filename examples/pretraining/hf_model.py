@@ -85,8 +85,8 @@ def load_pretrained(folder: str | Path, training: Any) -> None:
 
     from megatron_gdn.hf.checkpoint_files import find_checkpoint
 
-    model = unwrap_model(training.model)
-    state = dist_checkpointing.load(
+    [model] = unwrap_model([training.model])
+    state: Any = dist_checkpointing.load(
         {"model": model.sharded_state_dict()}, str(find_checkpoint(folder))
     )
     model.load_state_dict(state["model"])

@@ -94,7 +94,7 @@ def start_distributed(args) -> torch.device:
     if "RANK" in os.environ:
         torch.distributed.init_process_group(backend)
     else:  # this process is the whole world
-        store = torch.distributed.HashStore()
+        store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # a documented name
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

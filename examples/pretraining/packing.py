@@ -43,16 +43,16 @@ class MicroBatch:
     Attributes:
         tokens, labels, position_ids: int64 ``[rows, width]``; padding is the end-of-document id.
         loss_mask: float32 ``[rows, width]``, 0 on padding.
-        lengths: real tokens of each packed piece; None when dense.
-        padded_lengths: tokens of each piece in the buffer, summing to ``width``; None when dense.
+        lengths: real tokens of each packed piece; empty when dense.
+        padded_lengths: tokens of each piece in the buffer, summing to ``width``; empty when dense.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    lengths: tuple[int, ...] | None = None
-    padded_lengths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] = ()
+    padded_lengths: tuple[int, ...] = ()
 
 
 def pieces_of(stream: TokenStream, seq_length: int, multiple: int) -> Iterator[Piece]:

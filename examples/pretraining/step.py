@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,13 +100,11 @@ def mean_loss(sums: Iterable[Tensor], device: torch.device) -> tuple[float, int]
     total = torch.zeros(2, device=device)
     for part in sums:
         total += part
-    torch.distributed.all_reduce(
-        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    ranks: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(total, group=ranks)
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(
-        total,
-        parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
+        total, parallel_state.get_pipeline_model_parallel_last_rank(), group=stages
     )
     loss_sum, tokens = total.tolist()
     return loss_sum / tokens, int(tokens)

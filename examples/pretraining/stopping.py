@@ -74,5 +74,5 @@ class Stop:
 
     def _set(self, number: int) -> None:
         self._code = number
-        in_words = {signal.SIGINT: "SIGINT (Ctrl-C)", signal.SIGTERM: "SIGTERM"}
+        in_words: dict[int, str] = {signal.SIGINT: "SIGINT (Ctrl-C)", signal.SIGTERM: "SIGTERM"}
         self.reason = in_words.get(number, "another rank")

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -183,7 +183,7 @@ def create_cuda_literals_on_cpu() -> None:
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:
-        importlib.import_module(name).torch = proxy
+        vars(importlib.import_module(name))["torch"] = proxy
 
 
 def _asked_by_megatron() -> bool:
@@ -201,7 +201,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
     """
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any):
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
         if isinstance(answer, str) and _asked_by_megatron():
             return answer.replace("torch.", "torch.cuda.", 1)
@@ -238,7 +238,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     """
     from megatron.core.optimizer import distrib_optimizer
 
-    optimizer_class = distrib_optimizer.DistributedOptimizer
+    optimizer_class = cast(Any, distrib_optimizer.DistributedOptimizer)  # it is patched below
     if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class, "_steps_are_unshared"):
         return
     optimizer_class._steps_are_unshared = True

@@ -17,6 +17,7 @@ but its optimizer state does not survive a checkpoint:
    of the fp32 parameters is empty, see :mod:`.empty_shares`.
 5. ``DistributedOptimizer`` saves wrong states under ``fully_reshardable`` where a buffer has
    several buckets, whatever the dtypes, see :mod:`.padded_buckets`.
+6. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. Wrapping is the least that works without the user doing anything, and it
@@ -33,12 +34,12 @@ a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ from torch import Tensor
 from .bucket_sizes import with_bucket_sizes_explained
 from .empty_shares import with_empty_shares
 from .padded_buckets import with_padded_buckets
+from .stored_strides import with_stored_strides
 
 # Where the masters of fp32 parameters stand in a Float16Optimizer's state dict, beside Megatron's
 # own list of masters: a Megatron without this wrapper does not look here.
@@ -71,6 +73,7 @@ def repair_mixed_dtype_optimizers() -> None:
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
         (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
+        (TorchDistLoadShardedStrategy, "load_tensors_metadata", with_stored_strides),
     ):
         original = getattr(owner, name)
         _originals.append((owner, name, original))
@@ -127,7 +130,7 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
     return places if places.keys() == optimizer.model_param_group_index_map.keys() else None
 
 
-def _flat(groups: list[list[Any]]) -> Iterator[Any]:
+def _flat(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     return chain.from_iterable(groups)
 
 
@@ -232,7 +235,8 @@ def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     for parameter in (single, half):
         adam.state[parameter] = {"exp_avg": torch.zeros(1, device=device)}
     config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
-    probe = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
+    no_scaler = cast(Any, None)  # legal in bf16
+    probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
     model = {
         name: ShardedTensor.from_rank_offsets(name, parameter)
         for name, parameter in (("single", single), ("half", half))

@@ -31,7 +31,8 @@ def start_one_process(seed: int = 1234) -> torch.device:
         )
     run_megatron_on_cpu()
     gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # a documented name
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(seed)
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

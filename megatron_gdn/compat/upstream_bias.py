@@ -62,7 +62,7 @@ def _with_upstream_bias(load: Callable) -> Callable:
 
         if not any(map(is_section, nested_values(sharded_state_dict))):
             return load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         saved = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
         foreign, others = extract_matching_values(
@@ -87,11 +87,11 @@ def _with_upstream_bias(load: Callable) -> Callable:
 
 def _read(key: str, saved: Any, folder: str | Path) -> Tensor:
     """A whole tensor of a checkpoint, read by this rank alone."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     state = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
-    reader = checkpoint.FileSystemReader(folder)
-    checkpoint.load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     return state[key]
 
 

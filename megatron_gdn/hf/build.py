@@ -66,8 +66,8 @@ def build_model(
     from ..specs.layer import resolve_modules
 
     hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
-    modules = resolve_modules(modules)
-    config = transformer_config(hf, model, modules=modules, dtype=dtype, **changes)
+    resolved = resolve_modules(modules)
+    config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     arguments: dict[str, Any] = {
         "vocab_size": -(-hf.vocab_size // multiple) * multiple,
@@ -97,7 +97,7 @@ def build_model(
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     spec = spec or hybrid_stack_spec(
-        modules, qk_layernorm=True, num_moe_experts=hf.num_experts or None, **options
+        resolved, qk_layernorm=True, num_moe_experts=hf.num_experts or None, **options
     )
     pattern = layer_pattern or hf.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:

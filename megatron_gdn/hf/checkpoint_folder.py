@@ -169,7 +169,7 @@ class CheckpointWeights:
     ) -> None:
         self._checkpoint = CheckpointReader(source)
         self.like = SafetensorsFolder(like)
-        self.record = SourceRecord.from_folder(str(like), fp32_gates)
+        self.record = SourceRecord.from_folder(like, fp32_gates)
         plan = self.record.plan(
             _architecture(self._checkpoint), _zero_centered(self._checkpoint, zero_centered_gamma)
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -88,5 +89,5 @@ def forced_gated_delta_net_fp32_dtype_mapping(state_dict: Mapping[str, object]) 
     }
 
 
-def _is_floating(tensor: object) -> bool:
+def _is_floating(tensor: object) -> TypeGuard[Tensor]:
     return isinstance(tensor, Tensor) and tensor.is_floating_point()

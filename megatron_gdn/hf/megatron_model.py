@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,8 @@ class _Ranks:
         return cls(
             state.get_tensor_model_parallel_rank(),
             state.get_tensor_model_parallel_world_size(),
-            state.get_expert_tensor_parallel_rank(),
-            state.get_expert_tensor_parallel_world_size(),
+            cast(int, state.get_expert_tensor_parallel_rank()),
+            cast(int, state.get_expert_tensor_parallel_world_size()),
             state.get_expert_model_parallel_rank(),
             state.get_expert_model_parallel_world_size(),
             state.get_pipeline_model_parallel_world_size(),
@@ -90,16 +90,16 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
             weights of a dtype that is none (see `TensorMap.check_dtype`). Or a weight is NaN or
             inf; found when it is read, so that the model is filled in part.
     """
-    model = unwrapped(model)
-    kind = _architecture(model)
+    bare = unwrapped(model)
+    kind = _architecture(bare)
     weights = SafetensorsFolder(folder)
     record = SourceRecord.from_folder(folder)
-    plan = record.plan(kind, model.config.layernorm_zero_centered_gamma)
+    plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
     check_aliases(weights, plan)
     check_dtypes(weights, plan)
-    _check_tie(model, record.config)
+    _check_tie(bare, record.config)
     ranks = _Ranks.current()
-    params = _global_parameters(model, ranks)
+    params = _global_parameters(bare, ranks)
     targets = _match(plan, params, ranks, record, kind)
     rounded = []
     for entry, names in progress_bar(targets, "load", progress, len(targets)):
@@ -152,13 +152,13 @@ def save_hf_weights(
     if ranks.dp:
         return
     refuse_existing(folder)  # On every rank, or the others would wait in a collective.
-    model = unwrapped(model)
+    bare = unwrapped(model)
     record = record or SourceRecord.from_folder(like)
     record = replace(record, fp32_gates=fp32_gates or record.fp32_gates)
     source = SafetensorsFolder(like)
-    plan = record.plan(_architecture(model), model.config.layernorm_zero_centered_gamma)
-    _check_tie(model, record.config)
-    params = _global_parameters(model, ranks)
+    plan = record.plan(_architecture(bare), bare.config.layernorm_zero_centered_gamma)
+    _check_tie(bare, record.config)
+    params = _global_parameters(bare, ranks)
 
     def read_shards(entry: TensorMap) -> list[Tensor]:
         name = next(name for name in entry.names if name in params)
@@ -182,7 +182,7 @@ def save_hf_weights(
     view.warn_of_rounded_gates()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: Any) -> Any:
     """The model inside DistributedDataParallel and Float16Module."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
@@ -201,7 +201,7 @@ def _architecture(model: nn.Module) -> Architecture:
     return "hybrid" if isinstance(getattr(model, "decoder", None), HybridStack) else "gpt"
 
 
-def _check_tie(model: nn.Module, config: HFModelConfig) -> None:
+def _check_tie(model: Any, config: HFModelConfig) -> None:
     shared = model.share_embeddings_and_output_weights
     if shared != config.tied:
         raise ValueError(
@@ -210,7 +210,7 @@ def _check_tie(model: nn.Module, config: HFModelConfig) -> None:
         )
 
 
-def _global_parameters(model: nn.Module, ranks: _Ranks) -> dict[str, nn.Parameter]:
+def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
     """Parameters by name, layers and experts numbered as in the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     first_expert = ranks.ep * ((model.config.num_moe_experts or 0) // ranks.ep_size)

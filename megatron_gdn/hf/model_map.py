@@ -106,7 +106,7 @@ def text_root(keys: Collection[str]) -> str:
 def layer_names(layer: int, model: Architecture) -> tuple[str, str]:
     """Prefixes of the Megatron layers that hold a Hugging Face layer's mixer and its MLP."""
     if model == "gpt":
-        return (f"decoder.layers.{layer}.",) * 2
+        return f"decoder.layers.{layer}.", f"decoder.layers.{layer}."
     return f"decoder.layers.{2 * layer}.", f"decoder.layers.{2 * layer + 1}."
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class SourceRecord:
     fp32_gates: bool = False
 
     @classmethod
-    def from_folder(cls, folder: str, fp32_gates: bool = False) -> SourceRecord:
+    def from_folder(cls, folder: str | Path, fp32_gates: bool = False) -> SourceRecord:
         """Read it from a Hugging Face folder: headers, and a few small gains."""
         weights = SafetensorsFolder(folder)
         record = cls(read_hf_config(folder), dict(weights.specs), fp32_gates=fp32_gates)

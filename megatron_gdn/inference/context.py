@@ -36,7 +36,8 @@ class RequestsContext(StaticInferenceContext):
             ``pool.roll_back`` can return to any of them.
         slots: int64 ``[N]`` on the device, in place of ``requests``: one token each of the requests
             in these slots. The numbers are read by the kernels alone, so a forward can be captured
-            in a CUDA graph and replayed for other slots; nothing is checked and no token counted.
+            in a CUDA graph and replayed for other slots; nothing is checked and no token counted,
+            so after a replay the pool cannot tell that an earlier step is not to be rolled back.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
         NotImplementedError: a pipelined model; context parallelism with attention that is not
             this package's, which would take each rank's tokens for a share.
     """
-    config = unwrap_model(model).config
+    config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
             f"generation here runs on whole models, and pipeline_model_parallel_size="
@@ -63,7 +63,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
                 f"context_parallel_size={cp}. Load the checkpoint into a model without context "
                 f"parallelism, or use the local attention spec."
             )
-        context.whole_on_every_rank = True
+        vars(context)["whole_on_every_rank"] = True
     return context
 
 

@@ -46,6 +46,8 @@ class GeneratingMixer:
 
     config: Any
     pg_collection: Any
+    tp_group: Any
+    backend: str
     layer_number: int | None
     pp_layer_offset: int = 0
     chunk_size: int = 128
@@ -106,11 +108,11 @@ class GeneratingMixer:
                     "a dynamic context says itself which tokens belong to which request; pass "
                     "neither an attention_mask nor packed_seq_params."
                 )
-            with span("mixer"):
+            with span(self, "mixer"):
                 return self._dynamic_step(rows, context)
         parts = self.whole_parts(rows)
         s, B = rows.shape[:2]
-        with span("mixer"):
+        with span(self, "mixer"):
             if getattr(context, "pool", None) is not None:
                 require_causal(attention_mask, B, s, lambda: range(s))
                 return mix_requests(rows, parts, context, self.layer_number, packed)
@@ -162,9 +164,9 @@ class GeneratingMixer:
         refuse(context, type(self).__name__, self.aligned)
         assert self.layer_number is not None
         number = self.layer_number - self.pp_layer_offset
-        buffers = context.mamba_states_cache(number)
+        buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
         s = 1 + context.num_speculative_tokens
-        intermediate: Any = (None, None)
+        intermediate: tuple[Tensor | None, Tensor | None] = (None, None)
         if s > 1:
             intermediate = context.mamba_states_cache(number, intermediate=True)
         padded, real = context.padded_batch_dimensions, context.batch_dimensions
@@ -194,7 +196,8 @@ class GeneratingMixer:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``)."""
         heads, rows, columns, _ = self.state_shape
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
-        return tuple(self.conv_weight.shape[::2]), states
+        channels, _, taps = self.conv_weight.shape
+        return (channels, taps), states
 
     def ssm_decode(
         self,

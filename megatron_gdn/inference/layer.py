@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
 from ..ops.generation.carry import CarryShape
@@ -27,5 +29,5 @@ def pool_for(model: torch.nn.Module, slots: int, device: torch.device | None = N
     if not layers:
         raise ValueError("no layer of this model carries a state.")
     weight = next(iter(layers.values())).conv_weight
-    shapes: dict[int, CarryShape] = {n: layer.carry_shape for n, layer in layers.items()}
+    shapes: dict[Hashable, CarryShape] = {n: layer.carry_shape for n, layer in layers.items()}
     return RequestPool(shapes, slots, dtype=weight.dtype, device=device or weight.device)

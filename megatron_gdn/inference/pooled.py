@@ -43,7 +43,7 @@ def mix_requests(
     s, B = proj.shape[:2]
     pool, requests = context.pool, context.requests
     if context.slots is not None:
-        return decode_slots(proj, parts, pool.layers[number], context.slots)
+        return decode_slots(proj, parts, pool.in_slots(number), context.slots)
     documents = _boundaries(packed, s, proj.device)
     lengths = (s,) * B if documents is None else documents.lengths
     if len(lengths) != len(requests):
@@ -66,7 +66,7 @@ def _boundaries(
     packed: PackedSeqParams | None, tokens: int, device: torch.device
 ) -> Documents | None:
     documents = resolve_packed_seq_params(packed, tokens, device)
-    if documents is None:
+    if packed is None or documents is None:
         return None
     padded, real = packed.cu_seqlens_q_padded, packed.cu_seqlens_q
     if padded is not None and real is not None and not torch.equal(padded, real):

@@ -204,6 +204,14 @@ class RequestPool:
         for slot, more in zip(slots, tokens, strict=True):
             self._seen[layer][slot] += more
 
+    def in_slots(self, layer: Hashable) -> Carry:
+        """The carries of all slots in one layer, to be written by slot numbers on the device.
+
+        The pool does not see which are written: the last decode step cannot be rolled back then.
+        """
+        self._tried.pop(layer, None)
+        return self._layer(layer)
+
     def roll_back(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
         """Keep only the first tokens of the last decode step, in every layer.
 
@@ -219,8 +227,8 @@ class RequestPool:
         if set(self._tried) != set(self.layers):
             raise ValueError(
                 "there is no decode step to roll back: not every layer kept the carries of its "
-                "last tokens, or one of its requests was copied onto since. Roll back right after "
-                "a decode step that was told to keep them, and copy then."
+                "last tokens, one of its requests was copied onto since, or there was a step in "
+                "slots. Roll back right after a decode step that was told to keep them."
             )
         for tried, _, after in self._tried.values():
             if len(tried) != len(slots) or any(

@@ -31,7 +31,7 @@ class _Place:
 
     rows: int
     tokens: int
-    memory: Tensor | None = None  # the states that the steps below belong to
+    memory: Tensor  # the states that the steps below belong to
     before: Carry | None = None
     after: Sequence[Carry] = ()
 
@@ -117,6 +117,7 @@ def roll_back(context: Any, accepted: int) -> None:
             )
     for (layer, start), place in places.items():
         count = torch.full((place.rows,), accepted, device=place.memory.device)
+        assert place.before is not None  # it has steps
         chosen = choose(place.before, place.after, count)
         memory = context.key_value_memory_dict[layer]
         for tensor, fresh in zip(memory, chosen, strict=True):

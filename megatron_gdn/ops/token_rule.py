@@ -5,7 +5,7 @@ Legend: B batch, S seq, H heads with a state, K rows of a state, V columns.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class TokenRule:
     def begin(self, inputs: Any, documents: Documents | None) -> TokenForward:
         return TokenForward(self, inputs, documents)
 
-    def begin_backward(self, *args):
+    def begin_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             "the token recurrence is for generation and has no backward; train with the layer's "
             "own rule."

@@ -101,7 +101,7 @@ def check_generation(
             f"prompt={prompt} and at_once={at_once} of {S} tokens leave nothing to compare; "
             f"prefill 1 to {S - 1} of them and step by at least 1."
         )
-    config = unwrap_model(model).config
+    config = unwrap_model([model])[0].config
     if config.context_parallel_size > 1:
         raise NotImplementedError("compare generation in a model with context_parallel_size=1.")
     by_row = config.batch_invariant_mode and not tokens.is_cuda

@@ -34,7 +34,7 @@ def stand_in_for_hopper(multiprocessors: int = MULTIPROCESSORS) -> None:
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.synchronize = lambda device=None: None
 
-    from tilelang.contrib import nvcc
+    from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
 
     nvcc.get_target_compute_version = lambda target=None: "9.0"
 
@@ -61,7 +61,7 @@ def _leave_as_it_is(function: Callable | None = None, **options: Any) -> Callabl
 @contextmanager
 def record_flash_qla(called: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
     """Inside, FlashQLA's kernels are not run: ``called`` gets each one and its arguments."""
-    from tilelang.jit import JITImpl
+    from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
     def call(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
         kernel.target = TARGET
@@ -101,8 +101,8 @@ def compile_triton_only() -> list[bool]:
 
     launch, found = JITFunction.run, []
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        return launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     triton.runtime.driver._active = HopperDriver()
     triton.knobs.compilation.listener = lambda **event: found.append(event["cache_hit"])

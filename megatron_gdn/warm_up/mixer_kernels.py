@@ -63,13 +63,17 @@ class MixerLaunches:
             self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
         self.operands, self.half = operands, operands == torch.float16
         self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
-        gates = (normal(H, dtype=torch.float32) for _ in range(2))
-        self.parameters = (normal(sizes.conv_width, 1, taps), None, *gates)
+        per_head = partial(normal, H, dtype=torch.float32)
+        self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
         # FlashQLA gives dq and dk per value head; the front sums them.
-        self.grads = [normal(B, S, H, K, dtype=operands), normal(B, S, H, K, dtype=operands)]
-        self.grads += [normal(B, S, H, V, dtype=operands)]
-        self.grads += [normal(B, S, H, dtype=torch.float32) for _ in range(2)]
-        self.factor = normal(H, dtype=torch.float32) if self.half else None
+        self.grads = RuleGrads(
+            q=normal(B, S, H, K, dtype=operands),
+            k=normal(B, S, H, K, dtype=operands),
+            v=normal(B, S, H, V, dtype=operands),
+            g=normal(B, S, H, dtype=torch.float32),
+            beta=normal(B, S, H, dtype=torch.float32),
+            factor=per_head() if self.half else None,
+        )
         self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
         self.gamma, self.key_heads = normal(V), G
         self.readout = TritonPerHead(sizes.layout.gate_columns)
@@ -85,8 +89,8 @@ class MixerLaunches:
 
     def backward(self, **options) -> None:
         prepare.prepare_backward(
-            self.proj, *self.parameters, self.sizes, *self.grads, self.d_proj,
-            documents=self.documents, factor=self.factor, **options,
+            self.proj, *self.parameters, self.sizes, *self.grads[:5], self.d_proj,
+            documents=self.documents, factor=self.grads.factor, **options,
         )  # fmt: skip
 
     def edges(self, **_options) -> None:
@@ -101,13 +105,13 @@ class MixerLaunches:
         history = self.tensor(2 * past, B, self.sizes.conv_width)
         edges = prepare.edges_of(self.sizes, True)
         q, k, v = (
-            self.grads[0].new_empty(B, S, *sizes)
+            self.grads.q.new_empty(B, S, *sizes)
             for sizes in zip(edges.heads, edges.widths, strict=True)
         )
-        made = RuleInputs(q, k, v, *self.grads[3:])
+        made = RuleInputs(q, k, v, self.grads.g, self.grads.beta)
         inputs = EdgeInputs(table, self.proj, self.parameters, history)
         edges.redo(inputs, made, edges.names)
-        begun = edges.backward(inputs, RuleGrads(*self.grads, self.factor))
+        begun = edges.backward(inputs, self.grads)
         of_parameters = tuple(None if x is None else x.clone() for x in self.parameters)
         begun.add(self.d_proj, begun.d_history[:past], of_parameters)
 

@@ -80,7 +80,8 @@ def run_tasks(
     """
     waiting = deque(sorted(tasks, key=lambda task: -task.weight))
     fork, running, compiled, failures = multiprocessing.get_context("fork"), {}, 0, []
-    sys.stdout.flush(), sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     try:
         while waiting or running:
             while waiting:

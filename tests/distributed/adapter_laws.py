@@ -1,4 +1,4 @@
-"""Run on every rank: low-rank adapters around ``in_proj``, shaped as Megatron-Bridge's are."""
+"""Run on every rank: low-rank adapters around ``in_proj``, Megatron-Bridge's and ones like them."""
 
 import torch
 from megatron.core import dist_checkpointing
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_gdn.init import take_share
 from tests import mamba_mixers
+from tests.distributed.bridge import adapted
 from tests.distributed.layer_laws import build_layer
 from tests.distributed.mixer_laws import groups_of_megatron
 from tests.distributed.model_laws import metadata
@@ -67,7 +68,8 @@ class Adapted(nn.Module):
         }
 
 
-def _build(mixer: str, tp: int) -> nn.Module:
+def _build(mixer: str, tp: int, bridge: tuple[str, str] | None = None) -> nn.Module:
+    """``bridge``: its folder and its class of adapters; None for ours."""
     torch.manual_seed(11)
     if mixer == "mamba2":
         config = mamba_config(tensor_model_parallel_size=tp)
@@ -75,7 +77,12 @@ def _build(mixer: str, tp: int) -> nn.Module:
     else:
         config = make_config(tensor_model_parallel_size=tp)
         layer = build_layer(config, groups_of_megatron(), {})
-    layer.in_proj = Adapted(layer.in_proj)
+    if bridge is None:
+        layer.in_proj = Adapted(layer.in_proj)
+    else:
+        owner = {"gdn": "self_attention", "mamba2": "mixer"}[mixer]
+        path = f"decoder.layers.0.{owner}.in_proj"
+        layer.in_proj = adapted(*bridge, layer.in_proj, path, RANK)
     return layer
 
 
@@ -102,9 +109,9 @@ def _state(layer: nn.Module, as_bridge_alone: bool) -> dict:
     return layer.sharded_state_dict("layer.", metadata=kind)
 
 
-def save(mixer: str, folder: str, tp: int, as_bridge_alone: bool = False) -> None:
+def save(mixer: str, folder: str, tp: int, as_bridge_alone: bool = False, bridge=None) -> None:
     with parallel(tp=tp):
-        layer = _build(mixer, tp)
+        layer = _build(mixer, tp, bridge)
         whole = _adapter_of_one_rank(layer)
         with torch.no_grad():
             for name, parameter in layer.in_proj.adapter.named_parameters():
@@ -113,10 +120,10 @@ def save(mixer: str, folder: str, tp: int, as_bridge_alone: bool = False) -> Non
         dist_checkpointing.save({k: v for k, v in state.items() if ".adapter." in k}, folder)
 
 
-def load(mixer: str, folder: str, tp: int) -> dict[str, float]:
+def load(mixer: str, folder: str, tp: int, bridge=None) -> dict[str, float]:
     """How far each parameter of the loaded adapter is from its share, relative to its largest."""
     with parallel(tp=tp):
-        layer = _build(mixer, tp)
+        layer = _build(mixer, tp, bridge)
         whole = _adapter_of_one_rank(layer)
         adapter = layer.in_proj.adapter
         for parameter in adapter.parameters():

@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
+from megatron_gdn.loader_layout import LoaderLayout
 from megatron_gdn.micro_batch import MicroBatches
 from megatron_gdn.ops.delta_rule.resolve import choose_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
@@ -112,9 +112,9 @@ def one_layer_compares_and_knows_contents_that_it_has_seen() -> None:
 
 def schemes_alive_while_groups_come_and_go(groups: int, micro_batches: int) -> int:
     """How many schemes a layer keeps after each micro-batch came with one of many groups."""
-    sizes = HeadSizes(2, 4, 4, 4)
+    sizes, config = HeadSizes(2, 4, 4, 4), make_config()
     chooser = MicroBatches(
-        make_config(), sizes.layout, sizes.state, 4, None, SequenceLayout.ZIGZAG, mode="auto",
+        config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config), mode="auto",
         choose_rule=partial(choose_rule, "reference", sizes, operands="bf16", normalise_qk=True),
     )  # fmt: skip
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(groups)]

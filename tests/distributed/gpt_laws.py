@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -48,26 +49,26 @@ def build_model(cp: int, recompute: bool, **options) -> GPTModel:
 
 
 def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, torch.Tensor]:
-    """The loss of one packed row and every parameter's gradient, summed over the ranks."""
+    """The loss of one packed row and every parameter's gradient, summed over the ranks; in fp64.
+
+    The loss is torch's: Megatron's takes fp32 of the logits.
+    """
     with parallel(cp=cp):
         model = build_model(cp, recompute, **options)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
         group, forwards = parallel_state.get_context_parallel_group(), []
         layer = model.decoder.layers[0].self_attention
         layer.register_forward_pre_hook(lambda *_: forwards.append(1))
         torch.manual_seed(11)
         tokens = torch.randint(0, VOCABULARY, (1, sum(LENGTHS) + 1))
         held = local_indices(LENGTHS, cp, group.rank())
-        losses = model(
-            tokens[:, :-1][:, held],
-            held[None],
-            None,
-            labels=tokens[:, 1:][:, held],
-            packed_seq_params=thd(LENGTHS),
-        )
-        losses.sum().backward()
+        logits = model(tokens[:, :-1][:, held], held[None], None, packed_seq_params=thd(LENGTHS))
+        loss = F.cross_entropy(logits[0], tokens[0, 1:][held], reduction="sum")
+        loss.backward()
         assert len(forwards) == 1 + recompute
         found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found["loss"] = losses.detach().sum()
+        found["loss"] = loss.detach()
         for value in found.values():
             dist.all_reduce(value, group=group)
         return found

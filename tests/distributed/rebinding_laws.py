@@ -1,18 +1,17 @@
 """Run on every rank: built layers that are given other process groups."""
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.extensions import transformer_engine as te
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel import SequenceLayout, local_indices
+from megatron_gdn.local_self_attention import TorchSelfAttention
 from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.bridge import eval_cp_context
 from tests.distributed.layer_laws import thd
 from tests.distributed.loader_layout_laws import (
     LENGTHS,
@@ -55,24 +54,9 @@ def by_hand(model, evaluation, training):
         install(training)
 
 
-def of_bridge(folder: str) -> Callable:
-    """``eval_cp_context`` of a clone of Megatron-Bridge, from its file alone.
-
-    Without Transformer Engine Megatron has a mock in the place of its attention, of which Bridge
-    asks ``isinstance``; a class stands there instead.
-    """
-    if not te.HAVE_TE:
-        te.TEDotProductAttention = type("TEDotProductAttention", (), {})
-    (path,) = Path(folder).rglob("eval_context_parallel_rebinding.py")
-    spec = importlib.util.spec_from_file_location("rebinding", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.eval_cp_context
-
-
 def rebound_and_back(bridge: str | None = None, packed: bool = True, **options) -> None:
     """A model over two ranks runs on one and over two again: three times one rank's gradients."""
-    rebinding = by_hand if bridge is None else of_bridge(bridge)
+    rebinding = by_hand if bridge is None else eval_cp_context(bridge)
 
     def compare(held):
         require_one_ranks_gradients(model, one, held, thd(LENGTHS) if packed else None)
@@ -162,4 +146,77 @@ def refusals() -> list[str]:
         record(lambda: setattr(layer, "pg_collection", two))
         assert layer.cp_size == 1
         layer(x, None)
+    return said
+
+
+def groups_changed_in_place() -> None:
+    """The collection that a layer holds is given another context-parallel group."""
+    with parallel(cp=2):
+        groups = groups_of(parallel_state.get_context_parallel_group())
+        layers = {
+            24: build_module(gated_delta_net_spec("local"), make_config(), pg_collection=groups),
+            20: build_mamba(mamba_config(), groups),
+        }
+        mine = held_by_two(LENGTHS)
+        for width, layer in layers.items():
+            x = torch.randn(sum(LENGTHS), 1, width)
+            groups.cp = parallel_state.get_context_parallel_group()
+            over_two, _ = layer(x[mine], packed_seq_params=thd(LENGTHS))
+            groups.cp = group_of_one()
+            assert layer.cp_size == 1
+            alone, _ = layer(x, packed_seq_params=thd(LENGTHS))
+            assert_close("output", alone[mine], over_two, 1e-5)
+
+
+def attention_follows_its_collection(change: str) -> None:
+    """A model over one rank's groups is given two ranks': every gradient is one rank's."""
+    with parallel(cp=2):
+        one, model = build_model(cp=1), build_model(cp=1)
+        model.load_state_dict(one.state_dict())
+        two = parallel_state.get_context_parallel_group()
+        for module in model.modules():
+            groups = getattr(module, "pg_collection", None)
+            if groups is not None and change == "replaced":
+                module.pg_collection = groups_of(two)
+            elif groups is not None:
+                groups.cp = two
+        require_one_ranks_gradients(model, one, held_by_two(LENGTHS), thd(LENGTHS))
+
+
+def layout_set_later() -> None:
+    """Every layer of a model is told another cut after it was built."""
+    with parallel(cp=2):
+        one, model = build_model(cp=1), build_model(cp=2)
+        model.load_state_dict(one.state_dict())
+        rank = parallel_state.get_context_parallel_rank()
+        for cut in ("contiguous", "zigzag_buffer", "zigzag"):
+            for module in model.modules():
+                if hasattr(module, "cp_layout"):
+                    module.cp_layout = cut
+            held = local_indices(LENGTHS, 2, rank, SequenceLayout(cut))
+            require_one_ranks_gradients(model, one, held, thd(LENGTHS))
+
+
+def attention_of_two_groups() -> list[str]:
+    """Self-attention and its core are given different groups; a head of MTP another layout."""
+    said = []
+    with parallel(cp=2):
+        model = build_model(cp=1)
+        attention = next(m for m in model.modules() if isinstance(m, TorchSelfAttention))
+        attention.core_attention.cp_group = parallel_state.get_context_parallel_group()
+        tokens = torch.arange(12)[None]
+        try:
+            model(tokens, tokens, None, labels=tokens)
+        except ValueError as error:
+            said.append(str(error))
+        heads = build_model(cp=1, pattern="M/M", cp_layout="contiguous")
+        for module in heads.modules():
+            if hasattr(module, "cp_group"):
+                module.cp_group = parallel_state.get_context_parallel_group()
+            if hasattr(module, "pg_collection"):
+                module.pg_collection = groups_of(parallel_state.get_context_parallel_group())
+        try:
+            heads(tokens, tokens, None, labels=tokens)
+        except ValueError as error:
+            said.append(str(error))
     return said

@@ -3,6 +3,8 @@
 import pytest
 
 from tests.distributed import adapter_laws as laws
+from tests.distributed import bridge
+from tests.distributed.bridge import needs_bridge
 
 
 @pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
@@ -15,4 +17,17 @@ def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
     for tp in (1, 2):
         for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp):
             assert len(differences) == 3
+            assert not any(differences.values()), differences
+
+
+@needs_bridge
+@pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
+@pytest.mark.parametrize(("mixer", "kind"), [("gdn", "LoRA"), ("gdn", "DoRA"), ("mamba2", "LoRA")])
+def test_bridges_own_adapters_do_the_same(pools, tmp_path, mixer, kind, as_bridge_alone):
+    """DoRA around Mamba's in_proj has no files in Bridge: its own adapter raises TypeError."""
+    own = (bridge.FOLDER, kind)
+    pools(2).run(laws.save, mixer, str(tmp_path), 2, as_bridge_alone, own)
+    for tp in (1, 2):
+        for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp, own):
+            assert len(differences) == {"LoRA": 2, "DoRA": 3}[kind]
             assert not any(differences.values()), differences

@@ -1,42 +1,80 @@
-"""The commands that README and docs tell a reader to run."""
+"""The pages that a reader is given, and the code and commands that are on them."""
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 _PROGRAM = re.compile(
-    r"(\w+=\S+ )*(make|pip|git|python3?|torchrun|(\./)?\.venv/bin/\w+)( |$)", flags=re.ASCII
+    r"(\w+=\S+ )*(make|pip|git|python3?|torchrun|benchmarks/\w+\.sh|(\./)?\.venv/bin/\w+)( |$)",
+    flags=re.ASCII,
 )
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
-def commands_of(page: Path) -> list[str]:
-    """Every command of a page in the order in which they stand, without comments.
+class Block(NamedTuple):
+    """A block of code on a page.
+
+    Args:
+        language: what follows the fence; None for an indented block.
+    """
+
+    page: Path
+    language: str | None
+    code: str
+
+
+def pages(root: Path) -> list[Path]:
+    """Every page of a checkout. The ways in come first; CHANGELOG tells of what was."""
+    first = [root / "README.md", root / "docs" / "start.md", root / "docs" / "launching.md"]
+    more = [root / "CONTRIBUTING.md", root / "benchmarks" / "README.md", root / "tests/README.md"]
+    docs = [p for p in sorted((root / "docs").rglob("*.md")) if "_build" not in p.parts]
+    return first + [page for page in docs if page not in first] + more
+
+
+def tokens_of(page: Path) -> Iterator[Token]:
+    """The elements of a page in their order, those within lines and tables too."""
+    for token in _MARKDOWN.parse(page.read_text()):
+        yield token
+        yield from token.children or ()
+
+
+def blocks_of(*of: Path, language: str | None = "any") -> list[Block]:
+    """The blocks of code of pages that are written in ``language``."""
+    found = []
+    for page in of:
+        for token in tokens_of(page):
+            if token.type == "fence":
+                found.append(Block(page, token.info.strip(), token.content))
+            elif token.type == "code_block":
+                found.append(Block(page, None, token.content))
+    return [block for block in found if language in ("any", block.language)]
+
+
+def commands_of(*of: Path) -> list[str]:
+    """Every command of pages in the order in which they stand, without comments.
 
     A command is a line that starts with a program's name (after assignments of variables), in a
-    fenced block that is no Python, in an indented block, or between backticks in the text. Lines
-    that end in a backslash go on.
+    block that is no Python, or between backticks in the text. Lines that end in a backslash go on.
     """
-    found: list[str] = []
-    language: str | None = None  # of the fenced block around the line; None outside
-    lines = iter(page.read_text().splitlines())
-    for line in lines:
-        if line.lstrip().startswith("```"):
-            language = line.strip()[3:] if language is None else None
-        elif language == "python":
-            continue
-        elif language is not None or line.startswith("    "):
-            while line.endswith("\\"):
-                line = line[:-1] + " " + next(lines)
-            found += _command(line)
-        else:
-            for span in re.findall(r"`([^`]+)`", line):
-                found += _command(span) if " " in span else []
-    return found
+    return [line for page in of for line in _shell_of(page) if _PROGRAM.match(line)]
 
 
-def _command(line: str) -> list[str]:
-    text = " ".join(re.sub(r"\s#.*", "", line).split())
-    return [text] if _PROGRAM.match(text) else []
+def _shell_of(page: Path) -> Iterator[str]:
+    for token in tokens_of(page):
+        block = token.type in ("fence", "code_block") and token.info.strip() != "python"
+        if block or (token.type == "code_inline" and " " in token.content):
+            yield from lines_of(token.content)
+
+
+def lines_of(code: str) -> list[str]:
+    """The lines of a shell's code, each with its continuation, without comments and indents."""
+    whole = (re.sub(r"(^|\s)#.*", "", line) for line in code.replace("\\\n", " ").splitlines())
+    return [" ".join(line.split()) for line in whole if line.strip()]
 
 
 def flags_of(command: str) -> tuple[int, list[str]]:
@@ -50,20 +88,19 @@ def flags_of(command: str) -> tuple[int, list[str]]:
     return int(*sizes or [1]), flags
 
 
-def blocks_of(page: Path, language: str = "") -> list[str]:
-    """The fenced blocks of a page that are written in ``language``."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [code for written_in, code in fenced if written_in == language]
+def changed_lines(root: Path) -> list[list[str]]:
+    """The flags that a launch which exists is given, block by block."""
+    blocks = blocks_of(*pages(root), language="bash")
+    return [shlex.split(*lines_of(b.code)) for b in blocks if b.code.lstrip().startswith("--spec")]
 
 
-def words_of(block: str) -> list[str]:
-    return shlex.split(block.replace("\\\n", " "))
-
-
-def launches_of(page: Path) -> dict[str, list[str]]:
+def launches_of(root: Path) -> dict[str, list[str]]:
     """The flags of each whole launch of a script of Megatron-LM, by the script."""
     found = {}
-    for words in map(words_of, (b for b in blocks_of(page) if "pretrain_" in b and "--spec" in b)):
-        (at,) = (i for i, word in enumerate(words) if word.endswith(".py"))
-        found[words[at]] = words[at + 1 :]
+    for command in commands_of(*pages(root)):
+        if "--spec megatron_gdn.specs" in command:
+            words = shlex.split(command)
+            (at,) = (i for i, word in enumerate(words) if word.endswith(".py"))
+            assert words[at] not in found, f"{words[at]} is launched twice on the pages"
+            found[words[at]] = words[at + 1 :]
     return found

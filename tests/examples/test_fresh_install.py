@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.commands import commands_of, flags_of
+from tests.examples.commands import commands_of, flags_of, pages
 from tests.examples.launching import ROOT
 
 pytestmark = pytest.mark.nightly
@@ -98,7 +98,7 @@ def test_make_demo_and_the_lines_below_it_run_from_a_fresh_clone_as_they_stand(c
     run = clone / "runs/pretrain_hybrid"
     for left in (run / "loss.png", run / "checkpoints/iter_0000240", run / "tensorboard"):
         assert left.exists() and str(left.relative_to(clone)) in printed
-    lines = [c for c in commands_of(clone / "README.md") if "examples/pretrain_hybrid.py" in c]
+    lines = [c for c in commands_of(*pages(clone)[:2]) if "examples/pretrain_hybrid.py" in c]
     # A Hugging Face folder is not in a clone; test_hf_round_trip.py makes one.
     lines = [line for line in lines if "--hf-config" not in line]
     for line in lines:

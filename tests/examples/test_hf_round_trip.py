@@ -1,4 +1,4 @@
-"""The way round of the README: import, three steps of the example, export, transformers."""
+"""The way round of the pages: import, three steps of the example, export, transformers."""
 
 import json
 from pathlib import Path

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from benchmarks.measure import captured
+from benchmarks.lib.measure import captured
 from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import build_layer, randomise_, thd

@@ -21,8 +21,6 @@ from tests.hf.megatron_models import build_megatron
 from tests.hf.model_laws import checkpoint_loads, load_and_save
 from tests.parallel import parallel
 
-README = Path(__file__).parents[2] / "README.md"
-
 
 @pytest.fixture(scope="module")
 def imported(hf_folder, tmp_path_factory):

@@ -12,7 +12,7 @@ from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import mamba_mixers
 from tests.distributed.layer_laws import randomise_
-from tests.parallel import make_config
+from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -128,7 +128,7 @@ def test_boundaries_that_another_forward_has_read_before_the_recomputation(kind,
 
 
 def step(run, around, packed, offsets) -> None:
-    """What ``packed`` gives is what new boundaries give."""
+    """What ``packed`` gives is what new boundaries give; buffers take products of other shapes."""
     with torch.no_grad():
         run(rows(), packed)  # an evaluation between
     x = rows()
@@ -136,7 +136,7 @@ def step(run, around, packed, offsets) -> None:
     new, leaf = ordinary(), x.detach().requires_grad_()
     by_new_tensors(new, offsets)
     run(leaf, new).square().sum().backward()
-    torch.testing.assert_close(x.grad, leaf.grad)
+    assert_close("d_x", x.grad, leaf.grad, 1e-5)
 
 
 @KINDS

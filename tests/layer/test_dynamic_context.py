@@ -241,6 +241,6 @@ def test_masks_packing_and_the_aligned_mode_are_refused(kind):
     call = partial(layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context)
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="says itself"):
         call(packed_seq_params=thd((4,)))
-    layer.aligned = True
+    layer.config.batch_invariant_mode = True
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="batch_invariant_mode"):
         call()

@@ -234,6 +234,22 @@ def test_slots_may_be_chosen_on_the_device(kind):
             layer(x[:2], inference_context=context)
 
 
+@of_both
+def test_a_step_in_slots_has_nothing_to_roll_back(kind):
+    layer, x, _ = make(kind, rows=2, tokens=9)
+    pool = pool_for(layer, slots=2)
+    context = RequestsContext(pool, [pool.allocate(), pool.allocate()], keep_steps=True)
+    with torch.no_grad():
+        layer(x[:5], inference_context=context)
+        layer(x[5:8], inference_context=context)
+        layer(x[8:], inference_context=RequestsContext(pool, slots=torch.tensor([0, 1])))
+    before = [tensor.clone() for carry in pool.layers.values() for tensor in carry]
+    with pytest.raises(ValueError, match="no decode step to roll back"):
+        pool.roll_back(context.requests, [1, 2])
+    after = [tensor for carry in pool.layers.values() for tensor in carry]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
 @pytest.mark.parametrize(
     ("kind", "heads", "channels"), [("gdn", 8 * 8 * 12, 160), ("mamba2", 8 * 5 * 3, 44)]
 )

@@ -60,6 +60,15 @@ def test_packed_documents_in_a_graph_of_the_layer_are_refused_at_once(impl, modu
 
 
 @one_rank
+def test_a_graph_that_the_config_asks_for_later_takes_no_packed_documents_either():
+    layer, x = build("none", []), torch.randn(12, 1, 24)
+    layer(x, None, packed_seq_params=thd((4, 8)))
+    layer.config.cuda_graph_impl = "transformer_engine"
+    with pytest.raises(NotImplementedError, match="cuda_graph_impl='transformer_engine'"):
+        layer(x, None, packed_seq_params=thd((4, 8)))
+
+
+@one_rank
 def test_packed_documents_beside_graphs_of_other_modules_are_not():
     layer = build("local", ["mlp"])
     layer(torch.randn(12, 1, 24), None, packed_seq_params=thd((4, 8)))

@@ -4,10 +4,12 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -19,6 +21,7 @@ from megatron.core.optimizer import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megatron_gdn.compat.stored_strides import with_stored_strides
 from megatron_gdn.specs import hybrid_stack_spec
 from tests import upstream
 from tests.parallel import make_config
@@ -248,8 +251,10 @@ def load_model_only(training: Training, folder: str) -> None:
 
 
 def tensors_in(folder: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
-    everything = dist_checkpointing.load_plain_tensors(folder)
+    """Every tensor of a checkpoint, whole; also while the package's wrappers are off."""
+    read = with_stored_strides(TorchDistLoadShardedStrategy.load_tensors_metadata)
+    with mock.patch.object(TorchDistLoadShardedStrategy, "load_tensors_metadata", read):
+        everything = dist_checkpointing.load_plain_tensors(folder)
     return {key: value for key, value in everything.items() if isinstance(value, torch.Tensor)}
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_gdn import Documents
+from megatron_gdn import Documents, static_packed_seq_params
 from megatron_gdn.packing import resolve_packed_seq_params
 
 CPU = torch.device("cpu")
@@ -44,6 +44,34 @@ def test_boundaries_changed_behind_torchs_back_are_seen():
     resolve_packed_seq_params(params, 12, CPU)
     params.cu_seqlens_q.numpy()[1] = params.cu_seqlens_kv.numpy()[1] = 5
     assert resolve_packed_seq_params(params, 12, CPU).offsets == (0, 5, 12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cu_seqlens_q": [0, 5, 12]},
+        {"cu_seqlens_kv": [0, 5, 12]},
+        {"cu_seqlens_q": [0, 5, 12], "cu_seqlens_kv": [0, 5, 12]},
+        {"cu_seqlens_q_padded": [0, 5, 12], "cu_seqlens_kv_padded": [0, 5, 12]},
+        {"cu_seqlens_q": None},
+    ],
+    ids=" and ".join,
+)
+def test_fixed_buffers_in_whose_place_others_were_put_are_refused(changes):
+    params = static_packed_seq_params(12, 2, device="cpu")
+    for name, offsets in changes.items():
+        given = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+        setattr(params, name, given)
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} .*set_documents"):
+        resolve_packed_seq_params(params, 12, CPU)
+
+
+def test_fixed_buffers_may_be_the_padded_slots_of_documents():
+    params = static_packed_seq_params(12, 2, device="cpu")
+    params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded = (params.cu_seqlens_q,) * 2
+    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 3, 9], dtype=torch.int32)
+    documents = resolve_packed_seq_params(params, 12, CPU)
+    assert documents.boundaries is params.cu_seqlens_q_padded
 
 
 def test_boundaries_are_not_baked_into_a_graph(monkeypatch):

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-plot = pytest.importorskip("benchmarks.plot", reason="draws with matplotlib")
+plot = pytest.importorskip("benchmarks.lib.plot", reason="draws with matplotlib")
 
 
 def line(case: str, layer: str, ms: float, core: str = "fla") -> dict:
@@ -67,3 +67,20 @@ def test_whole_models_have_a_bar_for_each_step(tmp_path):
         assert [bar.get_width() / unit for bar in axis.patches] == [9.0, 3.0]
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["batch\neager", "batch\nlocal graphs"]
+
+
+def test_ours_beside_megatron_cores_is_a_share_of_it(tmp_path):
+    rows = [
+        plot.Beside("one", "long", (10.0, 20.0), (3000.0, 4000.0)),
+        plot.Beside("one", "short", (0.5, 0.4), (1.0, 2.0)),
+        plot.Beside("two", "long", (123.4, 1234.0), (9.0, 10.0)),
+    ]
+    (axis,) = plot.draw_beside(rows, tmp_path / "beside.png").axes
+    widths = [bar.get_width() for bar in axis.patches]
+    assert widths == pytest.approx([0.5, 0.75, 1.25, 0.5, 0.1, 0.9])
+    texts = [text.get_text() for text in axis.texts]
+    assert texts[:3] == ["one", "long", "10.0 of 20.0 ms, 3,000 of 4,000 MiB"]
+    assert texts[3:5] == ["time 0.50", "memory 0.75"] and "123 of 1,234 ms" in texts[-3]
+    assert axis.get_xlim()[1] > 1.25  # a bar that is longer than megatron-core's is seen whole
+    boxes = [text.get_window_extent() for text in axis.texts]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))

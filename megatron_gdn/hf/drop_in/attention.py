@@ -64,8 +64,9 @@ def gathered_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if place is not None and place.exchange is not None:
         q, k, v = (place.enter(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
+    layout = gdn_batch.layout
     share = MicroBatchShare.of(
-        gdn_batch.packed, gdn_batch.group, gdn_batch.layout, q.shape[1], q.device
+        gdn_batch.packed, gdn_batch.group, lambda _: layout, q.shape[1], q.device
     )
     keys, values = (share.gather(x.transpose(0, 1)).transpose(0, 1) for x in (k, v))
     spans = [_attend(span, q, keys, values, scaling, dropout) for span in share.spans]

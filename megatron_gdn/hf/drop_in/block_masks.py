@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .families import TextModel
 
 _EXCLUDED = -1e4  # added to a score, this and less leaves an attention weight of 0
 
@@ -81,7 +83,7 @@ def _sees(mask: Tensor) -> Tensor:
     return mask == 0 if added else mask != 0
 
 
-def as_attention_reads(text: nn.Module, mask: Any) -> Any:
+def as_attention_reads(text: TextModel, mask: Any) -> Any:
     """A 4-D mask of bools or integers in the form that the text model's attention reads.
 
     Eager and flex attention of transformers add a mask to the scores, where True would be + 1.

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+
+    class LinearAttention(nn.Module):
+        """What is read of transformers' Gated DeltaNet."""
+
+        conv1d: nn.Conv1d
+        norm: Any
+        in_proj_qkvz: nn.Linear
+        in_proj_ba: nn.Linear
+        out_proj: nn.Linear
+        _modules: dict[str, Any]
+        _parameters: dict[str, Any]
+
+        def __init__(self, config: Any, layer_idx: int) -> None: ...
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
+
+    class TextModel(nn.Module):
+        """What is read of transformers' text models."""
+
+        config: Any
+        layers: Iterable[Any]
+
+        def get_input_embeddings(self) -> nn.Embedding: ...
+
+else:
+    LinearAttention = TextModel = nn.Module
+
+from ...module_hooks import has_hooks
 
 # Class name -> the module that has it, and the text configs that describe it.
 _FAMILIES = {
@@ -45,19 +75,15 @@ def class_for_config(config: Any) -> type:
 def is_plain_gated_norm(norm: nn.Module) -> bool:
     """Whether ``norm`` computes ``RMSNorm(x) * weight * SiLU(z)`` by transformers' own forward.
 
-    A kernel that took its place, a subclass, or a hook on it is called as it is instead.
+    A kernel that took its place, a subclass, another forward of the class, or one with hooks is
+    called as it is instead.
     """
     cls = type(norm)
-    hooks = (
-        norm._forward_hooks,
-        norm._forward_pre_hooks,
-        norm._backward_hooks,
-        norm._backward_pre_hooks,
-    )
     return (
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
+        and cls.forward.__module__.startswith("transformers.")
         and "forward" not in vars(norm)
         and getattr(norm, "activation", None) == "silu"
-        and not any(hooks)
+        and not has_hooks(norm)
     )

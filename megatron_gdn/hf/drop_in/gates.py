@@ -15,6 +15,7 @@ from ...observe import log_once
 from ...ops.gates import decay_and_write_gates
 from ...precision import Fp32Parameters
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
+from .families import LinearAttention
 
 
 class SSMGate(Fp32Parameters, nn.Module):
@@ -83,7 +84,7 @@ class HeldParameter:
         return getattr(holder, self.name)
 
 
-def install_ssm_gate(module: nn.Module, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
+def install_ssm_gate(module: LinearAttention, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
     They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
@@ -114,7 +115,7 @@ def tell_of_other_dtype(config: Any) -> None:
         )
 
 
-def release_gates(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+def release_gates(module: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
     """Undo :func:`install_ssm_gate`: the parameters are the module's own again, in ``dtypes``."""
     holder = module._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...dims import GDNDims
+from ...loader_layout import LoaderLayout
 from ...micro_batch import MicroBatches
-from ...module_hooks import run_pre_hooks
+from ...module_hooks import require_plain_conv, run_pre_hooks
 from ...ops.delta_rule.resolve import choose_rule
 from ...ops.gdn import gdn_parts
 from ...ops.head_sizes import HeadSizes
@@ -28,7 +29,12 @@ from ...ops.parts import GatedNorm
 from ...ops.readout.base import Apart, called_per_head
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .batch import ModelBatch, resolve_batch
-from .families import class_for_config, is_plain_gated_norm, transformers_class
+from .families import (
+    LinearAttention,
+    class_for_config,
+    is_plain_gated_norm,
+    transformers_class,
+)
 from .gates import (
     HeldParameter,
     install_ssm_gate,
@@ -75,7 +81,7 @@ class _Runner:
 
     options: DropInOptions
     dims: GDNDims
-    expected: SimpleNamespace
+    expected: Any  # what is read of a TransformerConfig
     stored: dict[str, torch.dtype]
     made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
@@ -99,14 +105,14 @@ class _Runner:
             options, sizes = self.options, self.dims.heads
             self.made[group, layout] = MicroBatches(
                 self.expected, sizes.layout, sizes.state, self.dims.conv_kernel_dim,
-                group, layout, mode=options.linear_cp_mode,
+                group, LoaderLayout(layout, self.expected), mode=options.linear_cp_mode,
                 choose_rule=partial(choose_rule, options.backend, sizes,
                                     operands=options.rule_operands, normalise_qk=True),
             )  # fmt: skip
         return self.made[group, layout]
 
 
-class CPAwareGatedDeltaNet(nn.Module):
+class CPAwareGatedDeltaNet(LinearAttention):
     """transformers' Gated DeltaNet for packed documents and context parallelism.
 
         q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * SiLU(z))
@@ -134,7 +140,7 @@ class CPAwareGatedDeltaNet(nn.Module):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
         if cls is CPAwareGatedDeltaNet:
-            cls = drop_in_class(class_for_config(config))
+            return super().__new__(drop_in_class(class_for_config(config)))
         return super().__new__(cls)
 
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
@@ -218,10 +224,9 @@ class CPAwareGatedDeltaNet(nn.Module):
                 kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # of whole rows without padding, or the batch has it
-        plain = batch is None or batch.is_plain
-        if plain and (cache_params is not None or self.drop_in.options.unpacked == "transformers"):
-            return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
-        if plain:
+        if batch is None or batch.is_plain:
+            if cache_params is not None or self.drop_in.options.unpacked == "transformers":
+                return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
             keep = None if attention_mask is None else attention_mask != 0
             batch = ModelBatch(keep=keep)
         return self._by_mixer(hidden_states, batch)
@@ -237,8 +242,9 @@ class CPAwareGatedDeltaNet(nn.Module):
 
     def _by_mixer(self, hidden_states: Tensor, batch: ModelBatch) -> Tensor:
         proj_BTP = project(self, batch.enter(hidden_states), self.drop_in.dims)
-        mixed_BTV = self._mix(proj_BTP.transpose(0, 1), batch).transpose(0, 1)
-        return batch.leave(self.out_proj(mixed_BTV), hidden_states)
+        # torch.compiler.disable has no types.
+        mixed = self._mix(proj_BTP.transpose(0, 1), batch)  # pyright: ignore[reportCallIssue]
+        return batch.leave(self.out_proj(mixed.transpose(0, 1)), hidden_states)
 
     @torch.compiler.disable  # tables on the host, and one autograd function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
@@ -247,6 +253,8 @@ class CPAwareGatedDeltaNet(nn.Module):
         scheme, conv = batch.scheme, self.conv1d
         rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
         A_log, dt_bias = self._modules[HOLDER_NAME]()
+        require_plain_conv(conv)
+        _require_silu(self)
         run_pre_hooks(conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0))
         parts = gdn_parts(
             rows,
@@ -330,33 +338,37 @@ def _flat(seq_index: Tensor) -> Tensor:
 
 
 @lru_cache
-def drop_in_class(cls: type) -> type:
+def drop_in_class(cls: type) -> type[Any]:
     """The subclass of a transformers class that runs as a drop-in."""
     return type(f"CPAware{cls.__name__}", (CPAwareGatedDeltaNet, cls), {"__doc__": cls.__doc__})
 
 
-def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> None:
+def _require_silu(module: Any) -> None:
+    if module.activation not in ("silu", "swish"):
+        raise ValueError(
+            f"{type(module).__name__} has activation={module.activation!r} (config.hidden_act); "
+            f"the convolution and the gate of a Gated DeltaNet here are SiLU. Set "
+            f"hidden_act='silu', or leave this model unpatched."
+        )
+
+
+def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn a module of transformers into a drop-in, with the same parameters.
 
     Raises:
         ValueError: another activation than SiLU, a conv1d that is no plain convolution.
     """
-    name = type(module).__name__
-    if module.activation not in ("silu", "swish"):
-        raise ValueError(
-            f"{name} has activation={module.activation!r} (config.hidden_act); the convolution and "
-            f"the gate of a Gated DeltaNet here are SiLU. Set hidden_act='silu', or leave this "
-            f"model unpatched."
-        )
+    _require_silu(module)
     if not isinstance(module.conv1d, nn.Conv1d):
         raise ValueError(
-            f"conv1d of {name} is a {type(module.conv1d).__name__}, not torch's Conv1d, whose "
-            f"weight the mixer reads. Leave conv1d out of adapters and quantization."
+            f"conv1d of {type(module).__name__} is a {type(module.conv1d).__name__}, not torch's "
+            f"Conv1d, whose weight the mixer reads. Leave conv1d out of adapters and quantization."
         )
     dims = GDNDims.from_config(config)
     dtype = module.out_proj.weight.dtype
     expected = SimpleNamespace(
         deterministic_mode=False,
+        batch_invariant_mode=False,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
@@ -369,10 +381,11 @@ def become_drop_in(module: nn.Module, config: Any, options: DropInOptions) -> No
     install_ssm_gate(module)
     module.drop_in = _Runner(options, dims, expected, stored)
     module.drop_in.run_over(options.cp_mesh)
+    return module
 
 
 def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:
     """Undo :func:`become_drop_in`."""
     release_gates(module, module.drop_in.stored)
     del module.drop_in
-    module.__class__ = transformers_class(module)
+    module.__class__ = type(module).__bases__[1]

@@ -148,7 +148,7 @@ def assert_no_packing_leak(
     reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
     found = _found(reach, tolerance)
     if not found:
-        others = reach.change.masked_fill(torch.eye(len(lengths), dtype=torch.bool), 0)
+        others = reach.change.clone().fill_diagonal_(0)
         line = (
             f"{type(module).__name__}: no packed document of {tuple(lengths)} tokens, told by "
             f"{source}, reaches another (largest change {others.max().item():.1e}, largest output "
@@ -193,7 +193,7 @@ def _told(source: str, lengths: Sequence[int], device: torch.device) -> dict[str
 Draw = Callable[[int, torch.Generator], Tensor]
 
 
-def _draw_tokens(model: nn.Module) -> Draw:
+def _draw_tokens(model: Any) -> Draw:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return lambda tokens, generator: torch.randint(
         vocabulary, (1, tokens), generator=generator, device="cpu"

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ops.host_tables import to_device
 from .attention import GATHERED
 from .batch import ModelBatch
 from .block_masks import as_attention_reads
+from .families import TextModel
 from .layer import DropInOptions, refuse_documents_after_cache, resolve_call
 from .place import group_of
 from .sources import Sources, offsets_of, text_positions
 
 
-def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, Any]) -> dict:
+def prepare_forward(text: TextModel, options: DropInOptions, given: dict[str, Any]) -> dict:
     """The keywords of the text model's forward, with the resolved batch among them.
 
     Args:
@@ -53,7 +54,7 @@ def prepare_forward(text: nn.Module, options: DropInOptions, given: dict[str, An
     _refuse_cache(kwargs, batch)
     kwargs["use_cache"] = False
     if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = _positions(batch, *x.shape[:2], x.device)
+        kwargs["position_ids"] = _positions(batch, len(x), x.device)
     of_attention = mask["full_attention"] if isinstance(mask, dict) else None
     if not isinstance(mask, dict):
         of_attention = _attention_mask(text, batch, x, kwargs["position_ids"], mask)
@@ -71,11 +72,11 @@ def _refuse_cache(kwargs: dict[str, Any], batch: ModelBatch) -> None:
     )
 
 
-def _positions(batch: ModelBatch, rows: int, tokens: int, device: torch.device) -> Tensor:
+def _positions(batch: ModelBatch, rows: int, device: torch.device) -> Tensor:
     """int64 ``[B, S]``: positions inside each document, 0 at padding."""
     if batch.ids is None or batch.packed is None:
-        own = batch.place.own_positions()
-        return to_device(own, device).expand(rows, -1)
+        assert batch.place is not None
+        return to_device(batch.place.own_positions(), device).expand(rows, -1)
     ids = batch.ids
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -88,7 +89,7 @@ def _positions(batch: ModelBatch, rows: int, tokens: int, device: torch.device) 
 
 
 def _attention_mask(
-    text: nn.Module, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
+    text: TextModel, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
 ) -> Any:
     """What keeps documents apart in the text model's attention, in the form it takes."""
     implementation = text.config._attn_implementation
@@ -109,13 +110,14 @@ def _attention_mask(
 
     if "flash" in implementation:
         return _for_flash(batch, implementation, position_ids)
+    assert batch.ids is not None
     ids = to_device(batch.ids, x.device)
     weight = text.get_input_embeddings().weight
     shape = torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device)
     return create_causal_mask(
         config=text.config,
         inputs_embeds=shape,
-        attention_mask=None if batch.keep is None else batch.keep,
+        attention_mask=batch.keep,
         past_key_values=None,
         and_mask_function=packed_sequence_mask_function(ids),
     )

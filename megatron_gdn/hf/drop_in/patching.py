@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from typing import Any
+from functools import wraps
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torch import nn
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ..fp32_contract import HOLDER_NAME
 from .attention import GATHERED, register_gathered_attention
-from .families import transformers_class
+from .families import TextModel, transformers_class
 from .layer import (
     CPAwareGatedDeltaNet,
     DropInOptions,
@@ -22,6 +24,9 @@ from .layer import (
 )
 from .model_forward import prepare_forward
 from .place import group_of
+
+# On a patched text model: the forward that another tool had put on the object, or None.
+_FORWARD_BEFORE = "_megatron_gdn_forward_before"
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,7 @@ class Patch:
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._hooks: list[Any] = []
         self._attention: list[tuple[Any, str]] = []
+        self._forwards: dict[nn.Module, Any] = {}
         texts = list(text_models(model))
         for text in texts:
             for name, layer in text.named_modules():
@@ -78,7 +84,8 @@ class Patch:
         ``A_log`` and ``dt_bias`` return to the dtype that they had.
 
         Raises:
-            RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``.
+            RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``, or a text
+                model's ``forward`` replaced.
         """
         for name, layer in self.layers.items():
             mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
@@ -87,13 +94,24 @@ class Patch:
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so it cannot be given back. Undo the patch before wrapping the model."
                 )
+        for text, forward in self._forwards.items():
+            if getattr(vars(text).get("forward"), "__func__", None) is not forward:
+                raise RuntimeError(
+                    f"the forward of {type(text).__name__} was replaced since it was patched, and "
+                    f"calls ours inside. Put it back before the patch is undone."
+                )
         for hook in self._hooks:
             hook.remove()
+        for text in self._forwards:
+            before = vars(text).pop(_FORWARD_BEFORE)
+            del vars(text)["forward"]
+            if before is not None:
+                vars(text)["forward"] = before
         for config, implementation in self._attention:
             config._attn_implementation = implementation
         for layer in self.layers.values():
             stop_being_drop_in(layer)
-        self._hooks, self._attention, self.layers = [], [], {}
+        self._hooks, self._attention, self._forwards, self.layers = [], [], {}, {}
 
     def __enter__(self) -> Patch:
         return self
@@ -101,16 +119,15 @@ class Patch:
     def __exit__(self, *_: Any) -> None:
         self.undo()
 
-    def _replace(self, text: nn.Module, options: DropInOptions) -> None:
+    def _replace(self, text: TextModel, options: DropInOptions) -> None:
         prefix = next(name for name, module in self.model.named_modules() if module is text)
         rounded = []
         for name, module in text.named_modules(prefix=prefix):
             if transformers_class(module) is None:
                 continue
-            if module.A_log.dtype in (torch.bfloat16, torch.float16):
+            layer = self.layers[name] = become_drop_in(module, text.config, options)
+            if layer.drop_in.stored["A_log"] in (torch.bfloat16, torch.float16):
                 rounded.append(name)
-            become_drop_in(module, text.config, options)
-            self.layers[name] = module
         if rounded:
             logger.warning(
                 "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and are fp32 from "
@@ -120,11 +137,11 @@ class Patch:
                 rounded[0],
             )
 
-    def _hook(self, text: nn.Module, attention: str | None) -> None:
+    def _hook(self, text: TextModel, attention: str | None) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         own = text.config._attn_implementation
 
-        def options_now(module: nn.Module) -> DropInOptions:
+        def options_now(module: TextModel) -> DropInOptions:
             options = _options_of(module)
             if attention is not None:
                 off = group_of(options.cp_mesh) is None
@@ -134,19 +151,29 @@ class Patch:
             return options
 
         @torch.compiler.disable  # reads boundaries on the host
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def before(module: TextModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             return (), prepare_forward(module, options_now(module), given)
 
+        @wraps(type(text).forward)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if "gdn_batch" not in kwargs:  # called directly, so that the hook did not run
+                args, kwargs = cast(Any, before)(module, args, kwargs)
+            own = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
+            return own(*args, **kwargs)
+
         options_now(text)
-        self._hooks.append(text.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.append(text.register_forward_pre_hook(cast(Any, before), with_kwargs=True))
+        vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
+        vars(text)["forward"] = MethodType(forward, text)  # a deepcopy binds it to the copy
+        self._forwards[text] = forward
         for layer in text.layers:
             if not hasattr(layer, "linear_attn"):
                 hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
                 self._hooks.append(hook)
 
 
-def _options_of(text: nn.Module) -> DropInOptions:
+def _options_of(text: TextModel) -> DropInOptions:
     """What the replaced layers of a text model are set to, whose ``_cp_mesh`` may have changed.
 
     Raises:
@@ -164,14 +191,14 @@ def _options_of(text: nn.Module) -> DropInOptions:
     return first
 
 
-def _before_attention(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """transformers' own attention knows nothing of the resolved batch."""
     if layer.self_attn.config._attn_implementation != GATHERED:
         kwargs.pop("gdn_batch", None)
     return args, kwargs
 
 
-def text_models(model: nn.Module) -> Iterator[nn.Module]:
+def text_models(model: nn.Module) -> Iterator[TextModel]:
     """The modules whose ``layers`` hold linear-attention modules."""
     for module in model.modules():
         layers = getattr(module, "layers", None)
@@ -179,7 +206,7 @@ def text_models(model: nn.Module) -> Iterator[nn.Module]:
             transformers_class(getattr(layer, "linear_attn", None) or nn.Identity()) is not None
             for layer in layers
         ):
-            yield module
+            yield cast(TextModel, module)
 
 
 def patch(

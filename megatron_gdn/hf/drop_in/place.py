@@ -24,6 +24,7 @@ from .sources import Sources, text_positions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _NATIVE = (SequenceLayout.ZIGZAG_BUFFER, SequenceLayout.CONTIGUOUS)
 
@@ -119,6 +120,7 @@ class Place:
         all_cBs = gather_on_host(x_Bs.long().to(device), self.group)
         rank_order = all_cBs.transpose(0, 1).flatten(1)
         ordered = torch.empty_like(rank_order)
+        assert self.positions is not None
         ordered[:, self.positions.flatten()] = rank_order
         return ordered
 
@@ -205,7 +207,7 @@ def require_agreement(
     )
 
 
-def group_of(mesh: object) -> ProcessGroup | None:
+def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
     """The process group of a one-dimensional device mesh; None for none or for one rank.
 
     Raises:

@@ -10,13 +10,14 @@ Legend: B batch, S tokens, H hidden size, P width of the mixer's rows.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...dims import GDNDims
 from ..gdn_layer import ba_rows, qkvz_rows
+from .families import LinearAttention
 
 
-def project(module: nn.Module, x_BSH: Tensor, dims: GDNDims) -> Tensor:
+def project(module: LinearAttention, x_BSH: Tensor, dims: GDNDims) -> Tensor:
     """``[B, S, P]``, rows query | key | value | z | beta | alpha.
 
     The projections are called as modules, so adapters and hooks on them work.

@@ -17,7 +17,7 @@ Legend: B batch, S tokens of a row, N documents, T tokens that are not padding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tenso
     return cu_seqlens
 
 
-def is_indexed_packed_mask(mask: object) -> bool:
+def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
     """Whether a mask ``[B, S]`` numbers documents: it is no bool mask and has a value above 1.
 
     Reads the mask on the host.

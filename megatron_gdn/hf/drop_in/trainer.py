@@ -6,7 +6,7 @@ context-parallel ranks a batch belongs to the ranks together, and each predicts 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,13 @@ from .collator import context_parallel_share
 from .layer import CPAwareGatedDeltaNet, DropInOptions
 from .place import group_of
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # transformers' own comes after the mixin, in the class that has both
 
-class ContextParallelTrainerMixin:
+
+class ContextParallelTrainerMixin(Trainer):
     """Makes a ``Trainer`` train a patched model over its ``cp_mesh``.
 
         class CPTrainer(ContextParallelTrainerMixin, transformers.Trainer):
@@ -92,6 +97,7 @@ class ContextParallelTrainerMixin:
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _options(self) -> DropInOptions:
+        assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, CPAwareGatedDeltaNet):
                 return module.drop_in.options
@@ -105,7 +111,7 @@ class ContextParallelTrainerMixin:
         if group is None:
             return loader
         sampler = getattr(loader, "batch_sampler", None)
-        if not hasattr(sampler, "process_index") or sampler.split_batches:
+        if sampler is None or not hasattr(sampler, "process_index") or sampler.split_batches:
             raise ValueError(
                 f"a {type(loader.dataset).__name__} read by a {type(loader).__name__} is dealt to "
                 f"processes in a way that context-parallel ranks cannot share. Give a dataset with "

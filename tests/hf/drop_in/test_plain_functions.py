@@ -23,8 +23,10 @@ import torch
 for name in {sources}:  # fla is not hidden, so transformers takes its kernels
     importlib.import_module(f"transformers.models.{{name}}.modeling_{{name}}")
 from megatron_gdn.hf import patch, plain_functions_on_cpu
+from tests import bits_by_shape
 from tests.hf.tiny_models import build
 
+bits_by_shape.hold_if_asked()  # as in the process that compares
 tokens, found = torch.tensor({tokens}), {{}}
 for family in {families}:
     model = build(family)

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.dims import GDNDims
+from megatron_gdn.loader_layout import LoaderLayout
 from megatron_gdn.micro_batch import MicroBatches
 from megatron_gdn.ops.build_lock import BuildLock
 from megatron_gdn.ops.delta_rule import flash_qla, flash_qla_builds, flash_qla_early
@@ -206,8 +207,9 @@ def test_a_layer_asks_for_the_kernels_that_it_will_surely_need(
     ).heads  # fmt: skip
     rule = HalfOperands(FlashQlaRule()) if operands == "fp16" else FlashQlaRule()
     MicroBatches(
-        config, sizes.layout, sizes.state, 4, Group(ranks), SequenceLayout.ZIGZAG, mode=mode,
-        choose_rule=lambda device, dtype, deterministic: (rule, "for a test"),
+        config, sizes.layout, sizes.state, 4, Group(ranks),
+        LoaderLayout(SequenceLayout.ZIGZAG, config), mode=mode,
+        choose_rule=lambda *rows, **modes: (rule, "for a test"),
     )  # fmt: skip
     if asked is None:
         assert not calls

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
-from benchmarks.compile_kernels import Problem, compile_for_hopper, loops
+from benchmarks.lib.compiling import Problem, compile_for_hopper, loops
 
 pytestmark = pytest.mark.nightly
 

@@ -1,4 +1,4 @@
-"""What the README's launches do inside a rank: they go through Megatron's own parser."""
+"""What the pages' launches do inside a rank: they go through Megatron's own parser."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from tests.distributed.layer_laws import thd
 from tests.parallel import parallel
 
 LENGTHS = (16, 48)
-# Given after the README's flags, of which the last one counts.
+# Given after the page's flags, of which the last one counts.
 SMALL = """
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
     --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4

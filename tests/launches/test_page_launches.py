@@ -1,4 +1,4 @@
-"""The whole launches of README run in a clone of Megatron-LM.
+"""The whole launches of the pages run in a clone of Megatron-LM.
 
     make test-launches MEGATRON_LM=folder
 
@@ -18,7 +18,6 @@ from tests.examples.commands import launches_of
 from tests.examples.launching import ROOT
 from tests.launches.on_cpu import WITHOUT_GPU
 
-README = ROOT / "README.md"
 CLONE = os.environ.get("MEGATRON_LM") or None
 VOCABULARY = 256
 # Given after the page's flags, of which the last one counts. Sizes, and how long it trains.
@@ -47,9 +46,9 @@ def trained(script: str, size: int, *flags: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(CLONE is None, reason="set MEGATRON_LM to the folder of a Megatron-LM clone")
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
-def test_a_launch_of_the_readme_trains(script):
+def test_a_launch_of_the_pages_trains(script):
     """Tensor and sequence parallelism over two, context parallelism over two, as on the page."""
-    losses = trained(script, 4, *launches_of(README)[script])
+    losses = trained(script, 4, *launches_of(ROOT)[script])
     # An untrained model knows nothing of the tokens.
     assert losses == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
 
@@ -60,5 +59,5 @@ def test_a_launch_of_the_readme_trains(script):
 def test_two_processes_train_it_too(parallel):
     sizes = ["--tensor-model-parallel-size", "1"]
     sizes += ["--context-parallel-size", "2" if parallel == "context" else "1"]
-    losses = trained("pretrain_hybrid.py", 2, *launches_of(README)["pretrain_hybrid.py"], *sizes)
+    losses = trained("pretrain_hybrid.py", 2, *launches_of(ROOT)["pretrain_hybrid.py"], *sizes)
     assert losses == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron_gdn.ops.delta_rule.flash_qla_plan import stages
+from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.head_sizes import HeadSizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,3 +181,43 @@ def thd(offsets: list[int] | None):
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
+
+
+OPTIONS = {
+    "ours": {},
+    "ours-recompute": {"recompute": True},
+    "ours-bf16": {"rule_operands": "bf16"},
+}
+
+
+def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int = 1):
+    """``{layer name: forward}``, and the input they share; ``count``: of layers in a row."""
+    x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
+    x.requires_grad_()
+    offsets = case.offsets()
+    documents = None
+    if offsets is not None:
+        documents = Documents.from_cu_seqlens(offsets, case.tokens, device="cuda")
+    packed = thd(case.offsets())
+    runs, modules = {}, {}
+    for name in layers:
+        if name == "upstream":
+            build = partial(upstream_layer, args.hidden, sizes)
+        else:
+            build = partial(our_layer, args.hidden, sizes, args.core, **OPTIONS[name])
+        row = row_of(build, count)
+        runs[name] = lambda row=row: through(row, x, packed)
+        modules[name] = row if count > 1 else row[0]
+    return runs, modules, x, documents
+
+
+def with_backward(run, module, x):
+    grad, parameters = torch.randn_like(run()), list(module.parameters())
+
+    def both() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        run().backward(grad)
+
+    return both

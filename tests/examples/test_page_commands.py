@@ -1,6 +1,6 @@
-"""Every command of README and docs runs: here, tiny, in the tests named here, or in `make nightly`.
+"""Every command of every page runs: here, tiny, in the tests named here, or in `make nightly`.
 
-`RUN_BY` is the table. A command that stands on a page and not here fails, and so does a row whose
+`RUN_BY` is the table. A command that is on a page and not here fails, and so does a row whose
 command is gone. Rows of commands that need a GPU are marked so; the flags of those are looked up.
 """
 
@@ -13,12 +13,12 @@ from itertools import dropwhile
 
 import pytest
 
-from tests.examples.commands import commands_of, flags_of
+from tests.examples.commands import commands_of, flags_of, pages
 from tests.examples.launching import ROOT, TINY, metrics, run
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-HERE = "tests/examples/test_readme_commands.py::"
+COMMANDS = commands_of(*pages(ROOT))
+_ON_GPUS = r"(python3|torchrun .*|\S+=\S+ python3) benchmarks/|benchmarks/on_gpus.sh "
+HERE = "tests/examples/test_page_commands.py::"
 IN_ORDER = HERE + "test_the_lines_of_the_example_run_in_the_order_in_which_they_stand"
 INSTALLED = (
     "tests/examples/test_fresh_install.py::test_the_quickstart_runs_from_an_installed_{}_alone"
@@ -36,7 +36,8 @@ GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
 
-LAUNCH = "tests/launches/test_readme_launches.py::test_a_launch_of_the_readme_trains"
+REPORT = "tests/unit/test_report.py::test_{}"
+LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_trains"
 
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {
@@ -80,7 +81,6 @@ RUN_BY = {
         "tests/hf/drop_in/test_leak_picture.py"
         "::test_the_picture_shows_the_leak_and_that_a_patched_model_has_none"
     ),
-    "python3 benchmarks/bench_hf_dropin.py --backend fla --out results.jsonl": GPU,
     ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
         "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
@@ -98,22 +98,30 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_three_mixers_is_learned"
     ),
-    "python3 benchmarks/bench_determinism.py --out determinism.jsonl": GPU,
+    "make lint": SUITE,
+    "make format": SUITE,
+    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_layout.py -k share": SUITE,
+    "TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/test_chains.py": SUITE,
+    ".venv/bin/python benchmarks/report.py": REPORT.format(
+        "the_tables_of_the_pages_are_of_the_results"
+    ),
+    ".venv/bin/python benchmarks/model_context_parallel.py": REPORT.format(
+        "the_formula_gives_what_the_page_says"
+    ),
+    ".venv/bin/python benchmarks/rounding.py": REPORT.format("rounding_is_simulated"),
+    ".venv/bin/python benchmarks/count_calls.py": (
+        "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
+    ),
+    "python3 -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
-RUN_BY |= {
-    command: LAUNCH
-    for command in commands_of(ROOT / "README.md")
-    if "torchrun" in command and "--spec megatron_gdn.specs" in command
-}
-
-
-def _on_pages() -> list[str]:
-    return [command for page in PAGES for command in commands_of(page)]
+RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
+# A machine with a GPU has a python3 of its own; elsewhere commands are those of .venv.
+RUN_BY |= {command: GPU for command in COMMANDS if re.match(_ON_GPUS, command)}
 
 
 def test_every_command_is_in_the_table_and_every_row_on_a_page():
-    there = set(_on_pages())
+    there = set(COMMANDS)
     assert sorted(there - set(RUN_BY)) == [], "say in RUN_BY which test runs these"
     assert sorted(set(RUN_BY) - there) == [], "no page has these any more"
 
@@ -123,11 +131,15 @@ def test_what_runs_a_command_exists(command):
     by = RUN_BY[command]
     if by == SUITE:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-        assert command.removeprefix("make ") in targets
+        test = next((word for word in command.split() if word.startswith("tests/")), "")
+        assert command.removeprefix("make ") in targets or (test and (ROOT / test).exists())
     elif by == GPU and ".py" in command:
         script = next(ROOT / word for word in command.split() if word.endswith(".py"))
-        for flag in re.findall(r"--[\w-]+", command):
+        for flag in re.findall(r"--[\w-]+", command.partition(".py ")[2]):
             assert f'"{flag}"' in script.read_text()
+    elif by == GPU and ".sh" in command:
+        script, part = command.split()
+        assert re.search(rf"^{part}\)$", (ROOT / script).read_text(), flags=re.MULTILINE)
     elif by != GPU:
         path, _, name = by.partition("::")
         defined = ast.walk(ast.parse((ROOT / path).read_text()))
@@ -138,17 +150,19 @@ def test_a_new_line_on_a_page_would_be_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "Run `make it` or `some_name`.\n```\n# no\nA=1 .venv/bin/python x.py --a \\\n  --b  # why\n"
-        "q = proj(x)\n```\n```python\nmake = 1\n```\n\n    torchrun y.py\n"
+        "q = proj(x)\n```\n```python\nmake = 1\n```\n\n    torchrun y.py\n\n| `pip x` | - |\n"
+        "|---|---|\n| `git y` | - |\n"
     )
-    assert commands_of(page) == ["make it", "A=1 .venv/bin/python x.py --a --b", "torchrun y.py"]
+    assert commands_of(page) == [
+        "make it", "A=1 .venv/bin/python x.py --a --b", "torchrun y.py", "pip x", "git y",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp_path):
     """From `make demo` on, one after the other in one folder, as they stand but tiny."""
     (tmp_path / "my_texts").symlink_to(text)
-    lines = [c for c in commands_of(ROOT / "README.md") if c == "make demo" or EXAMPLE_PY in c]
-    lines = [command for command in lines if "--hf-config" not in command]
+    lines = [c for c in commands_of(*pages(ROOT)[:2]) if c == "make demo" or EXAMPLE_PY in c]
     lines = list(dropwhile(lambda command: command != "make demo", lines))
     assert len(set(lines)) == 5
     for command in dict.fromkeys(lines):

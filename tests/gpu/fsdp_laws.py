@@ -1,0 +1,193 @@
+"""A hybrid model trains under Megatron-FSDP and under DistributedDataParallel, on every rank.
+
+Over nccl as it is; over gloo behind stand-ins for what Megatron-FSDP asks of CUDA.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+
+from megatron_gdn import precision
+from megatron_gdn.specs import hybrid_stack_spec
+from tests.gpu.parallel_laws import DEVICE, KINDS
+from tests.parallel import make_config, parallel
+
+PATTERN, VOCABULARY, ROWS, TOKENS, STEPS = "G-M-", 32, 4, 16, 3
+SIZES = {**KINDS["gdn"].sizes, **KINDS["mamba2"].sizes} if DEVICE == "cuda" else {}
+FULLY = "optim_grads_params"  # the strategy that shards parameters, so that it gathers them
+
+
+def require_exact_in_fp32(ddp: list[torch.Tensor], fsdp: list[torch.Tensor]) -> None:
+    """Losses of all ranks in fp32: both wrappers sum the same gradients.
+
+    Two addends have one sum; what is left is how the updates of cut tensors round.
+    """
+    torch.testing.assert_close(torch.stack(fsdp), torch.stack(ddp), rtol=1e-5, atol=0)
+
+
+def require_as_exact_as_ddp(
+    truth: list[torch.Tensor], ddp: list[torch.Tensor], fsdp: list[torch.Tensor]
+) -> None:
+    """Losses of all ranks in bf16, against ``truth`` in fp32: another draw of the same error."""
+    error, yardstick = (_rms(torch.stack(x) - torch.stack(truth)) for x in (fsdp, ddp))
+    print(f"error of Megatron-FSDP {error:.2e}, of DistributedDataParallel {yardstick:.2e}")
+    assert error <= 2 * yardstick, (error, yardstick)
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def losses(
+    wrapper: str, dtype: torch.dtype, pattern: str = PATTERN, strategy: str = FULLY
+) -> torch.Tensor:
+    """``[STEPS, rows, TOKENS]`` of this rank's tokens, as ``wrapper`` ("ddp" or "fsdp") trains.
+
+    The model begins with the same weights in every dtype: those of bf16.
+    """
+    with parallel(), _on_this_device():
+        model = _build(torch.bfloat16, pattern)
+        if dtype == torch.float32:
+            rounded, model = model.state_dict(), _build(dtype, pattern)
+            model.load_state_dict(rounded)
+        return torch.stack(list(_train(*_wrap(wrapper, model, strategy))))
+
+
+def losses_one_gather_at_a_time(dtype: torch.dtype) -> torch.Tensor:
+    """`losses` under Megatron-FSDP, with every dtype gathered by itself."""
+    with patch.object(param_and_grad_buffer, "_coalescing_manager", _one_by_one):
+        return losses_if_accepted(dtype)
+
+
+def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
+    """`losses` under Megatron-FSDP without the layer's refusal."""
+    with patch.object(precision, "require_gathered_alone", lambda name, parameter: None):
+        return losses("fsdp", dtype)
+
+
+def refusal(dtype: torch.dtype, pattern: str) -> str:
+    try:
+        losses("fsdp", dtype, pattern)
+    except NotImplementedError as error:
+        return str(error)
+    return "accepted"
+
+
+def _build(dtype: torch.dtype, pattern: str) -> HybridModel:
+    torch.manual_seed(5)
+    config = make_config(
+        num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
+        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype, **SIZES,
+    )  # fmt: skip
+    rules = {"backend": "reference"} if dtype == torch.float32 else {}
+    return HybridModel(
+        config, hybrid_stack_spec("local", **rules), vocab_size=VOCABULARY, max_sequence_length=64,
+        hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
+        position_embedding_type="none",
+    ).to(DEVICE)  # fmt: skip
+
+
+def _wrap(wrapper: str, model: HybridModel, strategy: str):
+    """Model and optimizer, as Megatron's training script makes them."""
+    config = model.config
+    module = Float16Module(config, model) if config.bf16 else model
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            module,
+        )
+    else:
+        overlap = strategy in (FULLY, "optim_grads")
+        settings = DistributedDataParallelConfig(
+            use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy,
+            megatron_fsdp_main_grads_dtype=torch.float32, use_distributed_optimizer=True,
+            overlap_param_gather=overlap, overlap_grad_reduce=overlap,
+        )  # fmt: skip
+        wrapped = mcore_fsdp_adapter.FullyShardedDataParallel(
+            config, settings, module, device=None if DEVICE == "cuda" else torch.device(DEVICE)
+        )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=0.0, bf16=config.bf16,
+            params_dtype=config.params_dtype, use_distributed_optimizer=True,
+        ),
+        [wrapped],
+    )  # fmt: skip
+    return wrapped, optimizer
+
+
+def _train(model, optimizer) -> Iterator[torch.Tensor]:
+    group = parallel_state.get_data_parallel_group()
+    positions = torch.arange(TOKENS, device=DEVICE).expand(ROWS // group.size(), -1)
+    for step in range(STEPS):
+        torch.manual_seed(100 + step)
+        drawn = torch.randint(VOCABULARY, (ROWS, TOKENS + 1))
+        rows = drawn.chunk(group.size())[group.rank()].to(DEVICE)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        per_token = model(rows[:, :-1], positions, None, labels=rows[:, 1:]).float()
+        per_token.sum().backward()
+        finalize_model_grads([model], torch.tensor(per_token.numel(), device=DEVICE))
+        optimizer.step()
+        yield per_token.detach().cpu()
+
+
+@contextmanager
+def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[SimpleNamespace]:
+    """A coalescing manager that runs every all-gather inside it by itself."""
+    gather = dist.all_gather_into_tensor
+
+    def wait_for(*args, **kwargs):
+        gather(*args, **{**kwargs, "async_op": False})
+
+    with patch.object(dist, "all_gather_into_tensor", wait_for):
+        yield SimpleNamespace(wait=lambda: None)
+
+
+@contextmanager
+def _on_this_device() -> Iterator[None]:
+    """Without a GPU: what Megatron-FSDP asks of CUDA, answered with the CPU."""
+    if DEVICE == "cuda":
+        yield
+        return
+    stream, event = type(torch.cuda.current_stream()), torch.cuda.Event
+    cpu = torch.device("cpu")
+    with ExitStack() as stack:
+        for owner, name, answer in (
+            (torch.cuda, "Stream", stream),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
+            (stream, "record_event", lambda self: event()),
+            (megatron_fsdp, "torch", _Torch(device=lambda name: cpu)),
+            (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
+        ):
+            stack.enter_context(patch.object(owner, name, answer, create=True))
+        yield
+
+
+class _Torch:
+    """torch, but for these names."""
+
+    def __init__(self, **names: Callable) -> None:
+        vars(self).update(names)
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+class _Mesh:
+    @staticmethod
+    def from_group(groups, device_type: str, **kwargs) -> dist.DeviceMesh:
+        return dist.DeviceMesh.from_group(groups, device_type="cpu", **kwargs)

@@ -1,0 +1,43 @@
+"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are refused.
+
+On GPUs and over nccl: tests/gpu/test_megatron_fsdp.py.
+"""
+
+import pytest
+import torch
+
+from tests.gpu import fsdp_laws as laws
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_an_fp32_model_trains_as_under_ddp(pools):
+    pool = pools(2)
+    laws.require_exact_in_fp32(
+        pool.run(laws.losses, "ddp", FP32), pool.run(laws.losses, "fsdp", FP32)
+    )
+
+
+@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+def test_fp32_gates_in_a_bf16_model_are_refused_by_name(pools, pattern):
+    for message in pools(2).run(laws.refusal, BF16, pattern):
+        assert "Megatron-FSDP" in message and "dt_bias (torch.float32)" in message
+        assert "torch.bfloat16 and torch.float32" in message and "gloo" in message
+        assert "nccl" in message and "data_parallel_sharding_strategy" in message
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+def test_where_parameters_are_gathered_by_dtype_they_are_taken(pools, strategy):
+    pool = pools(2)
+    truth, ddp = (pool.run(laws.losses, "ddp", dtype) for dtype in (FP32, BF16))
+    fsdp = pool.run(laws.losses, "fsdp", BF16, strategy=strategy)
+    laws.require_as_exact_as_ddp(truth, ddp, fsdp)
+
+
+def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools):
+    """Gathered one by one they train as under DDP; once both do, the refusal can go."""
+    pool = pools(2)
+    truth, ddp = (pool.run(laws.losses, "ddp", dtype) for dtype in (FP32, BF16))
+    laws.require_as_exact_as_ddp(truth, ddp, pool.run(laws.losses_one_gather_at_a_time, BF16))
+    with pytest.raises(AssertionError):
+        laws.require_as_exact_as_ddp(truth, ddp, pool.run(laws.losses_if_accepted, BF16))
