@@ -153,7 +153,8 @@ class RecurrentMixer(
         cp_group = self._pg_collection.cp
         if pg_collection is not None:
             cp_group = self.cp_group_of(pg_collection, context)
-        if packed_seq_params is not None and context is None and self.in_layer_graphs:
+        graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
+        if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config)
         with span(self, "in_proj"):
             rows, _ = self.in_proj(hidden_states)
