@@ -33,8 +33,25 @@ def _numpy_scalars_as_indices() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _masks_of_bools() -> None:
+    """Triton's interpreter makes int32 of ``block & scalar``; that of 3.9 takes no such mask."""
+    from triton.runtime import interpreter
+
+    def with_bools(original, place):
+        def patched(self, *args):
+            mask = interpreter.TensorHandle(args[place].data.astype(bool), args[place].dtype)
+            return original(self, *args[:place], mask, *args[place + 1 :])
+
+        return patched
+
+    builder = interpreter.InterpreterBuilder
+    builder.create_masked_load = with_bools(builder.create_masked_load, 1)
+    builder.create_masked_store = with_bools(builder.create_masked_store, 2)
+
+
 if INTERPRETED:
     _numpy_scalars_as_indices()
+    _masks_of_bools()
 
 
 def pytest_report_header() -> str | None:
