@@ -1,8 +1,8 @@
 """How the layer's parameters appear in Megatron's distributed checkpoints.
 
 The fused projection and the convolution are stored section by section (``in_proj.weight.query``,
-``conv1d.weight.value``, ...), because a checkpoint describes each tensor as one regular grid of
-shards, and only single sections are one.
+``conv1d.weight.value``, ...). A checkpoint describes each tensor as one regular grid of shards, and
+only the shards of a single section form such a grid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from .compat.upstream_bias import read_upstream_bias
 from .ops.layout import Layout
 
-# What an adapter around in_proj (LoRA, DoRA) holds for every row of it, by the ends of its keys.
+# Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 # Tensors with the projection's rows that megatron-core's layer stores without sections.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
@@ -89,23 +89,24 @@ def _split_tensor_factory(
     )
 
 
-# Of a mixer whose convolution is no module of its own, as Megatron's MambaMixer since 0.19: what
-# files call these parameters, which were a module's before.
+# For a mixer without a conv1d module, as Megatron's MambaMixer since 0.19: its convolution
+# parameters and their keys in files. The keys are those of the former module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 
 
 class ShardedBySections:
     """Mixin of a mixer: its parameters as Megatron's sharded tensors.
 
-    ``in_proj`` and ``conv1d`` are stored section by section, their biases like their weights, and
-    so is what an adapter around ``in_proj`` holds per row; so a checkpoint loads at any
-    tensor-parallel size. Upstream splits neither the projection's bias nor adapters: files of it
-    are read all the same (see :mod:`megatron_gdn.compat.upstream_bias`), and
-    ``metadata["gdn_whole_bias"] = True`` writes a bias that it reads, without tensor parallelism.
+    The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
+    the tensors that an adapter around ``in_proj`` holds per row. So a checkpoint loads at any
+    tensor-parallel size. Upstream splits neither the projection's bias nor adapters. This mixin
+    still reads upstream's files (see :mod:`megatron_gdn.compat.upstream_bias`). With
+    ``metadata["gdn_whole_bias"] = True`` it writes a bias that upstream reads, but only without
+    tensor parallelism.
 
     The mixer has ``in_proj``, ``tp_group``, ``dims.layout`` (the columns of its projection on this
-    rank), fp32 parameters with one row per state head each, and ``conv1d``, or its parameters as
-    ``conv1d_weight`` and ``conv1d_bias``, which files know by the module's names.
+    rank) and fp32 parameters with one row per state head each. It has a module ``conv1d``, or the
+    parameters ``conv1d_weight`` and ``conv1d_bias``, which are stored under the module's keys.
     """
 
     def sharded_state_dict(
@@ -115,7 +116,7 @@ class ShardedBySections:
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys.
+        """The parameters for Megatron's distributed checkpoints, under Megatron's own mixer's keys.
 
         Raises:
             ValueError: ``gdn_whole_bias`` with tensor parallelism.
@@ -164,7 +165,7 @@ class ShardedBySections:
             if tp_group.size() > 1:
                 raise ValueError(
                     f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
-                    f"sections of an undivided in_proj.bias stand in another order at every size. "
+                    f"sections of an undivided in_proj.bias have another order at every size. "
                     f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
                 )
             del split["in_proj.bias"]

@@ -1,7 +1,7 @@
-"""What Megatron hands to every mixer and a recurrence cannot use: ignored by name, or refused.
+"""Arguments that Megatron passes to every mixer and a recurrence cannot use: ignored or refused.
 
-Ignored are arguments that only attention has a use for. Refused is what would change the result if
-it were honoured: an offset, an attention bias, and any attention mask but a causal one.
+Arguments that only attention uses are ignored, by name. Arguments that would change the result are
+refused: an offset, an attention bias, and any attention mask but a causal one.
 The recurrence is causal by itself and takes document boundaries from ``PackedSeqParams``.
 """
 
@@ -39,22 +39,22 @@ _HELP = (
 def require_causal(
     mask: Tensor | None, rows: int, tokens: int, local_positions: Callable[[], Tensor | range]
 ) -> None:
-    """Refuse an attention mask that masks something else than the future.
+    """Refuse an attention mask that masks anything but the future.
 
-    A mask is looked at once, when a layer first meets it (which waits for the device); the other
-    layers of the micro-batch see a mark on the tensor. A mask made in inference mode is looked at
-    by every layer: torch does not say whether it was written to since.
+    The first layer that gets a mask checks its values, which waits for the device, and marks the
+    tensor. The other layers of the micro-batch see the mark. Every layer checks a mask that was
+    made in inference mode: torch does not record whether such a tensor was written to.
 
-    While Megatron captures its CUDA graphs of layers (``config.cuda_graph_impl``), nothing is
-    looked at: it passes a buffer of zeros, or the first s rows of a causal mask whatever positions
-    this rank holds. The eager steps before have looked at the real masks; those of later replays
-    reach no layer.
+    Nothing is checked while Megatron captures its CUDA graphs of layers
+    (``config.cuda_graph_impl``). Megatron then passes a buffer of zeros, or the first s rows of a
+    causal mask, also if this rank holds other positions. The eager steps before the capture have
+    checked the real masks. The masks of later replays reach no layer.
 
     Args:
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
-            the same with True everywhere, which forbids a token even itself and so can only stand
-            for no mask (Megatron's own tests pass it: attention that is causal by its type does not
-            look at it); or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token. A
+            the same with True everywhere, which forbids a token even itself and so can only mean
+            "no mask" (Megatron's own tests pass it: attention that is causal by its type ignores
+            the mask); or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token. A
             4-D mask of ones in another dtype may mean the opposite, and is refused.
         rows: b, the rows of the batch.
         tokens: S, the tokens of all ranks.
@@ -102,7 +102,7 @@ def require_causal(
 
 
 def the_context(inference_context: Any, inference_params: Any) -> Any:
-    """The inference context, under whichever of its two names it was given; None in training.
+    """The inference context, which has two names, given under one of them; None in training.
 
     Raises:
         ValueError: two different ones.
@@ -124,7 +124,7 @@ def refuse_unsupported(
 
     Raises:
         NotImplementedError: an offset into a context, or an attention bias.
-        TypeError: a keyword that is neither None nor known to be of no meaning here.
+        TypeError: an unknown keyword whose value is not None.
     """
     if sequence_len_offset is not None:
         raise NotImplementedError(

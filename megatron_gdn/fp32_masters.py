@@ -1,7 +1,7 @@
 """Reads the fp32 values that a checkpoint's optimizer holds for parameters its model held in bf16.
 
 A layer that keeps ``A_log`` and ``dt_bias`` in bf16, such as Megatron's own, saves them rounded;
-the optimizer's masters in the same checkpoint are not. What becomes of them here:
+the optimizer's masters in the same checkpoint are not rounded. The layer of this package then gets:
 
 | the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
 |------------------------------------------|-----------------------|--------------------------|
@@ -40,9 +40,9 @@ def load_fp32_masters(
 ) -> list[str]:
     """Set parameters marked ``keep_in_fp32`` to the checkpoint's fp32 masters.
 
-    Those, that is, which the checkpoint's model has in 16 bits and its optimizer in fp32. Every
-    rank calls it, after the model is loaded; all data-parallel replicas read the same values, at
-    any tensor-parallel size. The other parameters and the optimizer are left alone.
+    It sets only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer, and
+    does not change the optimizer. Every rank calls it, after the model is loaded. All data-parallel
+    replicas read the same values, at any tensor-parallel size.
 
     Args:
         model: a Megatron model or its pipeline chunks, bare or wrapped.
@@ -50,7 +50,7 @@ def load_fp32_masters(
         metadata: for ``sharded_state_dict``; as when the model was loaded.
 
     Returns:
-        Checkpoint keys of the parameters that were set; those of this rank's pipeline stage.
+        Checkpoint keys of the parameters that were set on this rank's pipeline stage.
 
     Raises:
         ValueError: two masters for one parameter.

@@ -21,7 +21,7 @@ def static_packed_seq_params(
     max_seqlen: int | None = None,
     device: torch.device | str = "cuda",
 ) -> PackedSeqParams:
-    """Boundaries of packed documents in fixed buffers, which a CUDA graph can be captured with.
+    """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
     Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
     there is one document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an
@@ -63,7 +63,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
     Args:
         cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
-            ``total_tokens``, padded ones where documents stand in padded slots.
+            ``total_tokens``; padded offsets if documents have padded slots.
 
     Raises:
         TypeError: ``params`` of another kind.
@@ -83,8 +83,8 @@ def in_layer_graph(config: TransformerConfig) -> bool:
     """Whether Megatron captures the mixer of a transformer layer in a graph of the layer.
 
     Raises:
-        ValueError: it does, and micro-batches bring their own context-parallel groups and packed
-            documents, which no graph of a layer takes.
+        ValueError: Megatron captures it, and micro-batches bring their own context-parallel groups
+            and packed documents, which no graph of a layer takes.
     """
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
@@ -103,10 +103,10 @@ def in_layer_graph(config: TransformerConfig) -> bool:
 
 
 def refuse_packed(config: TransformerConfig) -> None:
-    """Refuse packed documents where Megatron captures the layer, at the latest now.
+    """Refuse packed documents if Megatron captures the layer in a CUDA graph.
 
     Raises:
-        NotImplementedError: it does.
+        NotImplementedError: Megatron captures the layer.
     """
     if not in_layer_graph(config):
         return

@@ -66,9 +66,9 @@ _PLAIN_FORWARD = GroupedRMSNorm.forward
 def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
     """Whether a mixer may compute ``norm`` itself, over ``groups`` groups of this rank's channels.
 
-    Not so with another class, subclasses and parametrised weights included, another ``forward``,
-    other groups, or hooks (but those of :func:`.module_hooks.wait_for_parameters`): such a module
-    is called with the recurrence's output and the gate.
+    False for other classes, subclasses, parametrised weights, a replaced ``forward``, other groups,
+    or hooks except those of :func:`.module_hooks.wait_for_parameters`. Such a module is called with
+    the recurrence's output and the gate.
     """
     return (
         type(norm) is GroupedRMSNorm

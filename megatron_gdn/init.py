@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def device_for(config: Any) -> torch.device:
-    """Where Megatron builds a model's parameters, by its config and the machine."""
+    """The device on which Megatron builds a model's parameters, for this config and machine."""
     if getattr(config, "init_model_with_meta_device", False):
         return torch.device("meta")
     if config.use_cpu_initialization or not torch.cuda.is_available():
@@ -26,7 +26,7 @@ def device_for(config: Any) -> torch.device:
 
 def next_seed() -> int:
     """A seed from torch's CPU generator, which Megatron keeps alike in a tensor-parallel group."""
-    return int(torch.randint(2**62, (), device="cpu"))  # whatever the default device is
+    return int(torch.randint(2**62, (), device="cpu"))  # torch's default device may differ
 
 
 def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
@@ -47,7 +47,7 @@ def init_share_(
     """Fill ``parameter`` with its share of what ``init`` makes of the whole one.
 
     Args:
-        parameter: this rank's share; on the meta device nothing is done but the draw of the seed.
+        parameter: this rank's share; on the meta device only the seed is drawn.
         init: fills a tensor in place from torch's default generators, in fp32.
         dim: the split dimension.
         sections: global sizes of the sections along ``dim``, each split by itself.
@@ -76,7 +76,7 @@ InitShare = Callable[[Tensor | None, Callable[[Tensor], object], int, Sequence[i
 def init_shares_of(group: Any) -> InitShare:
     """``init(parameter, method, dim, sections)``: :func:`init_share_` for this rank of ``group``.
 
-    A parameter that is None is passed over.
+    A parameter that is None is skipped.
     """
     rank, size = group.rank(), group.size()
 

@@ -72,8 +72,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         y                = out_proj(RMSNorm(o) * SiLU(z))
 
     (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.) Same
-    constructor, parameters and checkpoint keys as ``megatron.core.ssm.gated_delta_net``; the
-    convolution and the gate always use SiLU, whatever the MLP's activation is.
+    constructor, parameters and checkpoint keys as ``megatron.core.ssm.gated_delta_net``. The
+    convolution and the gate always use SiLU; the MLP's activation does not change that.
 
     Args:
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
@@ -86,25 +86,27 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        pp_layer_offset: layers on the pipeline stages before, for the numbers of a dynamic context.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
         cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
             device and dtype; see :func:`megatron_gdn.ops.delta_rule.resolve_rule`.
-        rule_operands: ``"fp16"`` or ``"bf16"``, what the GPU backends round to between the products
-            inside a chunk of a bf16 layer; fp16 is the more exact, bf16 has the wider range, see
-            :mod:`megatron_gdn.ops.delta_rule.half`. Deterministic mode takes bf16.
+        rule_operands: ``"fp16"`` or ``"bf16"``. In a bf16 layer the GPU backends round to this
+            dtype between the products inside a chunk. fp16 is more exact, bf16 has the wider range,
+            see :mod:`megatron_gdn.ops.delta_rule.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
             takes what ``packed_seq_params``, the config or Megatron's arguments say, else zigzag,
-            see :mod:`megatron_gdn.loader_layout`. What they contradict is refused.
+            see :mod:`megatron_gdn.loader_layout`. A value that they contradict is refused.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
-        recompute_norm_out: likewise the normed output, out_proj's input; Megatron's
-            ``--recompute-modules gdn_norm_out`` switches it on too, newer Megatrons' ``gdn`` both.
+        recompute_norm_out: likewise the normed output, out_proj's input. Megatron's
+            ``--recompute-modules gdn_norm_out`` switches it on too; ``gdn`` of newer Megatrons
+            switches both on.
 
     The last six are given through ``ModuleSpec(params={...})``.
 

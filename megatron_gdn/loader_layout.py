@@ -1,7 +1,6 @@
 """How the data loader cut packed documents over context-parallel ranks, and who says so.
 
-A rank sees its own tokens alone, which do not show where they were cut. These sources may say it,
-each for its own reach:
+A rank sees only its own tokens, which do not show where they were cut. These sources may say it:
 
 | source                                     | says                                                |
 |--------------------------------------------|-----------------------------------------------------|
@@ -10,13 +9,14 @@ each for its own reach:
 | ``config.cp_partition_mode``               | ``"contiguous"``                                    |
 | the layer's option ``cp_layout``           | what the user knows                                 |
 
-Both ``cp_partition_mode`` are fields of newer Megatrons, where ``"zigzag"`` is the default and says
-nothing, but contradicts a config that says ``"contiguous"``. Arguments are not asked where the
-micro-batch says it: Megatron's ``get_batch`` sets no mode, so that another loader made it. Sources
-that contradict each other are refused. If none says anything, every document is cut by itself.
+Both ``cp_partition_mode`` are fields of newer Megatrons. Their default, ``"zigzag"``, says nothing,
+except that a micro-batch with it contradicts a config with ``"contiguous"``. If a micro-batch says
+its cut, Megatron's arguments are not read: Megatron's ``get_batch`` sets no mode, so another loader
+made this micro-batch. Sources that contradict each other are refused. If none says anything, every
+document is cut by itself.
 
-Batches that are not packed are cut in zigzag by every loader of Megatron, whatever is said about
-packed documents; only ``cp_layout`` says otherwise.
+Every loader of Megatron cuts batches that are not packed in zigzag. For these batches only
+``cp_layout`` is read; all other sources are about packed documents.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LoaderLayout:
         """How this micro-batch was cut.
 
         Args:
-            packed: that says where its documents are; None for a batch that is not packed.
+            packed: the boundaries of its documents; None for a batch that is not packed.
 
         Raises:
             ValueError: two sources contradict each other, or an unknown ``cp_partition_mode``.
@@ -101,7 +101,7 @@ class LoaderLayout:
         return self._of_mode(getattr(packed, "cp_partition_mode", None))
 
     def expected(self) -> SequenceLayout:
-        """How packed micro-batches are cut, if they do not say it themselves; errors as above."""
+        """How packed micro-batches without ``cp_partition_mode`` are cut; errors as :meth:`of`."""
         return self._of_mode(None)
 
     def _of_mode(self, mode: str | None) -> SequenceLayout:
@@ -138,13 +138,13 @@ class LoaderLayout:
 
 
 class FollowsLoader:
-    """Mixin of a module that is told how tokens were cut."""
+    """Mixin of a module with the option ``cp_layout``: how tokens were cut."""
 
     loader_layout: LoaderLayout
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """The option; setting it counts from the next forward. Give all layers the same.
+        """The option; a new value is used from the next forward. Give all layers the same.
 
         Raises:
             ValueError: an unknown layout.
@@ -166,7 +166,7 @@ def _parse_mode(mode: str) -> SequenceLayout:
 
 
 def _arguments() -> tuple[Any, ...]:
-    """What decides the cut among Megatron's arguments; () outside of a launch of Megatron's."""
+    """Values of the Megatron arguments that decide the cut; () outside a launch of Megatron."""
     module = sys.modules.get("megatron.training.global_vars")
     args = getattr(module, "_GLOBAL_ARGS", None)
     if args is None:
@@ -180,7 +180,7 @@ def _said_by(arguments: tuple[Any, ...]) -> _Said | None:
     if not arguments:
         return None
     scheduler, hybrid, sft, whole_buffer = arguments
-    if scheduler is not None:  # of newer Megatrons; it cuts by config.cp_partition_mode
+    if scheduler is not None:  # in newer Megatrons; it cuts by config.cp_partition_mode
         return None
     if hybrid:
         return _Said("--hybrid-context-parallel", SequenceLayout.ZIGZAG_BUFFER)

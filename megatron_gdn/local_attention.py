@@ -36,12 +36,12 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
         o_t = sum_j p_tj v_j,   p_t = softmax_j(scale q_t . k_j),   j <= t in t's document
 
-    A batch on one context-parallel rank goes to Megatron's DotProductAttention, with all that it
-    knows. Packed documents and context parallelism take this path: every rank gathers the keys and
-    values of all ranks, whose gradients are summed and scattered in the backward, and attends with
-    its own queries, document by document. So a document's values never meet another's, and the
-    number of heads does not limit the number of ranks. Memory for scores: what torch's
-    ``scaled_dot_product_attention`` takes for one document.
+    A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
+    with all its options. With packed documents or context parallelism, every rank gathers the keys
+    and values of all ranks and attends with its own queries, document by document. The backward
+    sums the gradients of keys and values over the ranks and scatters them. So no document's values
+    enter another document, and the number of heads does not limit the number of ranks. Memory for
+    scores: what torch's ``scaled_dot_product_attention`` takes for one document.
 
     Constructor arguments are those of DotProductAttention, and:
 
@@ -74,7 +74,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> Any:
-        """``pg_collection.cp``: whichever of the two is set later counts from the next forward."""
+        """``pg_collection.cp``: either may be set, and the next forward uses the later value."""
         return self.pg_collection.cp
 
     @cp_group.setter
@@ -85,7 +85,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
-        """Take what comes for whole sequences: in generation every rank has all tokens."""
+        """Inside, inputs are whole sequences: in generation every rank has all tokens."""
         self._whole = True
         try:
             yield
@@ -106,10 +106,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
         Args:
             query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
-            key, value: likewise with G heads. With an inference context they are all keys so far,
-                and the queries are their last ones.
-            attention_mask: None or causal; whatever DotProductAttention takes in a batch on one
-                context-parallel rank.
+            key, value: likewise with G heads. With an inference context these are of all tokens so
+                far, and the queries are of the last of these tokens.
+            attention_mask: None or causal. For a batch that is not packed, on one context-parallel
+                rank, any mask that DotProductAttention takes.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
 
@@ -118,8 +118,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
         Raises:
             ValueError: boundaries or lengths that do not fit.
-            NotImplementedError: packed documents with what the constructor refuses with context
-                parallelism; an attention bias; a mask that is not causal.
+            NotImplementedError: packed documents with a setting that the constructor refuses with
+                context parallelism; an attention bias; a mask that is not causal.
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
@@ -172,9 +172,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Every query by itself with the keys up to its own, which are all that shape its bits.
+        """Attend with one query at a time, over the keys up to its own: only these set its bits.
 
-        Slow; for ``config.batch_invariant_mode``, where there is no kernel with such a promise.
+        Slow; for ``config.batch_invariant_mode``, as no kernel here promises that.
         """
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]

@@ -50,7 +50,7 @@ class TorchRMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` of shape ``[..., hidden_size]``; same shape and dtype come back."""
+        """Normalise ``x`` of shape ``[..., hidden_size]``; the result has its shape and dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gamma = self.weight.to(wide)
         if self.zero_centered_gamma:

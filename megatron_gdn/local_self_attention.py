@@ -19,8 +19,9 @@ from .local_share import MicroBatchShare, gather_in_order
 class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
 
-    Megatron's rotates for the zigzag layout, whatever the layout, and over the model's own
-    context-parallel group. This one takes over where that is wrong; elsewhere it is Megatron's.
+    Megatron's ``SelfAttention`` always rotates for the zigzag layout and for the model's own
+    context-parallel group. Where that is wrong, this class rotates itself; elsewhere it runs
+    Megatron's code.
 
     Constructor arguments are those of SelfAttention, and:
 
@@ -38,7 +39,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Any,  # a Tensor or None, whatever Megatron's annotation says
+        attention_mask: Any,  # a Tensor or None; Megatron's annotation differs
         *,
         inference_context: BaseInferenceContext | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -50,7 +51,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         Raises:
             ValueError: ``max_seqlen_q`` of packed documents is less than their longest slot; the
                 core attention runs over another group than the rotation.
-            NotImplementedError: a batch that is not packed in a context-parallel group of its own.
+            NotImplementedError: a batch that has its own context-parallel group and is not packed.
         """
         if inference_context is not None:
             return self._generate(
@@ -98,7 +99,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Megatron's own, with keys and values in the context; whole sequences on every rank."""
+        """Megatron's forward, with keys and values in the context; every rank has all tokens."""
         if self.pg_collection.cp.size() == 1:
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference_context,
@@ -121,7 +122,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             )  # fmt: skip
 
     def _in_order(self, angles: Tensor) -> Tensor:
-        """Those of all positions, from the share that the model cut for this rank in zigzag."""
+        """The angles of all positions, from the zigzag share that the model cut for this rank."""
         group = self.pg_collection.cp
         total = angles.shape[0] * group.size()
         return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
@@ -165,8 +166,9 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """The angles of this rank's tokens, ``[s, 1, 1, D]``.
 
         Args:
-            angles: as the model hands them over: those of positions ``0 .. max_seqlen - 1`` when
-                packed, else those of the positions that this rank would hold in zigzag.
+            angles: as the model passes them. When packed, those of positions
+                ``0 .. max_seqlen - 1``; else those of the positions that this rank would hold in
+                zigzag.
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:

@@ -23,8 +23,8 @@ class Span(NamedTuple):
     """The rows ``first:last`` of this rank, which are of one document, and the keys they see.
 
     ``start:end`` are the document's keys in sequence order, up to the last that any row sees.
-    ``position`` int64 ``[last - first]`` counts the rows from ``start``; None if they are all of
-    ``start:end``, in order.
+    ``position`` int64 ``[last - first]`` is the place of each row, counted from ``start``; None if
+    the rows are all of ``start:end``, in order.
     """
 
     first: int
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class MicroBatchShare(NamedTuple):
-    """What a rank holds of a micro-batch: its documents, and where its s tokens stand."""
+    """What a rank holds of a micro-batch: its documents, and the positions of its s tokens."""
 
     documents: Documents | None
     group: Any
@@ -54,8 +54,8 @@ class MicroBatchShare(NamedTuple):
         """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
 
         Args:
-            layout_of: how a micro-batch of several ranks was cut; None stands for one that is not
-                packed.
+            layout_of: gives how a micro-batch of several ranks was cut; called with None if it is
+                not packed.
 
         Raises:
             ValueError: what ``layout_of`` raises.
@@ -89,7 +89,7 @@ class MicroBatchShare(NamedTuple):
     def gather(self, x: Tensor) -> Tensor:
         """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order.
 
-        The gradient is the sum over the ranks, of this rank's rows.
+        The gradient of ``x`` is the sum of all ranks' gradients of this rank's rows.
         """
         return gather_in_order(x, self.group, self.lengths, self.layout)
 

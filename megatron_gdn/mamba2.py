@@ -72,10 +72,10 @@ class Mamba2Mixer(RecurrentMixer):
         d_model: hidden size.
         d_conv: taps of the convolution.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
-        expand: d_inner / d_model, where ``config.mamba_num_heads`` is None.
+        expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         D_has_hdim: D has a value for every channel, not for every head.
-        rmsnorm: normalise before ``out_proj``; off, the gate alone is left.
+        rmsnorm: normalise before ``out_proj``; if False, only the gate is applied.
         norm_before_gate: must be False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between the first two,
             at least at the third.
@@ -85,12 +85,13 @@ class Mamba2Mixer(RecurrentMixer):
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
         layer_number: number of this layer in the model, from 1.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        pp_layer_offset: layers on the pipeline stages before, for the numbers of a dynamic context.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
         name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.ops.ssd.resolve.resolve_ssd`.
-        cp_layout, linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. Headwise, heads of one
-            group may lie on several ranks, which then hold a copy of its B and C each.
+        cp_layout, linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads
+            of one group may be on several ranks; each of these holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
         norm_eps: of the output norm.
 
@@ -167,7 +168,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def activation(self) -> str:
-        """The convolution's and the gate's, under the name of Megatron's mixer."""
+        """The activation of convolution and gate; the name is that of Megatron's mixer."""
         return "silu"
 
     @property
@@ -209,7 +210,7 @@ class Mamba2Mixer(RecurrentMixer):
         ===============  =========================================================
 
         With ``config.perform_initialization`` off the two projections are left as Megatron leaves
-        them; the mixer's own parameters are never uninitialised memory.
+        them. The mixer's own parameters are always initialised.
         """
         whole, layout = self.global_dims, self.global_dims.layout
         init = init_shares_of(self.tp_group)
@@ -262,14 +263,15 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the norm is a module to call, and not what the kernels compute."""
+        """Whether the norm is called as a module, because the kernels do not compute it."""
         return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | Apart | None:
-        """The norm where it runs; a norm needs all heads of a group.
+        """The norm, for rows of this scheme; a norm needs all heads of a group.
 
-        Where an exchange puts them on several ranks, only the gate runs there. A module is called,
-        as Megatron's mixer calls its own, with all heads and the gate of this rank's tokens.
+        If an exchange puts these heads on several ranks, only the gate is applied before the rows
+        return, and the norm after that. A norm that is called as a module gets all heads and the
+        gate of this rank's tokens, as in Megatron's mixer.
         """
         if not self.rmsnorm:
             return None

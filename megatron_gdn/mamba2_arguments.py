@@ -1,4 +1,4 @@
-"""What a Mamba2 mixer's constructor takes, checked."""
+"""Checks of the arguments of a Mamba2 mixer's constructor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 def refuse_unsupported_arguments(
     norm_before_gate: bool, dt_init: str, dt_scale: float, bias: bool
 ) -> None:
-    """Arguments of Megatron's constructor that it does not honour either.
+    """Refuse arguments of Megatron's constructor that Megatron does not honour either.
 
     Raises:
-        ValueError: one of them is not what it has to be.
+        ValueError: one of them has another value than the one that is legal.
     """
     given = {
         "norm_before_gate": (norm_before_gate, False),

@@ -45,7 +45,7 @@ _WHATEVER = SequenceLayout.ZIGZAG  # one rank holds all tokens in order in every
 
 
 class ChooseRule(Protocol):
-    """From the rows and the modes that hold to a rule and the reason."""
+    """Chooses a rule for rows of a device and dtype and for the modes; also gives the reason."""
 
     def __call__(
         self, device: torch.device, dtype: torch.dtype, deterministic: bool, *, aligned: bool
@@ -71,7 +71,7 @@ class MicroBatch:
     passage: Passage
 
     def local_positions(self) -> Tensor | range:
-        """The sequence positions that this rank holds, of ``tokens``, in its order."""
+        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
         return self.scheme.local_positions(self.documents, self.tokens)
 
 
@@ -88,14 +88,14 @@ class _Schemes(NamedTuple):
 
 
 class MicroBatches:
-    """How one layer runs each micro-batch that comes.
+    """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on, and in steps (:mod:`.ops.aligned`) while
-    ``config.batch_invariant_mode`` is.
+    ``torch.use_deterministic_algorithms`` is on. They compute in aligned steps
+    (:mod:`.ops.aligned`) while ``config.batch_invariant_mode`` is on.
 
     Args:
-        config: its dtype is expected, on a GPU if there is one.
+        config: rows are expected in its dtype, on a GPU if there is one.
         layout: projection columns of one tensor-parallel rank.
         state: the states of its heads.
         taps: of the convolution.
@@ -105,11 +105,11 @@ class MicroBatches:
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`.context_parallel.price`; None: the config's, else auto.
         choose_rule: makes the rules.
-        mixer, recurrence: as the log calls them.
+        mixer, recurrence: their names in the log.
 
     Raises:
         ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
-            ``choose_rule`` raises for what is expected.
+            ``choose_rule`` raises for the expected rows.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MicroBatches:
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
-        """For a copy of the layer: over the same groups, with nothing made for this layer's."""
+        """For a copy of the layer: the same groups, and no scheme or micro-batch made for this."""
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
@@ -162,18 +162,18 @@ class MicroBatches:
         self._prepare(self.latest_rule, schemes.only())
 
     def _prepare(self, rule: Rule, scheme: Scheme | None) -> None:
-        """Tell the expected rule what it will run on, if every micro-batch has the same scheme."""
+        """Prepare the expected rule for its rows, if every micro-batch has the same scheme."""
         if scheme is not None and isinstance(rule, PreparedRule):
             states = scheme.name == LinearCpMode.CHUNKWISE
             rule.prepare(scheme.layout, _expected_dtype(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
-        """What the micro-batch of these projection rows is.
+        """How the micro-batch of these projection rows runs.
 
         Args:
-            packed: the documents' boundaries, and maybe a group that goes before the layer's.
+            packed: the documents' boundaries, and maybe a group, which is used before all others.
             proj_sBP: ``[s, B, P]``, this rank's tokens.
-            group: goes before the layer's, too; None: the layer's.
+            group: used if ``packed`` has none; None: the layer's.
 
         Raises:
             TypeError, ValueError: boundaries that do not fit, see
@@ -181,8 +181,8 @@ class MicroBatches:
             ValueError: sources that contradict each other about the cut of the documents, see
                 :mod:`.loader_layout`; ranks that disagree (see
                 :mod:`.context_parallel.agreement`), a batch of packed rows, ``local_cp_size`` that
-                is not the size of ``cp_group``; or as the constructor, for a group, device or dtype
-                seen first here.
+                is not the size of ``cp_group``; or the constructor's errors, for a new group,
+                device or dtype.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
@@ -212,17 +212,17 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _modes(self) -> tuple[bool, bool]:
-        """Whether rules are deterministic, and whether they are in steps."""
+        """Whether rules are deterministic, and whether they compute in aligned steps."""
         config = self._config
         deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         return deterministic, config.batch_invariant_mode
 
     def rule_for(self, device: torch.device, dtype: torch.dtype) -> Rule:
-        """The rule of rows of this kind, as things stand; likewise the constructor's errors."""
+        """The rule for rows of this kind in the current modes; errors as the constructor."""
         return self.whole(device, dtype).rule
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """How whole sequences run that lie on this rank, as in generation; of any tokens."""
+        """How whole sequences on this rank run, as in generation; for any number of tokens."""
         key = device.type, dtype, *self._modes()
         if key not in self._whole:
             deterministic, aligned = key[2:]
@@ -242,7 +242,7 @@ class MicroBatches:
         return found
 
     def _forget_oldest_group(self) -> None:
-        """Also forget the micro-batches over it, which would keep its schemes alive."""
+        """Also forget the group's micro-batches, which would keep its schemes alive."""
         others = (key for key in self._schemes if key[0] is not self._group)
         gone = self._schemes.pop(next(others, next(iter(self._schemes))))
         self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
@@ -260,7 +260,7 @@ class MicroBatches:
                     raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
             return _Schemes(headwise)
-        # One way for maps to travel, whatever is packed: another adds in another order.
+        # One exchange of maps for all documents: the other exchange adds in another order.
         exchange = "share" if rule.batch_invariant else None
         return _Schemes(
             headwise,

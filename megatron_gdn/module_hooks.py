@@ -45,8 +45,8 @@ def only_waits_for_parameters(module: nn.Module) -> bool:
 def wait_for_parameters(module: nn.Module) -> None:
     """Run the pre-hooks by which Megatron's data-parallel wrapper waits for a gather.
 
-    With ``overlap_param_gather`` the parameters of a module hold the last step's values until then.
-    These hooks look at the module alone.
+    With ``overlap_param_gather`` a module's parameters hold the last step's values until the gather
+    is complete. These hooks read only the module, not its inputs.
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
@@ -54,11 +54,11 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 
 def require_plain_conv(conv: nn.Module) -> None:
-    """Refuse a module in the place of ``conv1d`` that is not torch's ``Conv1d`` of single steps.
+    """Refuse a ``conv1d`` that is not torch's ``Conv1d`` with stride and dilation 1.
 
-    The mixer reads its weight and bias (parametrised ones too) and computes the rest itself, so
-    what an adapter or another forward adds would be left out. accelerate's forward, which only
-    moves inputs between devices, is let through.
+    The mixer reads its weight and bias (parametrised ones too) and computes the convolution itself,
+    so the result would lack what an adapter or another forward adds. accelerate's forward is
+    accepted: it only moves inputs between devices.
 
     Raises:
         NotImplementedError: names the class.
@@ -74,13 +74,13 @@ def require_plain_conv(conv: nn.Module) -> None:
 
 
 def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
-    """Run all pre-hooks of a module that is computed elsewhere, with the input it would have had.
+    """Run all pre-hooks of a module that is computed elsewhere, with the input of a real call.
 
     Args:
-        rows: makes that input; asked only where there are hooks.
+        rows: makes that input; called only if there are pre-hooks.
 
     Raises:
-        NotImplementedError: a hook returned another input, which nobody would read.
+        NotImplementedError: a hook returned another input, which would be ignored.
     """
     name = type(module).__name__
     own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -31,9 +31,9 @@ def require_this_variant(config: TransformerConfig) -> None:
 
 
 def recomputes_whole_layer(config: TransformerConfig) -> bool:
-    """Whether ``--recompute-modules gdn`` is asked for: the layer as a whole.
+    """Whether ``--recompute-modules gdn`` is asked for, which means the whole layer.
 
-    Here it switches both recomputations of the layer on, which leave the projection's output.
+    Here it switches both recomputations of the layer on; the projection's output is still saved.
     """
     selective = config.recompute_granularity == "selective"
     asked = selective and "gdn" in (config.recompute_modules or ())

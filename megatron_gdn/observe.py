@@ -1,4 +1,4 @@
-"""What the layer tells those who watch it: NVTX ranges and one log line per fact."""
+"""What the layer reports: NVTX ranges, and one log line per fact."""
 
 import logging
 from collections.abc import Iterator
@@ -36,5 +36,5 @@ def _range(message: str) -> Iterator[None]:
 
 @cache
 def log_once(message: str) -> None:
-    """Log on rank 0, once per process however many layers say it."""
+    """Log on rank 0, once per process, also if many layers send the same message."""
     log_single_rank(logger, logging.INFO, message)

@@ -1,4 +1,4 @@
-"""The layer's ``out_norm``: read by the fused mixer where it is a plain RMSNorm, called elsewhere.
+"""The layer's ``out_norm``: the fused mixer reads a plain RMSNorm, and calls any other module.
 
 Legend: H value heads, V value dim.
 """
@@ -28,7 +28,7 @@ def _is_plain(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
-    cls = type(module)  # exactly ours, torch's or Transformer Engine's, as it came
+    cls = type(module)  # exactly our class, torch's or Transformer Engine's, unchanged
     if "forward" in vars(module):
         return False
     if cls in _PLAIN_FORWARDS:
@@ -42,17 +42,17 @@ def _is_plain(module: Any) -> bool:
 def is_plain_rms_norm(module: Any) -> bool:
     """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
 
-    Not so with any other class, subclasses and parametrised weights included, another ``forward``,
-    or hooks (but those of :func:`wait_for_parameters`): such a module is called as it is.
+    False for other classes, subclasses, parametrised weights, a replaced ``forward``, or hooks
+    except those of :func:`wait_for_parameters`. Such a module is called as it is.
     """
     return _is_plain(module) and only_waits_for_parameters(module)
 
 
 def norm_of(module: Any, group: dist.ProcessGroup | None, layout: Layout) -> GatedNorm | Apart:
-    """What ``out_norm`` computes: the numbers of a plain norm, or a readout that calls it.
+    """The norm for the readout: weight and epsilon of a plain norm, or a readout that calls it.
 
     Args:
-        group: sums the gradients of the norm's parameters, see :func:`sum_gradient`.
+        group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
         layout: of the rows with its gate.
     """
     if has_hooks(module):
@@ -75,10 +75,10 @@ def apply_gated_norm(
 
     Args:
         x, gate: ``[..., H, V]``.
-        group: sums the gradients of the norm's parameters, see :func:`sum_gradient`.
+        group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
     """
     if group is not None:
-        for module in norm.modules():  # their hooks know the parameters, not what stands for them
+        for module in norm.modules():  # before gradients_summed: hooks know the real parameters
             wait_for_parameters(module)
     with gradients_summed(norm, group):
         normed = norm(x)

@@ -25,7 +25,7 @@ class _Look(NamedTuple):
 
     tensor: torch.Tensor | None
     version: int | None
-    values: torch.Tensor | None  # where comparing them waits for no device
+    values: torch.Tensor | None  # None on a GPU, where comparing would wait for the device
 
     @classmethod
     def at(cls, tensor: torch.Tensor | None) -> _Look:
@@ -42,7 +42,7 @@ class _Look(NamedTuple):
 
 
 class _Resolved(NamedTuple):
-    """What the first layer of a micro-batch found, for those after it."""
+    """What the first layer of a micro-batch found, for the later layers."""
 
     layout: str | None  # qkv_format
     looks: tuple[_Look, ...]  # at _BOUNDARIES
@@ -77,15 +77,15 @@ def resolve_packed_seq_params(
 
     The first layer of a micro-batch resolves and checks them, which reads ``cu_seqlens`` from the
     device once; the result is kept on ``params``, where all other layers (and recomputation)
-    find it. They look whether the offsets are still the same: on the CPU by value, on a GPU by
-    torch's version counter. Collectives and ``.data`` do not raise that: give every micro-batch
-    a PackedSeqParams of its own, or at least new tensors. A recomputed forward (Megatron's or
-    torch's checkpoint) has to find the boundaries of the first.
+    find it. They check that the offsets are still the same: on the CPU by value, on a GPU by
+    torch's version counter. Collectives and writes to ``.data`` do not raise this counter: give
+    every micro-batch a PackedSeqParams of its own, or at least new tensors. A recomputed forward
+    (Megatron's or torch's checkpoint) must find the same boundaries as the first forward.
 
     Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
-    before any context-parallel split. Padding stands at the end of a document's slot, where a
-    causal layer cannot see it from the tokens before. Its rows must be finite (gradients of the
-    weights are sums over all rows, and 0 * NaN is NaN), its outputs mean nothing: mask the loss.
+    before any context-parallel split. Padding is at the end of a document's slot, so the document's
+    tokens do not see it in a causal layer. Padding rows must be finite (gradients of the weights
+    are sums over all rows, and 0 * NaN is NaN). Their outputs mean nothing: mask the loss.
 
     Args:
         params: as Megatron passes it to a layer. ``qkv_format="thd"`` is packed, and so is None
@@ -100,7 +100,7 @@ def resolve_packed_seq_params(
             the meta device; no boundaries, boundaries that do not start at 0, decrease or end
             elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
             document longer than its padded slot.
-        ValueError: another tensor stands where ``params`` was given a fixed buffer.
+        ValueError: a field of ``params`` no longer holds the fixed buffer that it was given.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
             every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
             be captured.
@@ -129,7 +129,7 @@ def resolve_packed_seq_params(
         )
     sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
     if any(source is not None and source.is_inference() for source in sources):
-        # Whether such a tensor was written to since cannot be known, so nothing is remembered.
+        # torch does not record writes to such a tensor, so nothing is remembered.
         return _resolve(sources, total_tokens, device)
     documents = _resolve(sources, total_tokens, device)
     if known is not None and _is_recomputed() and documents.offsets != known.documents.offsets:
@@ -151,7 +151,7 @@ def _is_recomputed() -> bool:
 
 
 def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:
-    """Let layers take these documents for those of ``params``."""
+    """Attach documents in fixed buffers to ``params``; layers then use these."""
     params.__dict__[_STATIC] = documents
 
 
@@ -193,7 +193,7 @@ def _slots_of(params: PackedSeqParams) -> tuple[str, ...]:
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether documents are packed. Boundaries that are given are never passed over."""
+    """Whether documents are packed. Boundaries that are given are never ignored."""
     layout = params.qkv_format
     if layout == "thd":
         return True

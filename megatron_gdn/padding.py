@@ -1,10 +1,10 @@
-"""Padded batches with a mask of documents, laid end to end in one packed row and padded again.
+"""Padded batches with a mask of documents: packed into one row, end to end, and unpacked again.
 
 A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding. A plain
 0/1 mask is the case of one document per row.
 
 Legend: B batch, S tokens of a padded row, N documents, T tokens that are not padding, P rows of the
-packed sequence (T, or more where documents stand in padded slots).
+packed sequence (T, or more if documents have padded slots).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
 
     Args:
         mask: integers ``[B, S]``: document ids, 0 at padding, increasing along a row. Ids may be
-            left out, and padding may stand before, between and after documents.
+            skipped, and padding may be before, between and after documents.
 
     Raises:
         ValueError: not a tensor of integers ``[B, S]``, or one on the meta device; negative ids,
@@ -39,7 +39,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
 
 
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Where the tokens of a padded batch are, as variable-length kernels ask for it.
+    """Where the tokens of a padded batch are, in the form that variable-length kernels take.
 
     Args and errors: as in :func:`seqlens_of_mask`.
 
@@ -55,11 +55,11 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
-    Padding is never read, so what it holds (NaN included) does not matter; its gradient is 0. One
-    read of the mask on the host, one gather.
+    Padding is never read, so its values (NaN included) do not matter; its gradient is 0. The host
+    reads the mask once, and one gather moves the rows.
 
     With context parallelism the packed rows are those of all ranks, and every document's slot must
-    hold a multiple of ``2 * context_parallel_size`` of them; then each rank takes its own:
+    have a multiple of ``2 * context_parallel_size`` rows. Each rank then takes its own rows:
 
         packed, params = pack_rows(x, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
@@ -104,10 +104,10 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
-    """Bring packed rows back to where the mask has them; padding is exactly 0.
+    """Move packed rows back to their places in the padded batch; padding is exactly 0.
 
-    The inverse of :func:`pack_rows` wherever the mask is not 0. One read of the mask on the host,
-    one gather.
+    The inverse of :func:`pack_rows` wherever the mask is not 0. The host reads the mask once, and
+    one gather moves the rows.
 
     Args:
         packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
@@ -134,7 +134,7 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
 
 class MaskOnHost(NamedTuple):
     token_T: Tensor  # int64, positions in the flattened mask
-    document_T: Tensor  # int64, the document of each, counted through the batch
+    document_T: Tensor  # int64, the document of each token, counted over the whole batch
     lengths: tuple[int, ...]
 
 
@@ -171,7 +171,7 @@ def read_mask(mask: Tensor) -> MaskOnHost:
         )
         raise ValueError(
             f"row {row} of the mask {what}, at position {column}. Ids must increase along a row "
-            f"and a document must stand in one piece: number the documents in the order in which "
+            f"and a document must not be interrupted: number the documents in the order in which "
             f"they come, or move the padding to a document's end."
         )
     token_T = (id_BS > 0).flatten().nonzero().flatten()
@@ -196,14 +196,14 @@ class Take(NamedTuple):
         return cls(to_device(source.clamp(min=0), device), to_device(holes, device))
 
     def of(self, x: Tensor) -> Tensor:
-        if not len(x):  # nothing but holes, and no row that could stand in them
+        if not len(x):  # only holes, and index_select has no row to read
             return x.new_zeros(len(self.source), *x.shape[1:])
         y = x.index_select(0, self.source)
         return y.index_fill_(0, self.holes, 0) if len(self.holes) else y
 
 
 class _Layout(NamedTuple):
-    """What stands where; -1 is nothing."""
+    """Which row goes where; -1 means no row."""
 
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
@@ -221,7 +221,7 @@ def _layout(mask: Tensor, multiple_of: int) -> _Layout:
     lengths = lengths or (0,)
     slots = tuple(-(-length // multiple_of) * multiple_of for length in lengths)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
-    gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # rows without token before each
+    gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # padding rows before each document
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
 
     B, S = mask.shape
@@ -233,7 +233,7 @@ def _layout(mask: Tensor, multiple_of: int) -> _Layout:
 
 
 class TakeRows(torch.autograd.Function):
-    """A gather of rows, each at most once: its adjoint is the gather back, without any adding."""
+    """A gather of rows, each at most once: its gradient is the gather back, and sums nothing."""
 
     @staticmethod
     def forward(ctx, x: Tensor, there: Take, back: Take) -> Tensor:

@@ -1,9 +1,9 @@
-"""Keeps the marks that Megatron reads on parameters, though torch replaces the parameter objects.
+"""Keeps the marks that Megatron reads on parameters when torch replaces the parameter objects.
 
-Megatron tells by attributes of a parameter how it is split over tensor-parallel ranks, whether its
+Megatron reads from a parameter's attributes how it is split over tensor-parallel ranks, whether its
 gradient is summed over them and in which precision it is held. torch makes new parameters without
 these attributes in ``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``,
-``nn.utils.swap_tensors`` and ``fully_shard``; a lost mark is a wrong gradient without an error.
+``nn.utils.swap_tensors`` and ``fully_shard``. A lost mark gives a wrong gradient without an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# On every parameter that has its marks; a parameter without it is new.
+# This attribute is set on every marked parameter; a parameter without it is new.
 _MARKED = "marked_by_gdn"
 
 
@@ -30,9 +30,9 @@ class MarkedParameters(nn.Module):
     parameters under the same names are marked again
 
     - when the module is moved or cast, loaded, copied or unpickled;
-    - before anybody walks over its modules or parameters (``named_parameters()`` of the model, as
-      optimizers, data-parallel wrappers and ``finalize_model_grads`` call it): that covers the
-      replacements which call no method of this module.
+    - before any code iterates over its modules or parameters (optimizers, data-parallel wrappers
+      and ``finalize_model_grads`` call ``named_parameters()`` of the model). This covers
+      replacements that call no method of this module.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
@@ -41,8 +41,8 @@ class MarkedParameters(nn.Module):
         """Make the table of marks, parameter name -> attribute -> value, from what is set now.
 
         A mark is an attribute with a public name and a plain value (bool, number, string, list).
-        One that is set later stays on its object, through moves and casts; a new object gets what
-        is in the table. Call this again to take later marks into it.
+        A mark that is set later stays on its parameter through moves and casts, but a new parameter
+        object gets only the marks in the table. Call this again to add later marks to the table.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
@@ -69,7 +69,7 @@ class MarkedParameters(nn.Module):
         yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Carry every attribute over, also those that were set since the module was built."""
+        """Copy every attribute to the new parameters, also those set after the module was built."""
         attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters_by_name():

@@ -1,9 +1,9 @@
-"""Keeps the decay parameters in fp32, whatever happens to the module around them.
+"""Keeps the decay parameters in fp32 when the module around them is cast.
 
-``A_log`` stands in an exponent and the recurrence compounds the decay over the sequence: rounding
+``A_log`` is in an exponent, and the recurrence compounds the decay over the sequence: rounding
 it to bf16 changes the decay rate by up to 0.8%. Megatron's ``Float16Module`` (and ``.bfloat16()``,
-``.half()``, ``.to(dtype)``) casts every floating-point parameter, so the module itself has to
-decline.
+``.half()``, ``.to(dtype)``) casts every floating-point parameter, so the module itself must keep
+these in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 
 logger = logging.getLogger(__name__)
 
-# torch hands one list of missing keys to all modules of one load_state_dict.
+# torch passes one list of missing keys to all modules of one load_state_dict.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
@@ -43,13 +43,13 @@ class Fp32Parameters(nn.Module):
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a parameter, or what a wrapper puts in its place."""
+        """Register a parameter, or the tensor that a wrapper puts in its place."""
         if name in self._keep_in_float32_parameter_names:
             require_gathered_alone(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and their kin change the device only."""
+        """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and the like change only the device."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
@@ -64,10 +64,10 @@ class Fp32Parameters(nn.Module):
         return super()._apply(apply, recurse)
 
     def require_wide_gates(self) -> None:
-        """Refuse fp32 parameters that were rounded before they reached it.
+        """Refuse fp32 parameters that were rounded before they reached the layer.
 
-        Casts of the module leave them fp32. Sharded data parallelism with
-        a dtype of its own puts other tensors in their place, which only this check sees.
+        Casts of the module leave these parameters in fp32. But sharded data parallelism with its
+        own dtype replaces them by other tensors, and only this check notices that.
 
         Raises:
             ValueError: one of them is narrower than fp32.
@@ -91,7 +91,7 @@ class Fp32Parameters(nn.Module):
         missing_keys: list[str],
         *args: Any,
     ) -> None:
-        """Load as torch does; say so where the values of the named parameters were rounded."""
+        """Load as torch does; warn if the values of the named parameters were rounded."""
         keys = [f"{prefix}{name}" for name in self._keep_in_float32_parameter_names]
         dtypes = {
             key: state_dict[key].dtype for key in keys if hasattr(state_dict.get(key), "dtype")
@@ -109,7 +109,7 @@ def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
     its inputs into one buffer of one dtype and cuts that by the outputs' bytes, without an error.
 
     Args:
-        parameter: what the module is given under ``name``: its own, or Megatron-FSDP's share of it.
+        parameter: registered under ``name``: the module's own, or Megatron-FSDP's share of it.
 
     Raises:
         NotImplementedError: gloo gathers it with another dtype.

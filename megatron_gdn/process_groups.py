@@ -1,4 +1,4 @@
-"""The process groups of a built mixer, which may be given others: evaluation under another size."""
+"""The process groups of a built mixer. They may change, for example to evaluate at another size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .micro_batch import MicroBatches
 class FollowsGroups(nn.Module):
     """Mixin of a mixer that follows its ``pg_collection``.
 
-    Tensor-parallel ranks hold shares of the parameters, so they stay. The context-parallel group
-    may change between micro-batches: all ranks of both groups change it together.
+    Tensor-parallel ranks hold shares of the parameters, so these ranks cannot change. The
+    context-parallel group may change between micro-batches; all ranks of the old and of the new
+    group must change it together.
     """
 
     micro_batches: MicroBatches
@@ -41,7 +42,7 @@ class FollowsGroups(nn.Module):
         self._name_sizes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A layer over the same ranks: process groups, which cannot be copied, are shared."""
+        """A copy of the layer with the same process groups, which cannot be copied themselves."""
         for module in self.modules():
             for thing in vars(module).values():
                 if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
@@ -83,7 +84,7 @@ class FollowsGroups(nn.Module):
         )
 
     def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
-        """The context-parallel group of one forward that is given these groups.
+        """The context-parallel group of one forward that is called with these groups.
 
         Raises:
             ValueError: other tensor-parallel ranks.
@@ -98,7 +99,7 @@ class FollowsGroups(nn.Module):
         return groups.cp
 
     def _name_sizes(self) -> None:
-        """Set the sizes that tools look up; a mixer with such names brings this."""
+        """Set the sizes that tools look up by name; a mixer with such names overrides this."""
 
 
 def _ranks(group: Any) -> list[int]:

@@ -49,16 +49,16 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A mixer calls :meth:`_choose_by`, builds its parameters in the order in which files and
-    optimizers shall list them (:meth:`_build_in_proj`, :meth:`_add_fp32`,
-    :meth:`_build_out_proj`), calls :meth:`remember_marks` and fills them. It brings :meth:`parts`
-    and ``conv_weight``.
+    A subclass defines :meth:`parts` and ``conv_weight``. Its constructor calls :meth:`_choose_by`,
+    then builds the parameters in the order in which files and optimizers list them
+    (:meth:`_build_in_proj`, :meth:`_add_fp32`, :meth:`_build_out_proj`), then calls
+    :meth:`remember_marks`, and then fills the parameters.
 
     Args:
         config: Megatron's.
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
-            projection row, the ``state`` of its heads; ``shard(n)`` gives those of one of n ranks,
-            ``check_fp8_alignment(n)`` refuses a width.
+            projection row, the ``state`` of its heads. ``shard(n)`` gives the sizes of one of n
+            ranks, ``check_fp8_alignment(n)`` refuses a width that FP8 cannot take.
         layer_number, pg_collection, pp_layer_offset, cp_layout: as in
             :class:`megatron_gdn.GatedDeltaNet`.
 
@@ -66,7 +66,8 @@ class RecurrentMixer(
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
         micro_batches: how each micro-batch runs.
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
-        gates_own_rows: a readout reads this rank's rows after the heads are together again.
+        gates_own_rows: the readout runs after all heads are back on this rank, and reads this
+            rank's own rows.
         recompute_norm_out: drop the rows for out_proj after the forward and compute them again for
             its backward; not where saved-tensor hooks keep them.
         norm_out_checkpoint: of the last forward; under upstream's name, for tools.
@@ -124,14 +125,14 @@ class RecurrentMixer(
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
             attention_mask: None or causal (True where attention is forbidden), or True everywhere,
-                Megatron's tests' "no mask"; the mixer is causal by itself.
-            inference_context, inference_params: go on from what this context carries instead of
-                beginning, see :meth:`.GeneratingMixer.generate`; no gradients.
+                which Megatron's tests pass for "no mask". The mixer is causal by itself.
+            inference_context, inference_params: continue from the states in this context instead
+                of from zero, see :meth:`.GeneratingMixer.generate`; no gradients.
             sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
-            pg_collection: process groups of this forward; ``cp`` may be another than the mixer's,
-                and ``packed_seq_params`` goes before it.
+            pg_collection: process groups of this forward; ``cp`` may differ from the mixer's. A
+                group in ``packed_seq_params`` is used before it.
             kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
                 by name and unused. Anything else is refused.
 
@@ -227,10 +228,10 @@ class RecurrentMixer(
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's. Replaced or changed, its modes count from the next forward.
+        """Megatron's. If it is replaced or changed, the next forward uses its new modes.
 
-        Those are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``. Sizes,
-        parts and their options are those that the mixer was built with.
+        The modes are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``.
+        Sizes, parts and their options stay those that the mixer was built with.
         """
         return self._config
 
@@ -246,7 +247,7 @@ class RecurrentMixer(
 
     @property
     def rule(self) -> Rule:
-        """The recurrence of the last forward; before the first, what is expected to run."""
+        """The rule of the last forward; before the first forward, the expected rule."""
         return self.micro_batches.latest_rule
 
     @property
@@ -278,7 +279,7 @@ class RecurrentMixer(
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False
     ) -> None:
-        """Set ``out_proj``, H V -> D; its bias is handed on, for Megatron to add."""
+        """Set ``out_proj``, H V -> D; the forward returns its bias, and Megatron adds it."""
         state = self.global_dims.state
         self.out_proj = build_module(
             spec,
@@ -310,13 +311,13 @@ class RecurrentMixer(
 
     @property
     def norm_group(self) -> Any:
-        """The group over which our backward sums the gradients of the norm; None where none does.
+        """The group over which our backward sums the norm's gradients; None if it does not sum.
 
         Every tensor-parallel rank sees its own heads only, so the gradient of a norm that all ranks
-        hold whole is the sum over the ranks. With sequence parallelism Megatron takes it, once a
-        step with those of all its norms, from the mark ``sequence_parallel``; without, it expects
-        the gradient of a replicated parameter whole. (megatron-core 0.19's own layer does not sum
-        there, and its norm weights drift apart.)
+        hold whole is the sum over the ranks. With sequence parallelism Megatron takes this sum,
+        once a step for all norms with the mark ``sequence_parallel``. Without sequence parallelism
+        Megatron expects that the backward gives the whole gradient of a replicated parameter.
+        (megatron-core 0.19's own layer does not sum then, and its norm weights drift apart.)
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 

@@ -47,7 +47,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
-        # A tensor of its own, for others may hold this gradient; fp32, to round once.
+        # A copy, because others may hold this gradient; in fp32, so that the sum is rounded once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -67,7 +67,7 @@ def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A forward of ``module`` in here reads its parameters through :func:`sum_gradient`.
+    """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
 
     Raises:
         RuntimeError: something else replaced the parameters meanwhile, as ``fully_shard`` of

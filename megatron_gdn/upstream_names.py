@@ -1,7 +1,8 @@
 """What Megatron and tools look up on megatron-core's layer by name.
 
-Its sizes, what Megatron calls beside the forward, and the steps of the forward one by one: the
-forward of :class:`megatron_gdn.GatedDeltaNet` calls none of these, which compute what it does.
+These are its sizes, the methods that Megatron calls besides the forward, and the single steps of
+the forward. The forward of :class:`megatron_gdn.GatedDeltaNet` does not call these steps; they
+compute the same.
 
 Legend: S tokens, B batch, G key heads, H value heads, K key dim, V value dim.
 """
@@ -44,8 +45,8 @@ class UpstreamNames:
     def _name_sizes(self) -> None:
         """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.
 
-        ``feat_dim_split`` has those of q, k and v, of z, beta and alpha inside a head exchange over
-        the context-parallel group.
+        ``feat_dim_split`` has four widths inside a head exchange over the context-parallel group:
+        of q, k and v together, of z, of beta and of alpha.
         """
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
@@ -68,7 +69,7 @@ class UpstreamNames:
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The convolution's and the gate's."""
+        """The activation of the convolution and of the gate."""
         return F.silu
 
     @property
@@ -159,7 +160,8 @@ class UpstreamNames:
     ) -> Tensor:
         """The padded offsets of documents if there are any, else the actual ones; for tools.
 
-        The forward asks for more: where documents are cut in zigzag, for slots of ``2 * cp_size``.
+        The forward asks for more if documents are cut in zigzag: slots must be multiples of
+        ``2 * cp_size``.
 
         Raises:
             ValueError: they are no offsets of ``total_seq_len`` tokens, or ``cp_size`` does not
@@ -184,5 +186,5 @@ class UpstreamNames:
         alpha: Tensor,
         beta: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Likewise log-decay and write strength: ``megatron_gdn.ops.decay_and_write_gates``."""
+        """Log-decay and write strength, for tools: ``megatron_gdn.ops.decay_and_write_gates``."""
         return decay_and_write_gates(alpha, beta, A_log_local_cp, dt_bias_local_cp)

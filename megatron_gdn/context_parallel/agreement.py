@@ -1,15 +1,16 @@
 """Do all ranks of a context-parallel group have the same micro-batch?
 
 Every rank derives the scheme, its messages and its waits from the tokens, rows, document
-boundaries and layout that it was given. Ranks with different ones would hang, or exchange wrong
-rows. So they compare them, in an all-gather of five integers.
+boundaries and layout that it was given. If these differed between ranks, the ranks would hang or
+exchange wrong rows. So the ranks compare them, in an all-gather of five integers.
 
 Which ranks *take part* must not depend on what a rank was given, or a rank could wait alone. So one
 layer takes part, in each of its forwards: the first that runs over the group after the latest layer
-was built. Every rank runs the same forwards, since each has other collectives over the group.
+was built. Every rank runs the same forwards, since each forward has other collectives over the
+group too.
 
 Each rank decides by itself whether it *reads the answer*. On a GPU the host waits for the answer,
-so a rank reads it only if its contents are new among the latest that the group agreed on: once for
+so a rank reads it only if its contents are not among the latest that the group agreed on: once for
 new boundaries, once for a shape of unpacked batches, not in recomputation. On the CPU every rank
 reads it every time.
 """
@@ -53,7 +54,7 @@ class _Known:
 
     chosen_after: int = -1  # the latest layer that was built before the choice
     layer: int = 0  # the layer that compares
-    # The contents, and they as tensors on the device, by stream.
+    # Keys: the contents. Values: the same as a tensor on the device, by stream.
     agreed: OrderedDict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=OrderedDict)
 
     def compares(self, layer: int) -> bool:
@@ -95,8 +96,8 @@ def require_agreement(
         group: the context-parallel group, None for one rank.
         tokens: of the sequence or packed buffer, over all ranks, as this rank computes them.
         rows: of the batch.
-        documents: the packed documents; None when not packed. Of ``StaticDocuments`` only how many
-            they hold at most is compared: the host does not know the boundaries.
+        documents: the packed documents; None when not packed. For ``StaticDocuments`` only the
+            number of documents that they can hold is compared: the host does not know boundaries.
         layout: how this rank takes its tokens to be cut.
         device: where the group's backend communicates.
 
@@ -130,7 +131,8 @@ def _gather(
 ) -> Tensor:
     """int64 ``[ranks, 5]``; the host waits for nothing.
 
-    ``kept``: this rank's own on the device, by stream; None for contents that may not come again.
+    ``kept``: this rank's contents on the device, by stream; None if the group has not agreed on
+    these contents yet.
     """
     stream = stream_of_tables()
     own = None if kept is None else kept.get(stream)

@@ -1,4 +1,4 @@
-"""Which context-parallel scheme a micro-batch is cheaper under, from its lengths alone.
+"""Which context-parallel scheme is cheaper for a micro-batch, from its lengths alone.
 
 Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them).
 Compute time is converted to bytes at wire bandwidth.
@@ -27,16 +27,16 @@ from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 from .layouts import SequenceLayout
 
-# On H200 with flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks, a forward by
-# state passing takes 0.22 ms more than the layer alone as a CUDA graph, and 0.7 where the host is
-# too slow for its launches. The wire carries 128 MiB in 0.46.
+# On H200 with flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks, a chunkwise
+# forward takes longer than the layer alone: 0.22 ms as a CUDA graph, 0.7 ms if the host is too slow
+# for its launches. The wire carries 128 MiB in 0.46 ms.
 SUMMARY = 1 / 7000  # computing the maps of the pieces: a share of a map's bytes for every token
 FIXED = 128 * 2**20  # small launches and the history, once per layer
-# One collective more: 57 us, an estimate between the 10 to 28 that GPUs take for a small one and
-# the 300 that a slow host takes to issue it.
+# Per collective: 57 us, an estimate. GPUs take 10 to 28 us for a small collective, and a slow host
+# takes 300 us to issue it.
 LATENCY = 16 * 2**20
-STEP = 1.5 * 2**20  # one product of a chain more, that waits for the one before: 5.8 us
-GATHER_UP_TO = 8  # ranks: beyond, gathered maps cost memory too
+STEP = 1.5 * 2**20  # per product of a chain, which waits for the product before: 5.8 us
+GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps cost memory too
 
 
 class LinearCpMode(StrEnum):
@@ -61,7 +61,7 @@ class LinearCpMode(StrEnum):
 
 
 class Price(NamedTuple):
-    """Bytes, or their equal in time, of both schemes."""
+    """Bytes of both schemes; compute time counts as the bytes that the wire carries in it."""
 
     headwise: float
     chunkwise: float

@@ -62,12 +62,12 @@ class Scheme(Protocol):
         """The share of a parameter, along its first dimension, that the mixer needs here.
 
         Args:
-            param: one row per state head, or with the columns of the sections ``names``.
+            param: one row per state head, or one row per column of the sections ``names``.
         """
         ...
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor | range:
-        """The sequence positions that this rank holds, of ``tokens``, in its order."""
+        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
         ...
 
 
@@ -95,7 +95,7 @@ class Whole:
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor
 ) -> list[Any]:
-    """The shares of a convolution's and of heads' parameters that the mixer needs here."""
+    """The shares of the convolution's and the heads' parameters that the mixer needs here."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names

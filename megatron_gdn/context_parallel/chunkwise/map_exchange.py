@@ -114,8 +114,8 @@ def _stretches(
     """The steps of one chain, as chains of their own that begin at the nodes in ``cuts``.
 
     A chain's first map is never multiplied, so a cut costs no product. Every stretch ends with the
-    last state that is asked for in it, the one before the next cut's node included. Stretches
-    without such a state are left out.
+    last state that is wanted in it. The state that enters the next cut's node belongs to it too.
+    Stretches without a wanted state are left out.
 
     Args:
         places: of every node, where its map is.
@@ -135,7 +135,7 @@ def _stretches(
 
 
 def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
-    """As :func:`gather_and_fold`, every rank folding a share of the M chains for all."""
+    """As :func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks."""
     h, M, K, X = maps.shape
     size, rank = group.size(), group.rank()
     shares = [M // size + (r < M % size) for r in range(size)]
@@ -171,7 +171,7 @@ def exchange_rows(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> tuple[Tensor, dist.Work | None]:
-    """Give ``send_counts[r]`` of the rows, in order, to rank r: point-to-point on NCCL.
+    """Send ``send_counts[r]`` of the rows, in order, to rank r: point-to-point on NCCL.
 
     Returns the rows received, by sending rank, and the work to wait for when ``async_op``.
     """

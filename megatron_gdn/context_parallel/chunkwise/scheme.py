@@ -2,8 +2,8 @@
 
 Every rank runs the mixer over its own pieces of the sequence. Two things cross ranks for each
 piece: the W - 1 projection rows before it, for the convolution (:mod:`.history`), and the fp32 map
-of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks will do,
-and the traffic does not grow with the sequence.
+of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks works, and
+the traffic does not grow with the sequence.
 
 Legend: s this rank's tokens, B batch, W conv taps.
 """
@@ -67,7 +67,7 @@ class Chunkwise:
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """The sequence positions that this rank holds, of ``tokens``, in its order."""
+        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
         lengths = Documents.lengths_of(documents, tokens)
         return local_indices(lengths, self.size, self._group.rank(), self._sequence_layout)
 

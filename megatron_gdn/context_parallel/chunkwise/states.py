@@ -160,7 +160,7 @@ def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
 
 
 def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """The inverse of :func:`_take`: the other of ``count`` entries are zero."""
+    """The inverse of :func:`_take`: ``count`` entries, zero except at ``index``."""
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 

@@ -3,9 +3,9 @@
     to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
     to sequence   [S, B, p] -> [s, B, P]   and gets its own tokens' columns back
 
-Each is the other's gradient. Beside the transfer there is one pass over the data, into or out of
+Each is the other's gradient. Besides the transfer there is one pass over the data, into or out of
 the messages. Long fragments are received into (or sent from) their places directly; short ones take
-a second pass. A rank copies the rows that it keeps while the messages travel.
+a second pass. While the messages travel, a rank copies the rows that it keeps.
 
 Legend: S tokens of the whole sequence in sequence order, s this rank's share of them in its order,
 B batch, P width of a whole row, p width of one rank's.
@@ -36,7 +36,8 @@ MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
 # Every message costs the host some 30 microseconds, and NCCL is slower with many messages. So
 # fragments below this size are sent together, one message per peer, and a second pass puts the rows
-# in order. On 4 H200, fragments of 30 to 100 MB take 0.85 of that way's time, of 3 MB 3.5 times it.
+# in order. On 4 H200, messages of single fragments take 0.85 of that time with fragments of 30 to
+# 100 MB, and 3.5 times it with fragments of 3 MB.
 MESSAGE_BYTES = 28 << 20
 # A rank copies the rows that it keeps in a kernel of their own, while the messages travel. Up to
 # this many bytes they are copied in the packing kernel: the copy takes less time than a launch.
@@ -44,7 +45,7 @@ OWN_BYTES = 16 << 20
 
 
 def limits() -> tuple[int, ...]:
-    """The settings above, as they are now."""
+    """The current values of the settings above."""
     return MOST_WAVES, WAVE_BYTES, MESSAGE_BYTES, OWN_BYTES
 
 
@@ -73,7 +74,7 @@ class Exchange:
     ) -> Exchange:
         """The exchange of ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of documents of ``lengths``.
 
-        ``StaticDocuments`` in place of lengths: in zigzag.
+        ``lengths`` may be ``StaticDocuments``, which are cut in zigzag.
         """
         static = isinstance(lengths, StaticDocuments)
         tokens = lengths.total_tokens if static else sum(lengths)
@@ -179,7 +180,7 @@ def _wait_for(works: list[dist.Work]) -> Callable[[], None]:
 def _deliver(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, pack: ModuleType
 ) -> Callable[[], None]:
-    """Start the transfer of every rank's messages to their rows of ``full``; the result ends it."""
+    """Start the transfer of all messages to their rows of ``full``; call the result to end it."""
     if exchange.sends_fragments(wave):
         return _wait_for(_send_fragments(exchange, wave, messages, full, to_heads=True))
     works, received = _swap(exchange, messages)
@@ -195,7 +196,7 @@ def _deliver(
 def _collect(
     exchange: Exchange, wave: Wave, full: Tensor, pack: ModuleType
 ) -> tuple[Tensor, Callable[[], None]]:
-    """The reverse: start the transfer of rows of ``full``; the messages received, and its end."""
+    """The reverse: start to send rows of ``full``; the messages received and the call to end it."""
     messages = _messages(full, exchange, wave)
     if exchange.sends_fragments(wave):
         return messages, _wait_for(_send_fragments(exchange, wave, messages, full, to_heads=False))
@@ -277,8 +278,8 @@ class _ToSequence(torch.autograd.Function):
 def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     """``[s, B, P] -> [S, B, p]``: all tokens in sequence order, this rank's columns.
 
-    The gradient of columns that several ranks hold is the sum of theirs, in the order of the ranks,
-    taken in fp32 and rounded once.
+    If several ranks hold the same columns, their gradients are summed in the order of the ranks, in
+    fp32, and rounded once.
     """
     return _ToHeads.apply(whole, exchange)
 

@@ -37,7 +37,7 @@ def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size:
 
 
 def _layout_of(balanced: bool) -> SequenceLayout:
-    """The layout whose undoing is asked for: rank order is sequence order in the contiguous one."""
+    """Zigzag if it is to be undone; else contiguous, whose rank order is the sequence order."""
     return SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
 
 
@@ -61,7 +61,7 @@ def tensor_a2a_cp2hp(
         split_sections: widths of the sections of D, each split by itself (query heads among
             all ranks, then key heads, ...); None treats D as one section.
         undo_attention_load_balancing: return tokens in sequence order, undoing the zigzag of one
-            sequence of S tokens; otherwise they come as rank 0's, rank 1's, ...
+            sequence of S tokens; if False, rank 0's tokens come first, then rank 1's, ...
 
     Returns:
         ``[S, B, d]``. One collective, forward and backward, however many sections there are.
@@ -95,7 +95,7 @@ def tensor_a2a_hp2cp(
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: widths of the sections of **d**, as they stand in ``tensor``: those given to
+        split_sections: widths of the sections of **d**, as they are in ``tensor``: those given to
             :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
         redo_attention_load_balancing: ``tensor`` is in sequence order and the result is a zigzag
             share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
@@ -140,8 +140,8 @@ def get_parameter_local_cp(
 ) -> Tensor:
     """This rank's share of a parameter whose ``dim`` is split by heads.
 
-    Gradients flow into the whole parameter, at the rows of this rank's heads; summed over the
-    group (which Megatron's data-parallel reduction does) they are the gradient on one rank.
+    Gradients flow into the whole parameter, at the rows of this rank's heads. Their sum over the
+    group, which Megatron's data-parallel reduction takes, equals the gradient of a run on one rank.
 
     Args:
         param: the whole parameter.

@@ -30,17 +30,18 @@ _RESOLVED = "_megatron_gdn_boundaries"
 class MambaContextParallel:
     """Hidden-parallel context parallelism around a Mamba2 mixer.
 
-    It owns no parameters and is no module: ``mixer``'s are read when they are asked for, so that
-    tensors that sharded data parallelism puts in their place are found. Their shares are views,
-    gradients reach the whole parameters; summed over the group they are those of one rank.
+    It is no module and owns no parameters. Every ``get_*`` call reads the parameters of ``mixer``
+    anew, so it finds the tensors that sharded data parallelism puts in their place. The shares are
+    views, so gradients reach the whole parameters. Summed over the group, these gradients equal
+    those of a run on one rank.
 
-    Sequences lie in Megatron's zigzag layout: every sequence (every document) is cut into 2 cp
-    chunks, and rank r holds chunks r and 2 cp - 1 - r.
+    Sequences are in Megatron's zigzag layout: every sequence (every document) is cut into 2 cp
+    fragments, and rank r holds fragments r and 2 cp - 1 - r.
 
     Args:
         cp_group: the context-parallel group.
         num_heads, head_dim: of the mixer, before this split.
-        n_groups: groups of B and C. With fewer groups than ranks, neighbours hold a copy each.
+        n_groups: groups of B and C. With fewer groups than ranks, neighbouring ranks hold copies.
         d_state: width of B and of C.
         mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
             ``conv1d_bias``.
@@ -91,7 +92,7 @@ class MambaContextParallel:
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
     ) -> Tensor:
-        """All columns of a share of the tokens to this rank's columns of all tokens, in order.
+        """Exchange all columns of this rank's tokens for this rank's columns of all tokens.
 
         Args:
             projected_states: ``[B, s, P]``, or ``[T / cp, P]`` of packed documents.
@@ -99,11 +100,12 @@ class MambaContextParallel:
                 from its device once; ``Documents`` never.
 
         Returns:
-            ``[B, S, p]`` or ``[T, p]``; with one rank the very tensor that was given.
+            ``[B, S, p]`` or ``[T, p]``, tokens in sequence order; with one rank the given tensor
+            itself.
 
         Raises:
-            ValueError: rows of another width, offsets with several batch rows or that end
-                elsewhere, or a length that is not a multiple of 2 cp.
+            ValueError: rows of another width, offsets for more than one batch row, offsets that do
+                not end at T, or a length that is not a multiple of 2 cp.
         """
         if self.cp_size == 1:
             return projected_states
@@ -117,10 +119,10 @@ class MambaContextParallel:
 
         Args:
             output: ``[B, S, v]`` or ``[T, v]``.
-            cu_seqlens: as :meth:`pre_conv_ssm` had it.
+            cu_seqlens: as given to :meth:`pre_conv_ssm`.
 
         Returns:
-            ``[B, s, V]`` or ``[T / cp, V]``; with one rank the very tensor that was given.
+            ``[B, s, V]`` or ``[T / cp, V]``; with one rank the given tensor itself.
 
         Raises:
             ValueError: as :meth:`pre_conv_ssm`.
@@ -142,15 +144,15 @@ class MambaContextParallel:
         return None if bias is None else self._conv_share(bias)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, of ``whole`` where that was gathered already."""
+        """``[heads of this rank]``; ``whole``: the parameter, if it is gathered already."""
         return self._head_share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, of ``whole`` where that was gathered already."""
+        """``[heads of this rank]``; ``whole``: the parameter, if it is gathered already."""
         return self._head_share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]`` or their channels, of ``whole`` where that was gathered."""
+        """``[heads of this rank]``, or their channels; ``whole``: as for :meth:`get_A_log`."""
         return self._head_share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:

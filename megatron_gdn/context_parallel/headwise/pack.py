@@ -29,7 +29,7 @@ from .shares import HeadShares, Strip, alignment, strips
 
 _WARPS, _COLUMNS = 8, 1024
 _TILE_BYTES = 32 << 10  # eight 16-byte loads per thread, under way together
-_PER_PROCESSOR = 2  # as many as fit at once
+_PER_PROCESSOR = 2  # programs on a multiprocessor: as many as fit at once
 # Kernels beside a transfer leave this many multiprocessors free for it; NCCL takes up to 32.
 _LEFT_TO_TRANSFERS = 32
 
@@ -168,8 +168,8 @@ def unpack_peers(
 ) -> None:
     """Write to ``whole`` the columns that peers hold, summed where several ranks hold the same.
 
-    The sum takes the ranks in ascending order, this one's share from ``full``, in fp32 (fp64 for
-    fp64), and is rounded once. ``with_own`` does :func:`unpack_own` in the same pass.
+    The sum adds the ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This
+    rank's share comes from ``full``. ``with_own`` does :func:`unpack_own` in the same pass.
     """
     _carry(
         whole, messages, None, _on_one_rank(shares),
@@ -195,7 +195,7 @@ def _sum_launches(
     rows, launches = tokens * batch, []
     for copies in sorted({c for c in shares.copies if c > 1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
-        # The sums are wider than what they read.
+        # Sums have a wider dtype than the rows, so a tile takes half as many rows.
         at_once = max(1, _rows_at_once(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:

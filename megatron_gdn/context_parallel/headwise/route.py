@@ -19,9 +19,9 @@ from ..layouts import SequenceLayout, inverse, rank_order_of_sequence
 
 @dataclass(frozen=True)
 class Fragment:
-    """``tokens`` neighbours in a rank's order that are neighbours in the sequence too.
+    """``tokens`` tokens that are side by side in a rank's order and also in the sequence.
 
-    ``local`` and ``sequence`` are the positions of the first, in the wave and in the sequence.
+    ``local`` and ``sequence``: the position of the first token, in the wave and in the sequence.
     """
 
     local: int
@@ -45,8 +45,8 @@ class Wave:
         tokens: which of a rank's tokens, ``size`` of them.
         own_place: int32 ``[size]``, sequence positions of this rank's tokens.
         peer_place: int32 ``[(R - 1) * size]``, those of all peers' tokens, end to end.
-        positions: int64 ``[R, size]`` on the CPU, those of every rank's tokens; None if they are
-            known on the device alone. Such a wave travels as one message per peer.
+        positions: int64 ``[R, size]`` on the CPU, those of every rank's tokens; None if only the
+            device knows them. Such a wave travels as one message per peer.
     """
 
     tokens: slice
@@ -131,7 +131,7 @@ def places_of(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor
 
 
 def stretches(index: Tensor) -> list[tuple[int, int]]:
-    """An index on the host as (start, width) of its stretches of neighbours."""
+    """The runs of consecutive values of an index on the host, as (first value, length)."""
     if not index.numel():
         return []
     starts = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist()]

@@ -4,7 +4,7 @@ An exchange turns "some tokens, all heads" into "all tokens, some heads". The co
 recurrence then run over whole sequences, and the inverse exchange follows.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, P width of a
-projection row of one tensor-parallel rank, p of one rank's heads, V width of a mixed row.
+projection row of one tensor-parallel rank, p its part for one rank's heads, V width of a mixed row.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Headwise:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """This rank's share of a parameter along its first dimension.
 
-        Gradients flow into the rows of this rank's heads; summed over the group (which Megatron's
-        data-parallel reduction does) they are the gradient on one rank, also of key heads that
-        several ranks hold.
+        Gradients flow only into the rows of this rank's heads. Their sum over the group, which
+        Megatron's data-parallel reduction takes, equals the gradient of a run on one rank, also for
+        key heads that several ranks hold.
 
         Args:
-            param: one row per state head, or with the columns of the sections ``names``.
+            param: one row per state head, or one row per column of the sections ``names``.
             names: of those sections.
         """
         wanted = param.shape[0] if names is None else tuple(names)
@@ -103,9 +103,9 @@ class Headwise:
         return _OwnRows.apply(param, _own_rows(shares, self._rank, param.device))
 
     def _remember(self, wanted: int | tuple[str, ...]) -> tuple[HeadShares, tuple[int, int] | None]:
-        """How a parameter of so many rows, or of these sections, is shared.
+        """How a parameter with this number of rows, or with these sections, is shared.
 
-        Of one section also the start and the number of this rank's rows, which are neighbours.
+        For a single section also the start and the number of this rank's rows: they are contiguous.
         """
         if isinstance(wanted, int):
             shares = HeadShares.even(self.size, (wanted,))
@@ -122,13 +122,13 @@ class Headwise:
     def _lengths(
         self, documents: Documents | None, tokens: int
     ) -> tuple[int, ...] | StaticDocuments:
-        """What the exchange depends on: the documents, or the buffer alone if that is cut."""
+        """What the exchange depends on: documents, or the buffer's length if the buffer is cut."""
         if not isinstance(documents, StaticDocuments):
             return Documents.lengths_of(documents, tokens)
         return documents if self._sequence_layout is SequenceLayout.ZIGZAG else (tokens,)
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """The sequence positions that this rank holds, of ``tokens``, in its order."""
+        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
         lengths = self._lengths(documents, tokens)
         if isinstance(lengths, StaticDocuments):
             return zigzag_positions(lengths, self.size)[self._group.rank()]
@@ -136,7 +136,7 @@ class Headwise:
 
 
 def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -> Tensor:
-    """The rows that ``rank`` holds, a view for one section; gradients reach just those rows."""
+    """The rows that ``rank`` holds, a view for one section; gradients reach only these rows."""
     mine = [param.narrow(dim, block.whole, block.width) for block in shares.blocks(rank)]
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
 
