@@ -1,10 +1,10 @@
 """A mixer whose bits depend on a sequence's tokens alone: not on its cut, place or neighbours.
 
-Every sequence is computed by itself in steps of 64 tokens, counted from its start, each in buffers
-of one shape: the first n tokens of a step, n <= 64, are followed by empty ones, which later tokens
-would not change. So the same kernels see a token at the same place with the same tokens before it,
-whether it comes with its whole sequence in training or alone in generation, and its bits are the
-same. The price is a loop over steps in place of batched products. The backward is the plain rule's.
+Every sequence is computed by itself, in steps of 64 tokens from its start. All steps have buffers
+of one shape: a step with only n tokens is filled up with empty ones. What follows the first n
+tokens does not change them. So the same kernels see a token at the same place, after the same
+tokens, with its whole sequence in training and alone in generation. Its bits are the same. The
+price is a loop over steps in place of batched products. The backward is the plain rule's.
 
 Legend: S seq, B batch, P projection width, W conv taps, n tokens of a step, H heads with a state, K
 rows of a state, V columns.
@@ -45,7 +45,8 @@ def front_of_step(
     """The rule's inputs of a step.
 
     Args:
-        rows: ``[W - 1 + n, P]``, the tokens after the W - 1 rows before them (zeros at the start).
+        rows: ``[W - 1 + n, P]``: the W - 1 rows before the step (zeros at the start of a
+            sequence), then its n tokens.
 
     Returns:
         as ``front.forward``, ``[1, n, ...]``.
@@ -58,10 +59,10 @@ def front_of_step(
 
 
 def rule_of_step(rule: Rule, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output ``[1, n, H, V]`` of a step, and the state after it (exact after a full one).
+    """The output ``[1, n, H, V]`` of a step, and the state after it (exact if the step is full).
 
     Args:
-        rule: the plain one, which computes a step of 64 tokens as one chunk.
+        rule: a plain rule, which computes a step of 64 tokens as one chunk.
         inputs: ``[1, n, ...]``.
         state: ``[1, H, K, V]`` before the step; None is zero.
     """
@@ -72,14 +73,14 @@ def rule_of_step(rule: Rule, inputs: Any, state: Tensor | None) -> tuple[Tensor,
 
 
 def _filled_up(x: Tensor) -> Tensor:
-    """``[1, n, ...]`` with empty tokens up to a step."""
+    """``[1, n, ...]`` filled up with zeros to a step of 64 tokens."""
     buffer = x.new_zeros(1, STEP, *x.shape[2:])
     buffer[:, : x.shape[1]] = x
     return buffer
 
 
 def _steps(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """Of sequences end to end: number, first token of the sequence, and start and end of a step."""
+    """For every step: the sequence's number and first token, the step's start and end."""
     first = 0
     for number, length in enumerate(lengths):
         for start in range(first, first + length, STEP):
@@ -88,7 +89,7 @@ def _steps(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
 
 
 class AlignedFront(FrontAround):
-    """A front in steps; its backward is the plain one."""
+    """A front that runs in steps. Its backward is the inner front's."""
 
     def forward(
         self,
@@ -97,7 +98,7 @@ class AlignedFront(FrontAround):
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
     ) -> Any:
-        """As the inner one."""
+        """As the inner front's."""
         if only is not None and not only:
             return self._front.forward(proj, parameters, documents, only)
         S, past = proj.shape[0], rows_before(parameters)
@@ -119,10 +120,10 @@ def _joined(pieces: list[Any], dim: int) -> Any:
 
 
 class AlignedRule:
-    """A plain rule in steps; its backward and its maps are the plain ones.
+    """A plain rule that runs in steps. Its backward and its state maps are the plain rule's.
 
     Args:
-        plain: in plain torch, with chunks of 64 tokens; None is the gated delta rule's.
+        plain: a rule in plain torch with chunks of 64 tokens; None is the gated delta rule.
     """
 
     in_steps = True
@@ -155,7 +156,7 @@ class AlignedForward:
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """``keep`` is of no meaning: the plain backward starts from the inputs alone."""
+        """``keep`` has no effect: the plain backward starts from the inputs alone."""
         batch, tokens = rows = self._inputs[0].shape[:2]
         inputs = on_tokens(self._inputs, in_one_row)
         lengths = (tokens,) * batch
@@ -173,7 +174,7 @@ class AlignedForward:
 
 
 class AlignedReadout:
-    """A readout, one token at a time; its backward is the plain one."""
+    """A readout that runs one token at a time. Its backward is the inner readout's."""
 
     reads_o: ClassVar[bool] = True
 
@@ -183,7 +184,7 @@ class AlignedReadout:
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """As the inner one."""
+        """As the inner readout's."""
         S, B, _ = rows.shape
         made = rows.new_empty(S, B, self.gate.stop - self.gate.start) if out is None else out
         for s in range(S):

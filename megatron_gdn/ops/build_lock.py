@@ -17,7 +17,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 0.1  # seconds between two looks
+_PAUSE = 0.1  # seconds between two tries
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -25,8 +25,8 @@ class BuildLock:
     """A lock on a file, which also says who holds it.
 
     Args:
-        path: made if it is not there, with its folder. It is never removed: a process that waits
-            may have it open.
+        path: created with its folder if it does not exist. It is never removed: a process that
+            waits may have it open.
 
     A process that inherits :meth:`fileno` holds the lock too, also after :meth:`release` here.
     """
@@ -36,7 +36,7 @@ class BuildLock:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def take(self, holder: str) -> bool:
-        """Whether this process holds the lock from here on. ``holder`` is what others read."""
+        """Try to take the lock. True if this process now holds it; others read ``holder``."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -68,7 +68,7 @@ class BuildLock:
 
 @contextmanager
 def held(path: Path, what: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold the lock of this file, after waiting for whoever has it.
+    """Hold the lock of this file. Wait first if another process holds it.
 
     ``patience``: seconds to wait before the log says so.
     """
@@ -96,7 +96,7 @@ def build_once(
         found: whether the result is where every process looks for it.
         build: makes it; called while this process holds the lock, and not if the result is there.
         path: the file to lock.
-        what: for the log and for those who wait, as in "kkt_solve for 16:32 heads".
+        what: what is built, for the log and the waiting processes: "kkt_solve for 16:32 heads".
     """
     if found():
         return

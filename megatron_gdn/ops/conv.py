@@ -134,9 +134,9 @@ def causal_conv1d(
 
         y[t, c] = silu( bias[c] + sum_w weight[c, w] * x[t - (W - 1) + w, c] )
 
-    with x taken as zero (or ``initial_state``) before the start of its own sequence: nothing
-    crosses a document boundary, in either direction. Accumulates in fp32 (fp64 for fp64 input) and
-    rounds once. Deterministic; the backward keeps only ``x``.
+    x is zero (or ``initial_state``) before the start of a sequence: nothing crosses a document
+    boundary, in either direction. Sums are in fp32 (fp64 for fp64 input) and rounded once.
+    Deterministic; of the activations, only ``x`` is saved for the backward.
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.

@@ -104,7 +104,7 @@ class Documents:
 
     @staticmethod
     def lengths_of(documents: Documents | None, tokens: int) -> tuple[int, ...]:
-        """The lengths of packed documents, or of the one sequence of ``tokens`` there is."""
+        """The lengths of packed documents; if None, of one sequence of ``tokens``."""
         return (tokens,) if documents is None else documents.lengths
 
     @property
@@ -118,14 +118,15 @@ class Documents:
             return torch.tensor(self.offsets, device="cpu")
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Called by a backward.
+        """Called by a backward: refuse boundaries that its forward did not have.
 
         Args:
             stamp: :attr:`stamp` at the time of its forward.
-            saved: likewise, as autograd gives it back: of the recomputed forward, if there is one.
+            saved: the stamp that autograd returns. If the forward was recomputed, it is the stamp
+                of the recomputation.
 
         Raises:
-            RuntimeError: they differ.
+            RuntimeError: the two stamps differ.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_before_recomputation("those of another micro-batch"))
@@ -168,7 +169,7 @@ def require_one_row(rows: int, given: str) -> None:
     """Refuse packed documents in a batch of several rows.
 
     Raises:
-        ValueError: ``rows`` is not 1; ``given`` says what came.
+        ValueError: ``rows`` is not 1. The message names the input as ``given``.
     """
     if rows != 1:
         raise ValueError(
@@ -178,7 +179,7 @@ def require_one_row(rows: int, given: str) -> None:
 
 
 def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The values of ``cu_seqlens``, which waits for the device of a tensor that is on one."""
+    """The values of ``cu_seqlens``. Reading a tensor on a GPU waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
         if source.dim() != 1 or not integers or source.dtype == torch.bool:

@@ -1,10 +1,10 @@
 """SiLU, sigmoid and softplus whose bits depend on the element alone, on a CPU too.
 
-torch's loops on a CPU compute whole vectors of a tensor by one code and its last few elements by
+On a CPU, torch computes whole vectors of a tensor with one code and the last few elements with
 another, which rounds differently. A token's value would then depend on how many tokens follow it:
 a packed document would differ in its last bits from the same document alone. Here a tensor is
-filled up to whole vectors first. (Several threads cut a tensor of more than 32768 elements at
-places of their own; the promise is for one thread, or smaller tensors.)
+filled up to whole vectors first. (With several threads, torch cuts a tensor of more than 32768
+elements at other places. So this holds for one thread, or for smaller tensors.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WHOLE = 64  # elements; torch takes two vectors at a time, of at most 512 bits, of 16 bits or more
+_WHOLE = 64  # elements: torch takes two vectors at a time, 2 * 512 bits / 16 bits at most
 
 
 def silu(x: Tensor) -> Tensor:

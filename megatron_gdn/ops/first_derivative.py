@@ -13,9 +13,9 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward of an autograd function whose gradients cannot be differentiated again.
 
     torch's own ``once_differentiable`` refuses only what depends on the gradient that arrives. A
-    gradient also depends on the saved tensors, and of these it would be a constant in silence.
-    Autograd enables gradients in a backward if and only if it was called with
-    ``create_graph=True``, whatever is enabled around the call.
+    gradient also depends on the saved tensors; with respect to these, torch would silently take it
+    for a constant. Autograd enables gradients in a backward if and only if it was called with
+    ``create_graph=True``. The grad mode around the call does not matter.
 
     Raises:
         NotImplementedError: the backward runs under ``create_graph=True``.

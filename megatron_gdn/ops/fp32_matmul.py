@@ -15,7 +15,7 @@ _REDUCED = ("tf32", "bf16")
 
 @contextmanager
 def full_fp32_matmul(device_type: str) -> Iterator[None]:
-    """fp32 products with 24-bit factors, whatever autocast and the TF32 switches say.
+    """fp32 products with 24-bit factors; autocast and the TF32 switches have no effect inside.
 
     ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.set_float32_matmul_precision`` are meant
     for the model's projections. The rule sums over thousands of tokens, for which 11-bit factors
@@ -23,7 +23,7 @@ def full_fp32_matmul(device_type: str) -> Iterator[None]:
     So the first thread that enters turns them off, and the last one that leaves restores them;
     other products of the process are in full fp32 meanwhile.
     """
-    # Entering autocast costs more than a small product, so it is left alone where it is off.
+    # Entering autocast costs more than a small product, so this is skipped if autocast is off.
     autocasts = torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False) if autocasts else nullcontext():
         with _lock:
@@ -66,7 +66,7 @@ def _turn(device_type: str) -> Callable[[], None]:
     if kept not in _REDUCED:
         return _nothing
     if device_type == "cuda" and (old := _old_switch()) is not None:
-        # By the switch it was set with: torch refuses to read it while a new one contradicts.
+        # Turn the old switch: if a new switch contradicts it, torch refuses to read the old one.
         matmul.allow_tf32 = False
         return lambda: _put_back_old(old)
     matmul.fp32_precision = "ieee"
@@ -86,7 +86,7 @@ def _old_switch() -> str | None:
 
 
 def _put_back_old(precision: str) -> None:
-    """torch's old switch also turns the CPU's switch, which is restored here."""
+    """Set torch's old switch. This also sets the CPU's switch, so that one is restored after."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -94,7 +94,7 @@ def _put_back_old(precision: str) -> None:
 
 
 def _put_back(switch: Any, kept: str) -> None:
-    """Let the switch follow its more general one again, if it did."""
+    """Restore ``kept``: follow the more general switch if this gives ``kept``, else set it."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != kept:
         switch.fp32_precision = kept

@@ -1,6 +1,6 @@
 """Decay and write strength of the gated delta rule.
 
-Legend: ``alpha_H`` stands for ``[..., H]``, H value heads.
+Legend: ``alpha_H`` is ``[..., H]``, H value heads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def least_log_decay(dtype: torch.dtype) -> float:
     """The bound below which every log-decay means the same: its exp rounds to 0 in ``dtype``.
 
     -104 in fp32 (exp(-103.98) is half of the smallest subnormal number, 2^-149) and -746 in fp64.
-    A log-decay held there changes no decay, and its sums over a chunk stay finite and exact to the
-    digits that exp() wants, where those of -1e30 or -inf give inf - inf = NaN.
+    Clamping a log-decay at the bound changes no decay. Its sums over a chunk then stay finite, and
+    exact to the digits that exp() needs. Sums of -1e30 or -inf would give inf - inf = NaN.
     """
     numbers = torch.finfo(dtype)
     smallest = numbers.tiny * numbers.eps
@@ -28,8 +28,8 @@ def least_log_decay(dtype: torch.dtype) -> float:
 def largest_A_log(dtype: torch.dtype) -> float:
     """66 in fp32, 532 in fp64: a rate exp(A_log) that leaves room for products with gradients.
 
-    Of more, the products overflow, and inf times a softplus of 0 is NaN. There any softplus above
-    2e-27 gives a decay of 0 (in fp32), whatever the rate.
+    Above the bound the products overflow, and inf times a softplus of 0 is NaN. At the bound any
+    softplus above 2e-27 already gives a decay of 0 (in fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 
@@ -42,12 +42,12 @@ def decay_and_write_gates(
         g    = -exp(A_log) * softplus(alpha + dt_bias)
         beta = sigmoid(b)
 
-    in fp32 whatever the inputs are: a rounded ``A_log`` is a wrong decay rate, which the
-    recurrence then compounds over the whole sequence.
+    in fp32 for inputs of any dtype: a rounded ``A_log`` is a wrong decay rate, and the recurrence
+    compounds it over the whole sequence.
 
-    A g below :func:`least_log_decay` becomes that, and an ``A_log`` above :func:`largest_A_log`
-    becomes that: the decay exp(g) is exactly 0 either way, and 0 is its gradient, as in the
-    recurrence.
+    ``g`` is clamped at :func:`least_log_decay` from below, ``A_log`` at :func:`largest_A_log` from
+    above. The decay exp(g) is exactly 0 there with or without the clamp, and so is its gradient, as
+    in the recurrence.
 
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.

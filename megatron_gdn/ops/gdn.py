@@ -1,6 +1,7 @@
 """The parts of a Gated DeltaNet, from its tensors.
 
-Legend: S seq, B batch, P projection width, C conv channels, W conv taps, H value heads.
+Legend: S seq, B batch, P projection width, C conv channels, W conv taps, G key heads, H value
+heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def gdn_parts(
     """The :class:`Parts` of a Gated DeltaNet.
 
     Args:
-        rows: ``[S, B, P]``, query | key | value | z | beta | alpha; their device and dtype count.
+        rows: ``[S, B, P]``, query | key | value | z | beta | alpha. Their device and dtype choose
+            the kernels.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         rule: from :func:`.delta_rule.resolve.resolve_rule`.
-        norm: the gated output norm: its numbers, or a readout that calls it.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         normalise_qk: scale q and k to unit length.
-        recompute_qkv: compute q, k and v again in the backward instead of saving them: less by
-            ``2 (G K + H V)`` bytes per token in bf16, for one more pass over the projection.
+        recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
+            ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
         kernels: see :func:`.front.gdn_front.kernels_for`.
 
     Raises:

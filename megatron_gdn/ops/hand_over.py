@@ -1,9 +1,9 @@
 """Gradients that are freed while the function that they were given to still runs.
 
-Autograd keeps what it hands to a backward until the backward returns. Here a step of its own stands
-behind the function's output. Its backward puts the gradient aside and hands on a stub of the same
-shape, which takes no memory. The function's backward takes the gradient from there, and no other
-reference is left.
+Autograd holds the gradient that it gives to a backward until that backward returns. So a small
+autograd step follows the function. Its backward, which runs first, puts the gradient into a
+:class:`HandOver` and returns a stub of the same shape, which takes no memory. The function's
+backward takes the gradient from the HandOver. No other reference to the gradient is left.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bytes of a gradient. The step takes the host some 50 microseconds. A GPU has work for longer than
-# that only where the rows are many, and only there the gradient counts in the peak.
+# Bytes of the smallest gradient that is handed over. The step takes the host some 50 microseconds.
+# Only with many rows has a GPU work for longer than that, and a gradient that counts in the peak.
 LEAST = 128 << 20
 
 
@@ -23,13 +23,13 @@ class HandOver:
         self._aside: dict[int, Tensor] = {}
 
     def behind(self, out: Tensor) -> Tensor:
-        """``out`` for its readers; as it is if it needs no gradient or its gradient is small."""
+        """``out`` through the step; unchanged if its gradient is not needed or is small."""
         if not out.requires_grad or out.nbytes < LEAST:
             return out
         return _PutAside.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient of ``out``: put aside in this run of the backward, else as it was given."""
+        """The gradient that this run of the backward put aside; ``gradient`` if there is none."""
         return self._aside.pop(_run(), gradient)
 
     def put_aside(self, gradient: Tensor) -> Tensor:
@@ -50,6 +50,6 @@ class _PutAside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        if torch.is_grad_enabled():  # a second derivative, which the function behind refuses
+        if torch.is_grad_enabled():  # a second derivative; the function's own backward refuses it
             return gradient, None
         return ctx.hand_over.put_aside(gradient), None

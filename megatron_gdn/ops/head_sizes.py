@@ -61,7 +61,7 @@ class HeadSizes(NamedTuple):
         return _layout(*self).width
 
     def check_projection(self, proj: Tensor) -> None:
-        """Refuse a projection whose rows are not these heads.
+        """Refuse a projection whose rows do not hold these heads.
 
         Raises:
             ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not

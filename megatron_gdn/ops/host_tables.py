@@ -1,8 +1,8 @@
-"""Tables made on the host from lengths: their way to the device, and the streams that read them.
+"""Tables that the host makes from lengths: copied to the device, and cached for each stream.
 
 A table is copied, read and freed in the order of one CUDA stream, and nothing orders two streams.
-So every stream has tables of its own. Only a CUDA graph reads those of another stream, the one that
-ran before the capture; these stay for good, as nobody knows when the last replay was.
+So every stream has tables of its own. The exception is a CUDA graph: it reads the tables of the
+stream that ran before the capture. These are never freed, as no replay is known to be the last.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 def require_no_capture(made: str) -> None:
     """Refuse to make a table while a CUDA graph is captured.
 
-    The graph would copy it from host memory that is free by the time of a replay, or keep it in
-    memory that only its own replays write.
+    Each replay would copy the table from host memory that is free by then. Or the table would lie
+    in memory of the graph, which only its replays write.
 
     Raises:
         RuntimeError: says what would have been made, and what to run before.
@@ -55,9 +55,9 @@ def require_no_capture(made: str) -> None:
 
 
 def stream_of_tables() -> int:
-    """The stream whose tables are read here, as a number: the current one; 0 on the CPU.
+    """The number of the stream whose tables are read: the current stream; 0 on the CPU.
 
-    While a graph is captured: the last stream that asked before the capture.
+    While a graph is captured: the stream of the last call before the capture.
     """
     global _latest_stream
     if not torch.cuda.is_initialized():
@@ -68,7 +68,7 @@ def stream_of_tables() -> int:
 
 
 def keep_if_captured[Made](tables: Made) -> Made:
-    """``tables``, which are never freed if a CUDA graph that is being captured reads them."""
+    """Return ``tables``. While a CUDA graph is captured, also keep them for good."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _read_by_graphs[id(tables)] = tables
     return tables

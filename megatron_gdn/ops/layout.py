@@ -35,8 +35,8 @@ class Layout:
 
     Attributes:
         sections: in storage order. Those that go through the convolution are neighbours.
-        counts: ``(kind, number)`` of heads. The first kind has one recurrent state per head; heads
-            of another kind serve equal numbers of them, neighbours with neighbours.
+        counts: ``(kind, number)`` of heads. The first kind has one recurrent state per head. Each
+            head of another kind serves the same number of neighbouring state heads.
         gate: the section that gates the readout, as wide as a row for out_proj.
     """
 
@@ -130,14 +130,14 @@ class Layout:
         )
 
     def share(self, ranks: int) -> Layout:
-        """What one of ``ranks`` ranks holds, each with a share of the state heads.
+        """The layout on one of ``ranks`` ranks, each with an equal share of the H state heads.
 
-        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve them;
-        one that serves the state heads of several ranks is held by each of them.
+        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve them.
+        Several ranks hold the same serving head if it serves state heads of each.
 
         Raises:
-            ValueError: the state heads do not divide, or some rank would get state heads of two
-                other heads in unequal numbers; the message lists the sizes that fit.
+            ValueError: ``ranks`` does not divide the state heads, or two heads would serve unequal
+                numbers of state heads on some rank; the message lists the sizes that fit.
         """
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]

@@ -35,14 +35,14 @@ def mamba2_parts(
     """The :class:`Parts` of a Mamba2 mixer.
 
     Args:
-        rows: ``[S, B, P]``; their device and dtype count.
+        rows: ``[S, B, P]``; their device and dtype choose the kernels.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32.
         layout: rows z | x | B | C | dt.
         rule: from :func:`.ssd.resolve.resolve_ssd`.
-        norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls it; None:
-            the gate alone.
+        norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
+            None: the gate alone.
         dt_limit: least and greatest time step.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``, Triton where it runs.
 

@@ -43,11 +43,12 @@ def mix(
     Args:
         rows: ``[S, B, P]`` in the front's layout; any strides of S and B.
         neighbours: boundaries, history and states.
-        refilled: lets the consumer of the result drop it too, see :class:`RefilledOutput`.
+        refilled: lets the reader of the result free it until the backward, see
+            :class:`RefilledOutput`.
 
     Returns:
-        ``[S, B, H * V]``, ready for out_proj, but for a call of the readout that waits until the
-        heads are together (:attr:`.readout.base.Apart.closed`).
+        ``[S, B, H * V]``, ready for out_proj. If the readout is an :class:`Apart` with ``closed``,
+        its ``call`` is still to be made, once all heads are together.
     """
     front, rule, readout, parameters = parts
     apart, inside = None, readout
@@ -65,7 +66,7 @@ def mix(
         call = Call(front, rule, inside, neighbours, keep, of_function, hand_over)
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
-    else:  # on every rank that shares the sequences, so nobody waits for rows of them
+    else:  # the other ranks that share the sequences have no rows either: no rank waits for any
         width = inside.gate.stop - inside.gate.start
         mixed = mix_no_tokens(rows, *parameters, width=width)
     if apart is None or apart.closed:
@@ -81,7 +82,7 @@ def _any_wanted(parameters: tuple[Tensor | None, ...]) -> bool:
 
 
 def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledOutput) -> Tensor:
-    """The call, whose intermediates are dropped too: it is made three times in all.
+    """``apart.call``, with its output and its intermediates dropped: it runs three times in all.
 
     This is not Megatron's checkpoint, which compiles a C++ extension in the first backward.
     """

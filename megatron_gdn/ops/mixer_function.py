@@ -22,7 +22,7 @@ from .unfilled import leaves_memory_unfilled
 
 
 class Call(NamedTuple):
-    """One run of a mixer, beside its tensors."""
+    """What one run of a mixer takes beside its tensors."""
 
     front: Front
     rule: Rule
@@ -40,7 +40,7 @@ class _Kept(NamedTuple):
     rule_plan: Any
     stamp: Tensor | None  # of the documents
     parameters: int  # how many of the saved tensors
-    linked: int  # likewise: what a state link kept
+    linked: int  # how many of the saved tensors a state link kept
 
 
 class MixerFunction(torch.autograd.Function):
@@ -59,7 +59,7 @@ class MixerFunction(torch.autograd.Function):
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
-        # From here on each tensor lives as long as it is read, if no second backward will come.
+        # From here on each tensor is freed after its last read, if no second backward will come.
         ctx.maybe_clear_saved_tensors()
         gradient = [d_out if hand_over is None else hand_over.take(d_out)]
         del d_out
@@ -102,8 +102,8 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
     """The gradients of the rows and the parameters.
 
     Args:
-        saved, gradient: the saved tensors, and the gradient of the output. Both lists are emptied:
-            no other reference keeps a tensor alive that was read for the last time.
+        saved, gradient: the saved tensors, and the gradient of the output. Both lists are emptied,
+            so that each tensor is freed after its last read.
     """
     front, rule, readout, neighbours, *_ = kept.call
     stamp, rows, o = saved[:3]
@@ -124,7 +124,7 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
     made = front.forward(rows, of_front, neighbours.documents, front.again)
     inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
     del made, read
-    # No reference stays here, so that a rule which makes another form of d_o can free this one.
+    # No reference to d_o stays here, so that a rule that converts d_o can free the original.
     begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
     del inputs, of_rule
     initial = d_final = None

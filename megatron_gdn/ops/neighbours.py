@@ -4,7 +4,7 @@
 |-----------------------------------|--------------------------|----------------------------------|
 | whole sequences                   | zeros                    | zero                             |
 | pieces of sequences on many ranks | rows of the piece before | folded maps of the pieces before |
-| sequences that go on from a cache | the cache                | the cache                        |
+| sequences continued from a cache  | the cache                | the cache                        |
 
 Legend: N sequences, H heads with a state, K rows of a state, V columns.
 """
@@ -33,24 +33,24 @@ class StateLink(Protocol):
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """``[N, H, K, V]`` for ``forward.run``, and tensors that the backward wants."""
+        """``[N, H, K, V]`` for ``forward.run``, and tensors to keep for :meth:`leaving`."""
         ...
 
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``initial`` once more and ``d_final``, for ``backward.run``."""
+        """``initial`` as in the forward, and ``d_final``, for ``backward.run``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """What stands beside the rows of one batch.
+    """Boundaries, history and states that belong to the rows of one batch.
 
     Attributes:
         documents: boundaries inside a batch row, the same in every row: documents, or pieces of
             them. None when a row is one sequence.
-        history, states: None where they are zero.
+        history, states: None if they are zero.
     """
 
     documents: Documents | None = None

@@ -1,6 +1,6 @@
 """The layer's two normalisations in plain torch; statistics are always fp32 (or fp64).
 
-Legend: ``x_D`` stands for ``[..., D]``.
+Legend: D size of the last dimension, V value dim.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .elementwise import silu
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
 
-    ``eps`` stands under the root, so an all-zero row (padding) gives zeros and a finite gradient,
-    where ``x / max(|x|, eps)`` would not have one.
+    ``eps`` is added under the root, so an all-zero row (padding) gives zeros and a finite gradient.
+    ``x / max(|x|, eps)`` would have no finite gradient there.
 
     Args:
         x: ``[..., D]``, any float dtype.

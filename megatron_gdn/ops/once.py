@@ -10,7 +10,7 @@ import torch
 
 @cache
 def say_once(message: str, device_type: str) -> None:
-    """Log ``message`` on the first rank, the first time: a warning on a GPU, a note elsewhere."""
+    """Log ``message`` once, on rank 0: as a warning on a GPU, as info elsewhere."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     level = logging.WARNING if device_type == "cuda" else logging.INFO

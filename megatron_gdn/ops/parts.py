@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether a token's bits do not depend on how it comes, see :mod:`.aligned`."""
+        """Whether a token's bits depend on its sequence's tokens alone, see :mod:`.aligned`."""
         return getattr(self.rule, "in_steps", False)
 
     @property
@@ -49,13 +49,13 @@ class Parts(NamedTuple):
         return self.parameters[:-1]
 
     def read_out(self, o: Tensor, rows: Tensor) -> Tensor:
-        """``o [B, s, H, V]`` to ``[s, B, H * V]``, where all heads lie on this rank."""
+        """``o [B, s, H, V]`` to ``[s, B, H * V]``. All heads must be on this rank."""
         readout = self.readout
         if getattr(self.rule, "in_steps", False) and not isinstance(readout, Apart):
             readout = AlignedReadout(readout)
         return readout.forward(o, rows, self.parameters[-1])
 
-    # Of parts that generate.
+    # For generation only.
 
     @property
     def steps(self) -> GeneratingFront:
@@ -73,7 +73,7 @@ class Parts(NamedTuple):
 
     @property
     def shape(self) -> CarryShape:
-        """What a sequence hands from one call to the next."""
+        """Sizes of the carry that a sequence passes from one call to the next."""
         weight, aligned = self.parameters[0], getattr(self.rule, "in_steps", False)
         assert weight is not None
         return _shape(cast(GeneratingFront, self.front), weight.shape[-1], aligned)

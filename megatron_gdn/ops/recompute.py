@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether ``saved_tensors_hooks`` are on, which keep what autograd saves.
+    """Whether ``saved_tensors_hooks`` are on. They replace what autograd saves.
 
     A checkpoint (``use_reentrant=False``) keeps nothing, or what it computed again. An offload
-    keeps a copy that it may not have taken yet. Neither reads the tensor through the graph, whose
-    hook would fill it again. So no tensor that is saved under such hooks may be dropped.
+    keeps a copy, which it may not have made yet. Neither reads the tensor after our hook has
+    filled it again. So no tensor that is saved under such hooks may be dropped.
     """
     hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return hooks._top_saved_tensors_default_hooks(True) is not None
@@ -42,7 +42,7 @@ class RefilledOutput:
         self._output, self._refill = output.detach(), refill
 
     def passed_on(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """The consumer keeps ``output = send(remembered output)`` and not the remembered one."""
+        """Called if the reader saves ``output = send(remembered)`` in place of the remembered."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
@@ -70,7 +70,7 @@ class RefilledOutput:
         def fill_again(_gradient: Tensor) -> None:
             if storage.nbytes() == 0:
                 storage.resize_(size)
-                with torch.no_grad():  # .data: the same values again are no change to autograd
+                with torch.no_grad():  # .data: autograd must not count this as a change
                     refill(output.data)
             hook.remove()  # else a reference to ``out`` keeps alive what the refill reads
 

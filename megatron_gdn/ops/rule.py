@@ -28,7 +28,7 @@ from .state_maps.state_map import StateMap
 
 
 def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The inputs of other tokens: ``change`` of every tensor ``[B, S, ...]``; None stays None."""
+    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
     return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
 
@@ -108,7 +108,7 @@ class Rule(Protocol):
         batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
         operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
             projection's dtype.
-        reads_again: names of the inputs that the backward reads. The others are None there.
+        reads_again: names of the inputs that the backward reads. It gets None for the others.
     """
 
     @property
@@ -135,14 +135,14 @@ class Rule(Protocol):
 
 @runtime_checkable
 class PreparedRule(Protocol):
-    """A rule that has something to do before its first call."""
+    """A rule with work to do before its first call, such as compiling kernels."""
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         """Called when a layer is built that will run this rule. Returns at once.
 
         Args:
-            layout: projection columns where the rule runs; its heads are the rule's.
-            dtype: of the rule's inputs, if the rule does not have them in another.
+            layout: the projection columns on the rank where the rule runs, with the rule's heads.
+            dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
             states: whether states enter and leave it.
         """
         ...

@@ -1,9 +1,9 @@
 """Boundaries of packed documents in fixed device buffers, for CUDA graphs.
 
 A graph replays launches with the grids, shapes and addresses that they were captured with. So here
-a buffer of T tokens has room for N documents, every table that is derived from the boundaries has
-the size that the worst case needs, and new boundaries are written over the old ones. What is left
-over are empty documents and empty chunks at the end of a table, which kernels skip.
+a buffer of T tokens has room for N documents, and every table that is derived from the boundaries
+has the size of the worst case. New boundaries are written over the old ones. Unused entries are
+empty documents and empty chunks at the end of a table; kernels skip them.
 
 Everything is computed on the device by operations of fixed shapes. The host reads nothing.
 
@@ -35,7 +35,7 @@ class ChunkPlaces(NamedTuple):
     """The chunks of all sequences, one sequence after the other, then chunks without tokens.
 
     Attributes:
-        offsets: int32 ``[M + 1]``, the first chunk of every sequence, and their number.
+        offsets: int32 ``[M + 1]``, the first chunk of every sequence, then the number of chunks.
         indices: int32 ``[n, 2]``, the sequence of every chunk, and the chunk's number in it. A
             chunk without tokens is chunk 0 of the last sequence.
     """
@@ -47,8 +47,8 @@ class ChunkPlaces(NamedTuple):
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
-    Takes the place of :class:`Documents` wherever these are read on the device. What reads them on
-    the host (``offsets``, ``lengths``) is refused.
+    Takes the place of :class:`Documents` wherever these are read on the device. Reading them on the
+    host (``offsets``, ``lengths``) is refused.
 
     Args:
         total_tokens: T; the documents of every micro-batch fill the buffer.
@@ -60,9 +60,9 @@ class StaticDocuments(Documents):
         boundaries: int32 ``[N + 1]``, as :meth:`fill` got them; unused entries are T.
         cu_seqlens: int32 ``[M + 1]``: the boundaries without empty documents, then T.
         stamp: number of the latest :meth:`fill`, a tensor on the host.
-        plans: what rules and schemes make of the buffers once, by a key of their own.
+        plans: objects that rules and schemes make from the buffers once, under their own keys.
 
-    Before the first :meth:`fill` there are as few documents as can be: one of T tokens by default.
+    Before the first :meth:`fill` there are as few documents as ``longest`` allows: by default one.
     """
 
     boundaries: Tensor
@@ -91,7 +91,7 @@ class StaticDocuments(Documents):
             boundaries = torch.arange(max_documents + 1, device="cpu") * longest
             boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
             boundaries = to_device(boundaries, device)
-        # Frozen like its base: it is a key of caches, by identity.
+        # Frozen like its base class: caches use the object as a key, by identity.
         vars(self).update(
             device=boundaries.device, max_documents=max_documents, boundaries=boundaries, plans={},
             longest=longest, _tokens=total_tokens, _tables={},
@@ -106,16 +106,16 @@ class StaticDocuments(Documents):
     _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
-        """Write other boundaries, and everything that was derived from them, over the old ones.
+        """Overwrite the boundaries and everything that was derived from them.
 
         A graph that was captured with these documents reads the new boundaries at its next replay.
         Call it on the stream of the replay, or let that stream wait. A backward reads them too: one
         ``StaticDocuments`` serves one micro-batch in flight. An eager backward refuses boundaries
-        that were written after its forward; a replay cannot.
+        that were written after its forward; a replay cannot check this.
 
         Args:
-            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. On the GPU
-                they are checked there (a device-side assertion), and the host waits for nothing.
+            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. Offsets on
+                a GPU are checked there by a device-side assertion; the host does not wait.
 
         Raises:
             ValueError: more than N documents; offsets on the host that do not fit.
@@ -153,7 +153,7 @@ class StaticDocuments(Documents):
     def refresh(self, check: bool = True) -> None:
         """Derive everything from :attr:`boundaries` again, after they were written to.
 
-        The host reads nothing, so this can stand at the start of a captured region.
+        The host reads nothing, so a captured region can begin with this call.
         """
         self._renew_stamp()
         with torch.inference_mode(False), torch.no_grad():
@@ -174,11 +174,11 @@ class StaticDocuments(Documents):
             vars(self)["stamp"] = torch.tensor(next(_fills), device="cpu")
 
     def read_by_forward(self, recomputed: bool) -> None:
-        """Called where a forward takes these documents.
+        """Called by a forward that reads these documents.
 
         Raises:
-            RuntimeError: it is a recomputed forward, and there was a :meth:`fill` after the last
-                one that is not.
+            RuntimeError: the forward is ``recomputed``, and there was a :meth:`fill` since the last
+                forward that was not.
         """
         if not recomputed:
             vars(self)["_read"] = self.stamp
@@ -190,7 +190,7 @@ class StaticDocuments(Documents):
             raise RuntimeError(_FILLED_AGAIN)
 
     def require(self, holds: Tensor, otherwise: str) -> None:
-        """Fail with a message if a bool on the device is false; the host waits for nothing."""
+        """Fail with ``otherwise`` if ``holds``, on the device, is false. The host does not wait."""
         torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
     def table[Made: tuple[Tensor, ...]](
@@ -241,11 +241,11 @@ class StaticDocuments(Documents):
 
     @property
     def contents(self) -> tuple[int, int]:
-        """-2, which no count of documents is, and N."""
+        """-2, which is never a number of documents, and N."""
         return -2, self.max_documents
 
     def document_T(self) -> Tensor:
-        """int64 ``[T]``: the sequence of every token. Made anew, for tables."""
+        """int64 ``[T]``: the sequence of every token. Computed at each call, to make tables."""
         token_T = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(self.cu_seqlens[1:], token_T, right=True)
 
@@ -277,7 +277,7 @@ def _chunks(documents: StaticDocuments, size: int) -> ChunkPlaces:
 
 
 def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
-    """From how many chunks each sequence has, int32 ``[M]``; the last one has none."""
+    """``most`` places from ``count``, int32 ``[M]``: the chunks of each sequence, the last 0."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(most, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)

@@ -18,8 +18,8 @@ from .state_maps.state_map import StateMap
 class TokenRule:
     """The definition of a recurrence, one token after the other, as a :class:`.rule.Rule`.
 
-    A token's bits depend on its inputs and on the state before it alone, not on how many tokens a
-    call has. It has no backward and no maps.
+    A token's bits depend only on its inputs and on the state before it, not on how many tokens a
+    call has. The rule has no backward and no state maps.
     """
 
     name = "recurrent"
@@ -34,7 +34,7 @@ class TokenRule:
         raise NotImplementedError
 
     def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
+        """None: the rule can run any number of heads."""
 
     def begin(self, inputs: Any, documents: Documents | None) -> TokenForward:
         return TokenForward(self, inputs, documents)
@@ -57,6 +57,6 @@ class TokenForward:
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """``keep`` is of no meaning: there is no backward."""
+        """``keep`` has no effect: there is no backward."""
         o, last = self._rule.tokens(self._inputs, self._documents, initial)
         return RuleOutput(o, last if final else None, Saved())

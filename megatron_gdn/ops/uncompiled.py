@@ -14,7 +14,7 @@ _disabled = cache(lambda function: torch.compiler.disable(function))
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
     """``torch.compiler.disable``, applied in the first call under ``torch.compile``.
 
-    Applied here, it would import Dynamo with this package, which takes seconds and needs NumPy.
+    Applied at the import, it would import Dynamo too, which takes seconds and needs NumPy.
     """
 
     @wraps(function)

@@ -17,11 +17,12 @@ _inside, _kept = 0, True
 
 @contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """``torch.empty`` fills nothing inside. For code that writes every element before it reads it.
+    """Inside, ``torch.empty`` fills nothing: for code that writes every element before reading it.
 
     Under ``torch.use_deterministic_algorithms(True)`` torch fills what ``torch.empty`` returns with
-    NaN, so that a program that reads it repeats. The kernels' buffers are about twice the layer's
-    activations. To fill them takes one launch each and writes as many bytes as the kernels do.
+    NaN, so that a program that reads it gives the same result in every run. The kernels' buffers
+    are about twice the layer's activations. To fill them takes one launch each and writes as many
+    bytes as the kernels do.
     Tests over memory poisoned with NaN show that no unwritten element is read
     (:mod:`megatron_gdn.testing`).
     """
@@ -47,7 +48,7 @@ def unfilled_memory() -> Iterator[None]:
 def leaves_memory_unfilled[**Arguments, Made](
     function: Callable[Arguments, Made],
 ) -> Callable[Arguments, Made]:
-    """``function`` inside :func:`unfilled_memory`, which is entered only where torch would fill."""
+    """``function`` inside :func:`unfilled_memory`, entered only if torch would fill memory."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:

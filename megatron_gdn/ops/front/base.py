@@ -1,6 +1,7 @@
 """The interface of a front: projection rows to the inputs of a rule, and back.
 
-Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
+Legend: S seq, B batch, P projection width, C convolved columns, W conv taps; in slots: N sequences,
+M slots, H heads with a state, K rows of a state, V columns.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Front(Protocol):
 
 
 class GeneratingFront(Front, Protocol):
-    """A front whose sequences can go on from a carry.
+    """A front whose sequences can continue from a carry.
 
     Attributes:
         state: the states of the heads.
@@ -96,16 +97,16 @@ class GeneratingFront(Front, Protocol):
     def for_step(self, dtype: torch.dtype) -> Front:
         """The front of a decode step of rows in ``dtype``.
 
-        A token's inputs are few, so they are as wide as the state.
+        The rule's inputs of one token are small, so they have the dtype of the state.
         """
         ...
 
     def in_slots(
         self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
     ) -> Tensor:
-        """One token of sequences whose histories and states lie in slots, which it moves on.
+        """Run one token of N sequences and overwrite the histories and states in their slots.
 
-        It never waits for the device.
+        The host never waits for the device.
 
         Args:
             rows: ``[N, P]``.
@@ -119,7 +120,7 @@ class GeneratingFront(Front, Protocol):
 
 
 class FrontAround:
-    """A front with another one inside; a subclass has its own :meth:`Front.forward`."""
+    """A front around an inner front; a subclass defines :meth:`Front.forward`."""
 
     def __init__(self, front: Front) -> None:
         self.layout, self.names = front.layout, front.names
@@ -134,5 +135,5 @@ class FrontAround:
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor | None, ...]:
-        """The inner one's."""
+        """As the inner front's."""
         return self._front.backward(proj, parameters, grads, d_proj, documents)

@@ -21,12 +21,12 @@ from .history import EdgeInputs, HistoryTable
 
 
 class BufferedEdges(NamedTuple):
-    """See :class:`.history.Edges`. The buffer is in fp32 (fp64 for fp64), rounded where it goes."""
+    """See :class:`.history.Edges`. The buffer is fp32 (fp64 for fp64); its results are rounded."""
 
     front: Front
 
     def _buffer(self, inputs: EdgeInputs) -> Tensor:
-        """``[E, B, P]``, projection rows whose other columns are zero."""
+        """``[E, B, P]``, projection rows; columns that are not convolved are zero."""
         table, proj, _, history = inputs
         places, columns = table.buffer, self.front.layout.conv_columns
         wide = torch.promote_types(proj.dtype, torch.float32)
@@ -85,7 +85,7 @@ class BufferedBackward(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         tokens, sources = self.table.additions[:, 0], self.table.additions[:, 1:]
         if len(tokens):
-            nothing = returned.new_zeros(1, *returned.shape[1:])  # the last, which is -1
+            nothing = returned.new_zeros(1, *returned.shape[1:])  # the last row, for -1
             further = torch.cat([self.redone, returned, nothing])[sources].sum(1)
             d_conv = d_proj[..., self.front.layout.conv_columns]
             d_conv[tokens] = (d_conv[tokens] + further).to(d_proj.dtype)

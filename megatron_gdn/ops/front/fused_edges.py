@@ -23,7 +23,7 @@ from ..kernels.tiles import block_dim
 from .fused_edges_kernels import add_gradients_kernel, redo_backward_kernel, redo_kernel
 from .history import EdgeInputs, HistoryTable
 
-_CHANNELS = 256  # of one program that adds
+_CHANNELS = 256  # per program of the kernel that adds gradients
 
 
 class FusedEdges(NamedTuple):
@@ -31,7 +31,7 @@ class FusedEdges(NamedTuple):
 
     Attributes:
         names: of the rule's inputs that these sections become.
-        column: the first of them in a projection row.
+        column: the first of these columns in a projection row.
         heads, widths: of each section.
         normalise: scale the heads of the first two to unit length.
         batch_invariant: multiply and add without fusing them, as the front itself does.
@@ -52,7 +52,7 @@ class FusedEdges(NamedTuple):
 
     def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
         table, proj, (weight, bias, *_), history = inputs
-        # A pointer that is never followed stands for what is left out.
+        # A name that is left out gets a pointer that the kernel never reads.
         there = getattr(made, names[0])
         outputs = [getattr(made, name) if name in names else there for name in self.names]
         first = self.names.index(names[0])
@@ -122,7 +122,7 @@ def _redo_launch(
     edges: FusedEdges, N: int, S: int, B: int, W: int, strides: tuple[int, ...],
     history_strides: tuple[int, ...], has_bias: bool, sections: tuple[int, int],
 ) -> Launch:  # fmt: skip
-    """``sections``: the first of those that are computed, and the one after the last."""
+    """``sections``: the first section that is computed, and one past the last."""
     first, slots = sum(edges.heads[: sections[0]]), sum(edges.heads[slice(*sections)])
     return Launch(
         redo_kernel, (N, slots, B), S, first, *strides, *history_strides, edges.eps,
@@ -136,7 +136,7 @@ def _backward_launch(
     edges: FusedEdges, N: int, R: int, S: int, B: int, W: int, strides: tuple[int, ...],
     history_strides: tuple[int, ...], group: int, has_bias: bool, scaled: bool,
 ) -> Launch | None:  # fmt: skip
-    """None where no token is computed again."""
+    """None if no token is computed again."""
     if not N:
         return None
     return Launch(
@@ -151,7 +151,7 @@ def _add_launch(
     edges: FusedEdges, M: int, columns: int, R: int, redone: int, partial_rows: int, B: int, W: int,
     strides: tuple[int, ...], has_bias: bool,
 ) -> Launch | None:  # fmt: skip
-    """None where nothing is added."""
+    """None if nothing is added."""
     if not M and not partial_rows:
         return None
     taps = W + has_bias if partial_rows else 0

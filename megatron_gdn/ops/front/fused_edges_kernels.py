@@ -1,7 +1,7 @@
 """Triton kernels for the first tokens of pieces: they start from the rows before the piece.
 
-One program has one head of one piece. It walks the W - 1 tokens after the start, with the steps of
-the walks of whole sequences.
+One program has one head of one piece. It walks the first W - 1 tokens, with the same step functions
+as the walks over whole sequences.
 
 Legend: N pieces that have a history, R rows of history, S tokens of the batch, B batch, C conv
 channels, W taps, D dim of the head at hand, M rows that get further gradients.
@@ -52,7 +52,7 @@ def _redo_head(
     D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """The pointers are at row 0 of batch row b; ``out_ptr`` at the head too."""
+    """The pointers are at row 0 of batch row b; ``out_ptr`` is also at this head."""
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
     d_1D, real_1D = d_D[None, :], real_D[None, :]
@@ -127,10 +127,10 @@ def _redo_head_backward(
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Step t ends with dx of the row W - 1 before token t: first rows of history, then ours.
+    """Step t completes dx of the row W - 1 before token t, which is a row of history.
 
-    ``made_ptr`` is at column 0 of batch row b; ``of_redone`` is where its rows for this piece's
-    tokens begin.
+    After the steps, ``pending`` holds what they add to dx of the piece's own tokens. ``made_ptr``
+    is at column 0 of batch row b; its rows for this piece's tokens begin at ``of_redone``.
     """
     PADDED: tl.constexpr = D != BLOCK_D
     d_D = tl.arange(0, BLOCK_D)
@@ -159,7 +159,7 @@ def _redo_head_backward(
         for member in tl.static_range(GROUP):
             at = grad_ptr + (first + token) * grad_stride + member * D + d_1D
             grads = grads + (tl.load(at, mask=ours_1D, other=0.0),)
-            # Read here alone: the front's backward over the piece has no history.
+            # The front's backward over the piece, without history, must not count it again.
             tl.store(at, tl.zeros((1, BLOCK_D), grad_ptr.dtype.element_ty), mask=ours_1D)
         x_1D, dpre_1D, dx_1D, history, pending = _walk_one_token(
             x_now_1D, grads, factor, 0, bias_1D, taps, history, pending, eps, real_1D,
@@ -174,7 +174,7 @@ def _redo_head_backward(
         made_at_1D = made_ptr + tl.cast(row, tl.int64) * made_stride + d_1D
         tl.store(made_at_1D, dx_1D, mask=real_1D & (row >= 0))
         history = push(x_1D, history, W - 1)
-    for token in tl.static_range(W - 1):  # what waits has got all that it gets
+    for token in tl.static_range(W - 1):  # pending is complete
         made_at_1D = made_ptr + tl.cast(of_redone + token, tl.int64) * made_stride + d_1D
         tl.store(made_at_1D, pending[W - 2 - token], mask=real_1D)
     for tap in tl.static_range(W):
@@ -199,8 +199,8 @@ def redo_backward_kernel(
     ``made``, ``[R + N (W - 1), B, C]`` fp32: gradients of the rows of history, then of the tokens
     computed again. ``partial``: of conv weight and bias, ``[N B, C W]``, with a bias C (W + 1).
 
-    GROUP heads of da and db share one head each. The factor is one per head of c, and the same for
-    those that share a head of a and of b.
+    da and db have GROUP gradients for each head of a and b; these are summed. ``factor`` has one
+    entry per head of c; heads of c that share a head of a and of b have the same factor.
     """
     CHANNELS: tl.constexpr = HEADS_A * WIDTH_A + HEADS_B * WIDTH_B + HEADS_C * WIDTH_C
     slot = tl.program_id(1)
@@ -265,11 +265,12 @@ def add_gradients_kernel(
     COLUMN: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (M, and W + 1 if there are partial rows; blocks of channels; B).
+    """grid (M, plus W or with a bias W + 1 if there are partial rows; blocks of channels; B).
 
-    A line of ``additions`` is a token, then ``most`` sources that are added to its gradient, in
-    their order: below ``redone`` a token computed again, from there on a row that came back, -1
-    nothing. The lines of programs after them add to the taps and to the bias.
+    A line of ``additions`` is a token, then ``most`` sources. Their gradients are added to the
+    token's, in this order. A source below ``redone`` is a token computed again; from ``redone`` on
+    it is a row that came back; -1 is none. Programs from M on add to the gradients of the taps and
+    of the bias.
     """
     line = tl.program_id(0)
     b = tl.cast(tl.program_id(2), tl.int64)

@@ -65,9 +65,9 @@ def prepare_forward(
         documents: boundaries of packed documents, the same in every batch row; None when every row
             is one sequence. Taps never cross a boundary, in either direction.
         normalise_qk: False leaves q and k as SiLU made them.
-        batch_invariant: the bits of a packed document do not depend on its place: tokens near
-            boundaries and far from them take one path, without fused multiply-add, which a compiler
-            may place in one copy of a loop and not in another.
+        batch_invariant: the bits of a packed document do not depend on its place. Tokens near
+            boundaries and far from them take one path. It has no fused multiply-add: a compiler may
+            use that in one copy of a loop and not in another.
         parts: what to compute, a substring of ``"qkvg"`` (g is both gates); the rest is None.
         dtype: of q, k and v; None is the projection's.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests. It is made smaller if
@@ -77,7 +77,8 @@ def prepare_forward(
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
 
     Raises:
-        ValueError: tokens too far apart for any tile, more than 65535 rows; likewise the backward.
+        ValueError: tokens too far apart for any tile, or more than 65535 batch rows. The backward
+            raises the same.
     """
     S, B, _ = proj.shape
     G, H, K, V = sizes
@@ -96,8 +97,8 @@ def prepare_forward(
         documents is not None, batch_invariant, normalise_qk, tile,
     )  # fmt: skip
     if launch is not None:
-        # A pointer that is never followed stands for each part left out: kernels take no None. It
-        # is of the same dtype, so that one compilation serves all choices of parts.
+        # Kernels take no None, so each part left out gets a pointer that is never read. It has the
+        # dtype of the part, so that one compilation serves all choices of parts.
         heads = next((x for x in (q, k, v) if x is not None), proj)
         outputs = [heads if x is None else x for x in (q, k, v)]
         outputs += [A_log if x is None else x for x in (g, beta)]
@@ -111,7 +112,7 @@ def _forward_launch(
     sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str, eps: float,
     has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, tile: Walk | None,
 ) -> Launch | None:  # fmt: skip
-    """None where there are no rows."""
+    """None if there are no rows."""
     G, H, K, V = sizes
     slots = {"q": G, "k": G, "v": H, "g": 1}
     first = sum(slots[part] for part in "qkvg"[: "qkvg".index(parts[0])])
@@ -154,7 +155,7 @@ def prepare_backward(
     batch_invariant: bool = False,
     tile: Walk | None = None,
 ) -> GDNParameterGrads:
-    """The backward of :func:`prepare_forward`; nothing but its inputs is needed.
+    """The backward of :func:`prepare_forward`. Of the forward it needs only the inputs.
 
     Writes every column of ``d_proj`` except z's, and each exactly once.
 
@@ -196,14 +197,14 @@ def prepare_backward(
 
 @lru_cache(maxsize=MOST_PLANS)
 def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> FusedEdges:
-    """The first tokens of pieces: the convolved sections of the same rows."""
+    """How the first tokens of pieces are computed, from the convolved sections of the rows."""
     G, H, K, V = sizes
     return FusedEdges(("q", "k", "v"), 0, (G, G, H), (K, K, V), normalise_qk, batch_invariant)
 
 
 class _Backward(NamedTuple):
-    launch: Launch | None  # None where there are no rows
-    # Partial sums: one row of each program that walks tokens, weight | bias | A_log | dt_bias.
+    launch: Launch | None  # None if there are no rows
+    # Partial sums: one row per batch row and token tile, weight | bias | A_log | dt_bias.
     partial: tuple[int, int]
 
 

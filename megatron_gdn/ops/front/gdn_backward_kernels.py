@@ -1,9 +1,9 @@
-"""Triton kernel behind the delta rule's backward: dq, dk, dv, dg, dbeta to the projection.
+"""Triton kernel after the delta rule's backward: dq, dk, dv, dg, dbeta to d_proj.
 
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
 hand, W taps; in tile names R segments walked side by side, T tokens of a span.
 
-Nothing was saved but the projection: activations are computed again from its rows.
+Only the projection was saved: activations are computed again from its rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _walk_one_token(
 ):  # fmt: skip
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
 
-    The gradients are ``grads`` times ``factor`` (1.0, and nothing is done, unless SCALED).
+    The true gradients are ``grads`` times ``factor`` if SCALED; otherwise factor is not read.
 
     ``history`` holds the last W - 1 inputs, newest first. ``pending`` holds dx of the last W - 1
     tokens as far as it is known, newest first: each waits for the tokens that still read it.
@@ -76,8 +76,8 @@ def _walk_one_token(
         sent_RD = dpre_RD
         if PACKED:
             # Masked before the product, so that product and sum can be one fused operation here
-            # as they are where nothing is masked: a document's bits must not depend on whether a
-            # boundary is near.
+            # too, as without a mask: a document's bits must not depend on whether a boundary is
+            # near.
             sent_RD = tl.where((seen_R >= delay)[:, None], dpre_RD, 0.0)
         waiting = waiting + (pending[delay - 1] + taps[W - 1 - delay] * sent_RD,)
     return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
@@ -103,7 +103,7 @@ def _walk_head_backward(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # relative to start; the pointers carry start itself
+    first_R = tl.arange(0, ROWS) * steps  # relative to start, which the pointers include
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column
@@ -131,8 +131,8 @@ def _walk_head_backward(
         d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
-    # Unrolled, the rows that move one step along are renamed instead of copied. The stages copy the
-    # loads of later steps to shared memory meanwhile: registers are too few for that.
+    # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
+    # the stages load later steps to shared memory: there are too few registers for them.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn
@@ -192,7 +192,7 @@ def _conv_head_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head_backward`, with masks only where they are needed (but see ONE_PATH)."""
+    """:func:`_walk_head_backward`, with masks only where needed, with ONE_PATH everywhere."""
     if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,

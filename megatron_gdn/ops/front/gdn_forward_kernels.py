@@ -1,4 +1,4 @@
-"""Triton kernel in front of the delta rule: conv + SiLU + l2norm + gates, in one launch.
+"""Triton kernel before the delta rule: conv + SiLU + l2norm + gates, in one launch.
 
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
 hand, W taps; in tile names R segments walked side by side, T tokens of a span.
@@ -36,8 +36,8 @@ def _walk_head(
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` is at (0, b, 0). Walking loads and widens every input once; a tile would do so
-    once per tap, and that is what it would be bound by.
+    ``proj_ptr`` is at (0, b, 0). A walk loads and widens every input once. A tiled convolution
+    would do so W times, and that would limit its speed.
     """
     LOOK_OUT: tl.constexpr = PACKED and EDGE
     PADDED: tl.constexpr = D != BLOCK_D
@@ -45,7 +45,7 @@ def _walk_head(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # relative to start; the pointers carry start itself
+    first_R = tl.arange(0, ROWS) * steps  # relative to start, which the pointers include
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     out_ptr += base * out_stride
@@ -63,8 +63,8 @@ def _walk_head(
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
     history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, EDGE)
 
-    # Unrolled, the rows that move one step along are renamed instead of copied. The stages copy the
-    # loads of later steps to shared memory meanwhile.
+    # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
+    # the stages load later steps to shared memory.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn
@@ -95,7 +95,7 @@ def _conv_head(
     BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head`, with masks only where they are needed (but see ONE_PATH)."""
+    """:func:`_walk_head`, with masks only where needed, with ONE_PATH everywhere."""
     if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
         _walk_head(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
@@ -152,7 +152,8 @@ def prepare_forward_kernel(
 ):  # fmt: skip
     """grid (heads, token tiles, B). Slot 0 .. 2G+H-1 is a head; slot 2G+H computes the gates.
 
-    Heads run fastest so that programs alive together read whole rows. ``first_slot`` skips others.
+    Heads are the fastest axis, so that programs that run together read whole rows. ``first_slot``
+    skips slots.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps

@@ -79,10 +79,10 @@ class GDNFront:
         recompute_qkv: bool = False,
         kernels: str = "auto",
     ) -> GDNFront:
-        """The front of rows on a kind of device, in ``dtype``.
+        """The front of rows in ``dtype`` on a type of device.
 
         Args:
-            operands, batch_invariant: the rule's.
+            operands, batch_invariant: the rule's ``operand_dtype`` and ``batch_invariant``.
 
         Raises:
             ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
@@ -90,7 +90,7 @@ class GDNFront:
         if operands is not None and not normalise_qk:
             raise ValueError(
                 f"this rule takes q and k in {operands}, whose range they may leave without unit "
-                f"length; tell resolve_rule normalise_qk=False too, or choose operands='bf16'."
+                f"length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
             )
         return GDNFront(
             sizes, kernels_for(device, dtype, taps, kernels), normalise_qk, operands,
@@ -171,7 +171,7 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
 
 
 def kernels_for(device: str, dtype: torch.dtype, taps: int, kernels: str = "auto") -> ModuleType:
-    """The front: our Triton kernels or their plain-torch twins.
+    """The front's module: our Triton kernels or their plain-torch twins.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``

@@ -77,7 +77,7 @@ def prepare_forward(
 
 
 def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> None:
-    """None: the front computes them, see :mod:`.buffered_edges`."""
+    """None: the front itself computes the edges, see :mod:`.buffered_edges`."""
 
 
 def prepare_backward(

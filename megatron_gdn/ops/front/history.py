@@ -3,8 +3,8 @@
 A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece need rows that are not in
 the batch; they come from other ranks or from a cache. The front first runs on the batch as if every
 piece were a sequence, while the history travels. Then the first tokens of the pieces, their
-*edges*, are computed again with it: by kernels of their own (:mod:`.fused_edges`), or by the front
-itself in plain steps (:mod:`.buffered_edges`).
+*edges*, are computed again with the history: by kernels of their own (:mod:`.fused_edges`), or by
+the front itself in plain steps (:mod:`.buffered_edges`).
 
 Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
 have a history, R rows of history, M tokens that get further gradients.
@@ -31,8 +31,8 @@ class Places(NamedTuple):
     Attributes:
         documents: its short sequences.
         history, arrived: its rows of history, and their places in the history as it arrived.
-        again, redone: its other rows, and the tokens of the batch that these are.
-        slots: of the same rows, their places among N (W - 1).
+        again, redone: its other rows, and the tokens of the batch that they copy.
+        slots: the places of these other rows among N (W - 1).
     """
 
     documents: Documents
@@ -65,7 +65,7 @@ class HistoryTable:
     def build(
         cls, first: Tensor, redone: Tensor, history: Tensor, sent: Tensor, device: torch.device
     ) -> HistoryTable:
-        """From int64 on the host: the columns of ``lines``, and the tokens that are sent."""
+        """From int64 tensors on the host: the columns of ``lines``, and the tokens to send."""
         N, past = history.shape
         numbers = torch.arange(N, device="cpu")
         rows, sources = _by_row(
@@ -84,7 +84,7 @@ class HistoryTable:
 
     @cached_property
     def buffer(self) -> Places:
-        """Where there is at least one piece."""
+        """The small buffer; needs at least one piece."""
         first, redone, history = self.lines[:, 0], self.lines[:, 1], self.lines[:, 2:]
         device, past = self.pieces.device, history.shape[1]
         known = (history >= 0).sum(1)
@@ -150,7 +150,7 @@ class EdgeInputs(NamedTuple):
 
 
 class EdgesBackward(Protocol):
-    """The backward of the edges, between what it sends and what comes back.
+    """The backward of the edges: gradients to send; :meth:`add` takes those that come back.
 
     Attributes:
         d_history: ``[R, B, C]``, at least fp32.
@@ -180,7 +180,7 @@ class Edges(Protocol):
     """How the first tokens of pieces are computed with their history."""
 
     def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
-        """Write the inputs of the rule ``names``, in ``made``, at these tokens.
+        """Overwrite the rule's inputs ``names``, in ``made``, at the first tokens of pieces.
 
         Args:
             inputs: with a table of at least one piece.
@@ -189,16 +189,16 @@ class Edges(Protocol):
         ...
 
     def backward(self, inputs: EdgeInputs, grads: Any) -> EdgesBackward:
-        """From ``grads`` of the rule's inputs, whose values at these tokens may be overwritten."""
+        """From ``grads`` of the rule's inputs; it may overwrite these at the first tokens."""
         ...
 
 
 @runtime_checkable
 class FrontWithEdges(Protocol):
-    """A front with a way of its own for the first tokens of pieces."""
+    """A front that can compute the first tokens of pieces with kernels of its own."""
 
     def edges(self) -> Edges | None:
-        """None for sizes or devices where the front computes them, in steps."""
+        """None if the front itself computes the edges, see :mod:`.buffered_edges`."""
         ...
 
 

@@ -38,9 +38,9 @@ def time_steps(
 ) -> tuple[Tensor, Tensor]:
     """Raw columns to time steps ``dt >= 0`` and log-decays ``g = -exp(A_log) dt <= 0``, in fp32.
 
-    A g below :func:`~..gates.least_log_decay` becomes that, an ``A_log`` above
-    :func:`~..gates.largest_A_log` becomes that: the decay exp(g) is 0 either way, and so is its
-    gradient.
+    g is clamped at :func:`~..gates.least_log_decay` from below, ``A_log`` at
+    :func:`~..gates.largest_A_log` from above. The decay exp(g) is 0 there with or without the
+    clamp, and so is its gradient.
 
     Args:
         dt_H: ``[..., H]``, the dt section of the projection.
@@ -188,7 +188,7 @@ class Mamba2Front:
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of weight and bias, and of the convolved columns in ``d_proj``."""
+        """Gradients of weight and bias; writes the convolved columns of ``d_proj``."""
         if self.triton:
             from .mamba2_conv import conv_backward
 
@@ -207,7 +207,7 @@ class Mamba2Front:
 
 
 class _WideFront(FrontAround):
-    """Mamba2's front whose x, B and C are as wide as the state."""
+    """Mamba2's front with x, B and C in the dtype of the state."""
 
     def forward(
         self,

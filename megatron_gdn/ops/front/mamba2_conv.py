@@ -36,7 +36,7 @@ def sizes_of(layout: Layout) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=MOST_PLANS)
 def edges_of(layout: Layout, batch_invariant: bool = False) -> FusedEdges:
-    """The first tokens of pieces: the convolved sections of the same rows."""
+    """How the first tokens of pieces are computed, from the convolved sections of the rows."""
     H, G, V, K = sizes_of(layout)
     return FusedEdges(
         ("x", "B", "C"), layout.conv_columns.start, (H, G, G), (V, K, K),

@@ -32,10 +32,10 @@ def mamba2_step_slots(
     *,
     dt_limit: tuple[float, float] = UNLIMITED,
 ) -> Tensor:
-    """The output of one token each, D's skip included; histories and states of the slots move on.
+    """The output of one token of each sequence, with D's skip; updates the slots.
 
-    Nothing waits for the device, and nothing depends on values on the host, so the call can be
-    captured in a CUDA graph: a replay reads rows and slots anew.
+    The host does not wait for the device, and nothing depends on values on the host. So the call
+    can be captured in a CUDA graph: a replay reads rows and slots anew.
 
     Args:
         rows: ``[N, P]``, z | x | B | C | dt, columns adjacent.

@@ -1,7 +1,7 @@
 """Triton kernels of Mamba2's decode step over states in slots: conv + SiLU, time steps, recurrence.
 
-As in :mod:`.step_kernels`, every program reads its slot from the device and writes the elements
-that it alone reads.
+As in :mod:`.step_kernels`, every program reads the number of its slot from the device and
+overwrites elements that no other program reads.
 
 Legend: N rows, M slots, C conv channels, W taps, H heads, G groups, V head dim, K state dim.
 """

@@ -30,10 +30,10 @@ def step_slots(
     normalise_qk: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The delta rule's output for one token each; histories and states of the slots move on.
+    """The delta rule's output for one token of each sequence; updates the slots.
 
-    Nothing waits for the device, and nothing depends on values on the host, so the call can be
-    captured in a CUDA graph: a replay reads rows and slots anew.
+    The host does not wait for the device, and nothing depends on values on the host. So the call
+    can be captured in a CUDA graph: a replay reads rows and slots anew.
 
     Args:
         rows: ``[N, P]``, columns adjacent.

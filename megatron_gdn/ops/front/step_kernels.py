@@ -1,7 +1,7 @@
 """Triton kernels of one decode step over states in slots: conv + SiLU + l2norm + gates, recurrence.
 
-Every program reads which slot it works on from the device, and writes the slot's new history or
-state where the old one was: no other program reads those elements.
+Every program reads the number of its slot from the device. It overwrites the slot's history or
+state in place: no other program reads those elements.
 
 Legend: N rows, M slots, P projection width, C conv channels, W taps, G key heads, H value heads, K
 key dim, V value dim, D dim of the head at hand.

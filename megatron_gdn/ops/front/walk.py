@@ -1,9 +1,9 @@
 """Device functions of the kernels that walk along the sequence, one token at a time.
 
-Written with Triton's compiler in mind (3.6): for every load and store, its coalescing pass follows
-the uses of all operations of a function, so its time grows with the cube of what one function
-holds. Hence each walk is a function that is not inlined, everything constant is computed before the
-loop, and the number of steps is known at the launch alone: one compilation serves all lengths.
+The walks are written for Triton's compiler (3.6). For every load and store, its coalescing pass
+follows the uses of all operations of a function, so its time grows with the cube of the function's
+size. So each walk is a function that is not inlined, and everything constant is computed before the
+loop. The number of steps is an argument of the launch: one compilation serves all lengths.
 
 Legend: R segments walked side by side, D dim of the head at hand.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNROLL = tl.constexpr(4)  # steps of a turn of the loop; the steps of a walk are a multiple
+UNROLL = tl.constexpr(4)  # steps per turn of the loop; a walk has a multiple of it
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def load_history(
     x_at_RD, stride, seen_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The W - 1 inputs before each segment that its first token may see, newest first."""
+    """The W - 1 inputs before each segment, newest first; 0 if its first token may not read it."""
     history = ()
     for delay in tl.static_range(1, W):
         past_RD = load_row(
@@ -100,13 +100,13 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
     """Whether the walk over ``tokens`` tokens meets an end of the sequence or of a document.
 
-    Within reach of the taps in either direction. All other walks, nearly all of a long sequence,
-    need no masks.
+    An end counts if the taps reach it, in either direction. All other walks, nearly all of a long
+    sequence, need no masks.
     """
     end = start + tokens + (W - 1)  # of what the walk reads
     edge = (start < W - 1) | (end > S)
     if PACKED:
-        # Positions count up within a document, so the last one tells that of the first, start.
+        # Positions count up within a document, so that of ``start`` follows from the last one.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
         edge = edge | (last - (end - 1 - start) < W - 1)
     return edge

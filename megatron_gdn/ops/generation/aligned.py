@@ -1,8 +1,8 @@
 """Prefill and decode with the bits of training, see :mod:`megatron_gdn.ops.aligned`.
 
-What a sequence carries is the state at the start of its current step of 64 tokens, and the rows
-since then with the W - 1 before them: at each call the step is computed again from its start. So a
-token costs as much as 64, and the history holds 63 whole projection rows more.
+A sequence carries the state at the start of its current step of 64 tokens, the rows since then, and
+the W - 1 rows before the step. Each call computes the step again from its start. So a token costs
+as much as 64, and the history holds 63 whole projection rows more.
 
 Legend: N sequences, P projection width, W conv taps, r tokens since the step began.
 """
@@ -30,7 +30,7 @@ def advance(
     stands: Sequence[int],
     documents: Documents | None = None,
 ) -> tuple[Tensor, Carry]:
-    """As :func:`.step.prefill`, any number of tokens, one sequence after the other.
+    """As :func:`.step.prefill`, for any number of tokens. Sequences run one after the other.
 
     Args:
         stands: how many tokens each of the N sequences has had.

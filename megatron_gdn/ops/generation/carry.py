@@ -1,4 +1,4 @@
-"""What a sequence hands from one call of a recurrent mixer to the next.
+"""The history and state that a sequence passes from one call of a recurrent mixer to the next.
 
 Legend: N sequences, C convolved columns of a projection row, W conv taps, H heads with a state, K
 rows of a state, V columns.
@@ -22,8 +22,8 @@ class Carry(NamedTuple):
 
     Attributes:
         history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
-            projection's dtype: nothing is rounded. Of an aligned mixer (:mod:`.aligned`) whole
-            projection rows, ``[N, P, W - 1 + 63]``.
+            projection's dtype: nothing is rounded. For an aligned mixer (:mod:`.aligned`) it is
+            whole projection rows, ``[N, P, W - 1 + 63]``.
         state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
     """
 
@@ -35,8 +35,8 @@ class CarryShape(NamedTuple):
     """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank.
 
     Attributes:
-        sections: widths that the channels are made of, each shared out among the ranks by itself;
-            empty: one section.
+        sections: widths of the sections of the channels. Each section is split over the ranks by
+            itself. Empty means one section.
         rank, ranks: this rank, and how many hold equal shares of channels and heads.
     """
 
@@ -59,7 +59,7 @@ class CarryShape(NamedTuple):
         rank: int = 0,
         ranks: int = 1,
     ) -> CarryShape:
-        """Of a mixer with this rank's projection ``layout``, states and conv ``taps``."""
+        """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
         sections = layout.widths if aligned else layout.conv_widths
         past = taps - 1 + (STEP - 1 if aligned else 0)
         return cls(sum(sections), past, *state[:3], sections, rank, ranks)
@@ -98,13 +98,13 @@ class CarryShape(NamedTuple):
 
 
 def choose(before: Carry, after: Sequence[Carry], accepted: Tensor) -> Carry:
-    """Roll every sequence back to the tokens that were accepted of it.
+    """Roll every sequence back to its last accepted token.
 
     Args:
-        before: as the sequences stood before the tokens.
-        after: as they stood after each of the s tokens.
+        before: the carry before the tokens.
+        after: the carry after each of the s tokens.
         accepted: int64 ``[N]``, on the carries' device: how many tokens of each sequence stay, 0 to
-            s. It is not looked at on the host.
+            s. The host does not read it.
     """
     number = torch.arange(accepted.shape[0], device=accepted.device)
     return Carry(

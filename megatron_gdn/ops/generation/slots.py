@@ -17,14 +17,14 @@ from .step import decode
 def decode_slots(proj: Tensor, parts: Parts, memory: Carry, slots: Tensor) -> Tensor:
     """Mix one token of N sequences and write what they carry back into their slots.
 
-    On a GPU it is two launches of this package's kernels and one of its norm, which wait for
-    nothing and can be captured in a CUDA graph. Elsewhere it is :func:`.step.decode`
-    between a gather and a scatter.
+    On a GPU it is two launches of this package's kernels and one of its norm. The host does not
+    wait for them, and a CUDA graph can capture them. Elsewhere it is :func:`.step.decode` between
+    a gather and a scatter.
 
     Args:
         proj: ``[1, N, P]``.
         memory: of all slots: ``[M, C, W - 1]`` and ``[M, H, K, V]``, contiguous; written.
-        slots: int64 ``[N]`` on the device, all different. They are not looked at on the host.
+        slots: int64 ``[N]`` on the device, all different. The host does not read them.
 
     Returns:
         ``[1, N, H * V]``.

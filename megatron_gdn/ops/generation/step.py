@@ -1,10 +1,11 @@
-"""A recurrent mixer that goes on where it stopped: projection rows in, mixed rows and carry out.
+"""A recurrent mixer that continues from a carry: projection rows in, mixed rows and carry out.
 
     prefill   many tokens of a sequence, in chunks, from a carry or from nothing; dense or packed
     decode    one or a few tokens of every sequence, by the recurrence, with the carry after each
 
-Both run the :class:`..parts.Parts` of training, and take a sequence up at any token, so any cut of
-it gives what one call gives. Neither has a backward; nothing here waits for the device.
+Both run the :class:`..parts.Parts` of training and can continue a sequence at any token. So any cut
+of a sequence gives the result of one call. Neither has a backward. The host never waits for the
+device.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, V columns of a state.
@@ -35,14 +36,14 @@ def prefill(
     *,
     stands: Sequence[int] | None = None,
 ) -> tuple[Tensor, Carry]:
-    """Mix the next tokens of N sequences, however many they are.
+    """Mix the next tokens of N sequences, any number of tokens.
 
     Args:
         proj: ``[s, B, P]`` in the front's layout, any strides of s and B.
-        carry: from where the sequences go on; None: they begin.
+        carry: where the sequences continue; None: they begin.
         documents: boundaries when N sequences lie end to end in one batch row (B must be 1), empty
             ones included; their carry stays as it was.
-        stands: how many tokens each sequence has had; an aligned mixer that goes on needs it.
+        stands: how many tokens each sequence has had; an aligned mixer needs it with a carry.
 
     Returns:
         ``[s, B, H * V]``, and the carry after the last token of each.
@@ -76,7 +77,7 @@ def prefill(
     inputs = front.forward(proj, parts.of_front, documents)
     filled = None
     if documents is not None and 0 in documents.lengths:
-        # A rule counts non-empty documents; the state of an empty one passes it by.
+        # A rule gets the states of non-empty documents only; an empty document keeps its state.
         filled = _filled(documents.lengths, proj.device)
     initial = None
     if goes_on:
@@ -100,13 +101,12 @@ def decode(
 
     Args:
         proj: ``[s, N, P]``.
-        carry: from where the N sequences go on.
+        carry: where the N sequences continue.
         stands: as in :func:`prefill`.
 
     Returns:
-        ``[s, N, H * V]``, and the carry after each of the s tokens: the last is where the sequences
-        stand, an earlier one is where they stand if later tokens are not accepted (see
-        :func:`.carry.choose`).
+        ``[s, N, H * V]``, and the carry after each of the s tokens. Continue from the last one, or
+        from an earlier one if later tokens are not accepted (see :func:`.carry.choose`).
 
     Raises:
         ValueError: a carry of other sequences, sizes or dtypes; no token.
@@ -137,7 +137,7 @@ def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
 
 
 def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:
-    """``[1, N, P]``: the front sees the history as W - 1 rows of the same sequences before it."""
+    """``[1, N, P]``: the front reads the history as W - 1 rows before the token's row."""
     steps = parts.steps
     front = steps.for_step(row.dtype)
     past, columns = parts.past, front.layout.conv_columns
@@ -201,7 +201,7 @@ def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def _last_index(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the N * past rows of history: which token, which old row, and whether a token."""
+    """For each of the N * past rows: its new token, its old row, and whether to take the token."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     place = length - past + torch.arange(past, device="cpu")  # within the sequence; < 0: older
@@ -222,7 +222,7 @@ def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None)
     """
     N, _, past = before_NCp.shape
     if documents is None:
-        # Of the new rows only those that may stay are copied.
+        # Copy only the new rows that stay.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
         return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
     token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)

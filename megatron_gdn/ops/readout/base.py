@@ -45,7 +45,7 @@ class Readout(Protocol):
         Args:
             o: ``[B, S, H, V]`` contiguous, in any dtype.
             rows: ``[S, B, P]``, any strides of S and B.
-            gamma: of the norm; None where it has none.
+            gamma: of the norm; None if it has none.
             out: write here instead of into a new tensor.
         """
         ...
@@ -69,7 +69,7 @@ def heads_of(mixed: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Bare:
-    """``o`` as it is, in rows. Its backward leaves no gradient in the gate's columns."""
+    """``o`` unchanged, in rows. Its backward writes zeros to the gate's columns."""
 
     gate: slice
     heads: int
@@ -90,12 +90,11 @@ class Bare:
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """A readout in two: ``inside`` with the recurrence, then ``call``, which autograd follows.
+    """A readout in two steps: ``inside`` with the recurrence, then ``call`` under autograd.
 
     Attributes:
         call: ``(mixed [S, B, H * V], rows [S, B, P]) -> [S, B, H * V]``.
-        closed: ``call`` takes this rank's own tokens, after heads that lie on several ranks are
-            together again.
+        closed: ``call`` runs later, on this rank's own tokens, after all heads are together again.
     """
 
     inside: Readout
@@ -109,7 +108,7 @@ class Apart:
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Both, where all heads lie on this rank."""
+        """Both steps. All heads must be on this rank."""
         y = self.call(self.inside.forward(o, rows, gamma), rows)
         return y if out is None else out.copy_(y)
 

@@ -2,9 +2,9 @@
 
     u = o * act(gate)        y = u * rsqrt(mean_group(u^2) + eps) * gamma
 
-(``RMSNormGated`` with ``norm_before_gate=False``.) A group is ``heads / groups`` neighbours, so the
-norm needs them all on one rank. Where they are not, :class:`GateOnly` runs with the recurrence and
-:func:`grouped_rms_norm` after the heads are back together.
+(``RMSNormGated`` with ``norm_before_gate=False``.) A group is ``heads / groups`` neighbouring
+heads, and the norm needs all of them on one rank. If they are not, :class:`GateOnly` runs with the
+recurrence, and :func:`grouped_rms_norm` runs after the heads are together again.
 
 Legend: S seq, B batch, H heads with a state, V columns of a state, C = H V channels.
 """
@@ -56,7 +56,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     Args:
         x: ``[..., C]``.
         gamma: ``[C]``.
-        groups: equal stretches of channels that are normalised each by themselves.
+        groups: number of equal stretches of channels. Each is normalised by itself.
 
     Returns:
         ``[..., C]`` in ``x.dtype``.
@@ -68,7 +68,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     if groups < 1 or channels % groups or tuple(gamma.shape) != (channels,):
         raise ValueError(
             f"grouped_rms_norm: {channels} channels, gamma of shape {tuple(gamma.shape)} and "
-            f"{groups} groups; gamma must be [{channels}], and the channels a multiple."
+            f"{groups} groups; gamma must be [{channels}], and the groups must divide the channels."
         )
     return _GroupedRMSNorm.apply(x, gamma, groups, eps)
 
@@ -86,7 +86,7 @@ class Grouped(GateOnly):
     """In plain torch; gamma is ``[C]``.
 
     Attributes:
-        groups: equal stretches of neighbouring heads.
+        groups: number of equal stretches of neighbouring heads.
         eps: added to the mean square.
     """
 
@@ -99,7 +99,7 @@ class Grouped(GateOnly):
 
 
 def grouped(gate: slice, groups: int, eps: float, triton: bool) -> Grouped:
-    """Over ``groups`` groups, in Triton or in plain torch."""
+    """The readout per group, in Triton or in plain torch."""
     if not triton:
         return Grouped(gate, groups=groups, eps=eps)
     from .grouped_triton import TritonGrouped

@@ -49,7 +49,7 @@ def grouped_norm_backward_kernel(
     SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """d_gamma = sum dy n;  du = r (dy gamma - n mean(dy gamma n));  do = du act(z);
-    dz = du o act'(z).  grid (G, token tiles, B); each program leaves its part of one partial row.
+    dz = du o act'(z).  grid (G, token tiles, B); each program writes its stretch of a partial row.
     """
     group = tl.program_id(0)
     b = tl.cast(tl.program_id(2), tl.int64)

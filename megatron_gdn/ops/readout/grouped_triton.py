@@ -19,7 +19,7 @@ from .grouped_kernels import grouped_norm_backward_kernel, grouped_norm_forward_
 
 
 def _tokens(S: int, B: int) -> int:
-    """Tokens of a program: few partial rows, many programs; by shape alone."""
+    """Tokens per program, by shape alone: a balance of few partial rows and many programs."""
     tokens = 16 if S * B >= 4096 else 4
     while triton.cdiv(S, tokens) > MOST_PROGRAMS:
         tokens *= 2
@@ -28,7 +28,7 @@ def _tokens(S: int, B: int) -> int:
 
 @dataclass(frozen=True)
 class TritonGrouped(Grouped):
-    """On the kernels; fp32 inside."""
+    """The readout per group in Triton; fp32 inside."""
 
     def _shape(self, o: Tensor) -> dict[str, Any]:
         channels = (self.gate.stop - self.gate.start) // self.groups

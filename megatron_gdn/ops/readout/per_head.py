@@ -25,7 +25,7 @@ class PerHead(PlainReadout):
 
     Attributes:
         eps: added to the mean square.
-        zero_centered: ``1 + gamma`` scales.
+        zero_centered: scale by ``1 + gamma``.
     """
 
     eps: float = 1e-6
@@ -42,7 +42,7 @@ class PerHead(PlainReadout):
 def per_head(
     gate: slice, eps: float, zero_centered: bool, triton: bool, activation: str = "silu"
 ) -> PerHead:
-    """In Triton or in plain torch."""
+    """The readout per head, in Triton or in plain torch."""
     if not triton:
         return PerHead(gate, activation, eps, zero_centered)
     from .per_head_triton import TritonPerHead

@@ -95,7 +95,7 @@ def gated_norm_backward_kernel(
     z_RV = tl.load(z_ptr + z_at_RV, mask=real_RV, other=0.0)
     dy_RV = tl.load(dy_ptr + dy_at_RV, mask=real_RV, other=0.0)
     for _repeat in tl.range(0, REPEATS):
-        # The next rows are asked for before these are worked on.
+        # Load the next rows before computing with these.
         next_R = row_R + ROWS
         inside_R = (first + next_R < rows) & (next_R < ROWS * REPEATS)
         real_next_RV = inside_R[:, None] & real_V[None, :]

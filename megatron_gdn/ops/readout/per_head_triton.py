@@ -23,7 +23,7 @@ from .per_head_kernels import gated_norm_backward_kernel, gated_norm_forward_ker
 
 @dataclass(frozen=True)
 class TritonPerHead(PerHead):
-    """On the kernels."""
+    """The readout per head in Triton."""
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None
@@ -68,7 +68,7 @@ def _forward_launch(
     rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...], eps: float, zero_centered: bool, sigmoid: bool,
 ) -> Launch | None:  # fmt: skip
-    """None where there are no rows."""
+    """None if there are no rows."""
     if not rows * B:
         return None
     tile = norm_forward_tile(V)
@@ -87,7 +87,7 @@ def _backward_launch(
     d_strides: tuple[int, ...], out_strides: tuple[int, ...], eps: float, zero_centered: bool,
     sigmoid: bool, tile: Block | None,
 ) -> tuple[int, Launch | None]:  # fmt: skip
-    """Also how many programs share the rows of a batch row."""
+    """The number of programs per batch row, and the launch; None if there are no rows."""
     tile = norm_backward_tile(rows * B, V) if tile is None else tile
     programs = triton.cdiv(rows, tile.rows * tile.repeats)
     if not rows * B:

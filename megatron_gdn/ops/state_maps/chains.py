@@ -34,7 +34,7 @@ class Steps:
 
     Attributes:
         chains: of every chain its steps ``(target, map)``: write the state to ``target``, then
-            apply ``map``; NONE leaves either out. No chain is without steps.
+            apply ``map``; NONE skips the write or the map. Every chain has a step.
         table: int32 ``[N, L, 2]``, the same on the device, padded with NONE.
     """
 
@@ -61,11 +61,11 @@ def follow(
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
         out: ``[Q, H, K, X]``, written; X is V, or V + K from the identity.
-        start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY follows
-            maps instead, ``local`` beside ``through``, starting from the identity map.
+        start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY starts
+            from the identity map and follows maps, ``local`` beside ``through``, not states.
 
     Returns:
-        ``out``, computed in fp32 whatever torch's switches say. On a GPU each factor is a sum of
+        ``out``, in fp32; torch's TF32 switches have no effect. On a GPU each factor is a sum of
         two TF32 numbers, within 2^-20 of the factor (fp32 rounds to 2^-24), and sums have a fixed
         order. The error of 16 maps of 128 rows was 1.7e-6 of the state, with fp32 products 4.5e-7.
     """

@@ -47,7 +47,7 @@ def _follow_kernel(
             tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_1C)
         if place >= 0:
             p = tl.cast(place, tl.int64)
-            # The states before the first map are zero, or the identity's: nothing is multiplied.
+            # The state before the first map is zero or the identity: no product is needed.
             if (START == GIVEN) | (step > 0):
                 through_KK = tl.load(through_ptr + p * through_p + at_KK)
                 state_KC = tl.dot(through_KK, state_KC, input_precision="tf32x3")
@@ -66,7 +66,7 @@ def follow(
     N, L, _ = steps.table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
-    given = start if isinstance(start, Tensor) else local  # any pointer: it is not followed
+    given = start if isinstance(start, Tensor) else local  # any pointer: it is not read
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]

@@ -15,7 +15,7 @@ from .chains import NONE, Steps
 def follow(
     local: Tensor, through: Tensor, steps: Steps, out: Tensor, start: Tensor | str | None
 ) -> Tensor:
-    """As :func:`.chains.follow`; nothing is computed that is not written."""
+    """As :func:`.chains.follow`; stops each chain at its last write."""
     V, identity = local.shape[-1], isinstance(start, str)
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):

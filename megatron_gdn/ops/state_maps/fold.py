@@ -64,7 +64,7 @@ def leaving_gradients(
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
-    """The gradient of the initial states, ``[N, H, K, V]``, where that of the final states is 0."""
+    """The gradient of the initial states, ``[N, H, K, V]``, if that of the final states is 0."""
     if parts.are_sequences:
         return d_local
     assert through is not None

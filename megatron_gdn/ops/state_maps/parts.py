@@ -21,7 +21,7 @@ from .chains import NONE, Steps
 
 CHUNK = 64
 # One sequence alone is cut so that its parts times its heads fill about one H200 of 132
-# multiprocessors. A constant, not the count of the GPU at hand: the cut decides rounding.
+# multiprocessors. The number does not depend on the GPU at hand, because the cut decides rounding.
 FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
@@ -42,7 +42,7 @@ class Parts:
         whole: steps that write the final state of each sequence.
         entering: steps that write the state that enters each part.
         opening: steps from the last part to the first that write dS_in of each sequence.
-        leaving: likewise, that write dS_out of each part.
+        leaving: steps from the last part to the first that write dS_out of each part.
     """
 
     sequences: Tensor
@@ -61,12 +61,12 @@ class Parts:
 
     @cached_property
     def are_sequences(self) -> bool:
-        """No sequence is cut."""
+        """Whether no sequence is cut."""
         return len(self.owner) == len(self.first) - 1
 
     @classmethod
     def build(cls, sequences: Sequence[int], offsets: Sequence[int], device: torch.device) -> Parts:
-        """From the offsets of sequences (none empty) and of parts (every sequence's included)."""
+        """From the offsets of sequences (none empty) and of parts, which include the former."""
         starts, ends = set(sequences[:-1]), set(sequences[1:])
         first = [part for part, start in enumerate(offsets[:-1]) if start in starts]
         first.append(len(offsets) - 1)
@@ -118,11 +118,11 @@ def most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
 def parts_by_length(
     sequences: Sequence[int], value_heads: int, longest: int | None = None
 ) -> list[int]:
-    """Part offsets where the cut of a sequence depends on its length and the heads alone.
+    """Part offsets. The cut of a sequence depends only on its length and on the heads.
 
-    A sequence is cut into as many parts as fill a GPU of 128 multiprocessors. But no part is
-    shorter than 32 chunks, since other sequences fill the GPU too, or than ``value_heads`` chunks
-    (at least 8) if these are fewer. No part has more than ``longest`` tokens (a multiple of 64).
+    A sequence is cut into as many parts as fill a GPU of 128 multiprocessors. But no part is cut
+    shorter than 32 chunks, or ``value_heads`` chunks (at least 8) if these are fewer: other
+    sequences fill the GPU too. No part has more than ``longest`` tokens (a multiple of 64).
     """
     most, fewest = most_parts_and_fewest_chunks(value_heads)
     offsets: list[int] = []

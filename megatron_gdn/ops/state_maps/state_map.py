@@ -28,7 +28,7 @@ class StateShape(NamedTuple):
 
     @property
     def map_bytes(self) -> int:
-        """Of one fp32 :class:`StateMap` of all heads."""
+        """Bytes of one fp32 :class:`StateMap` of all heads."""
         return self.heads * self.rows * self.map_columns * 4
 
 
@@ -51,7 +51,7 @@ class StateMap(NamedTuple):
         return self.through.shape[-1] == 1
 
     def apply(self, state: Tensor) -> Tensor:
-        """The states that leave, from ``[N, H, K, V]`` that enter."""
+        """S_out, ``[N, H, K, V]``, from S_in ``state``."""
         carried = self.through * state if self.is_diagonal else self.through @ state
         return carried + self.local
 

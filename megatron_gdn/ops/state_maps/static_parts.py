@@ -17,7 +17,7 @@ from .parts import CHUNK, most_parts_and_fewest_chunks
 class StaticParts(NamedTuple):
     """As :class:`.parts.Parts`, for sequences that no state enters.
 
-    The parts that are left over have no tokens, and belong to the last sequence.
+    Unused parts have no tokens and belong to the last sequence.
 
     Attributes:
         sequences: int32 ``[M + 1]``, where sequences begin, and the end.
@@ -67,13 +67,13 @@ def _static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
     sequences = documents.cu_seqlens
     chunks = _ceil(sequences.diff(), CHUNK)
     step = _ceil(chunks, most).clamp(min=fewest)
-    # A part is to a sequence what a chunk is: the same arithmetic, in other units.
+    # Parts cut a sequence as chunks do, so chunk_places computes their places too.
     first, indices = chunk_places(_ceil(chunks, step), P)
     owner, place = (x.contiguous() for x in indices.unbind(1))
     start = sequences[owner] + place * step[owner] * CHUNK
     start = torch.minimum(start, sequences[owner + 1])
     offsets = torch.cat([start, sequences[-1:]])
-    # The sequence that is empty gets the parts that are left over.
+    # The empty last sequence gets the unused parts.
     first = torch.cat([first[:-1], first.new_full((1,), P)])
     places = chunk_places(_ceil(offsets.diff(), CHUNK), documents.most_chunks(CHUNK))
     return StaticParts(
