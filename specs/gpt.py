@@ -33,8 +33,8 @@ from .local import (
     local_mlp_builder,
 )
 
-# Megatron-Core 0.19 calls the variant by the first name; later ones by the second, and turn the
-# first into it.
+# Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
+# the first by it.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
 
 

@@ -49,7 +49,7 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 class HybridStackSpec(ModuleSpec):
     """Spec of a Megatron ``HybridStack`` whose 'G' and 'M' layers have the mixers of this package.
 
-    It is a spec, as ``--spec`` wants it, and it is called for another one:
+    ``--spec`` takes it as it is. Called, it returns another spec:
 
         hybrid_stack_spec                                   # "auto", the layer's own defaults
         hybrid_stack_spec("local", cp_layout="contiguous")
@@ -69,10 +69,10 @@ class HybridStackSpec(ModuleSpec):
             num_moe_experts: builds local 'E' layers for that many experts
                 (``config.num_moe_experts``).
             mamba: keyword arguments of the Mamba2Mixer constructor, for 'M' layers.
-            **options: keyword arguments of the GatedDeltaNet constructor, ``backend`` (of the delta
-                rule) among them. ``cp_layout`` goes to 'M' and local '*' layers too,
-                ``linear_cp_mode`` and a ``backend`` that Mamba2 has to 'M' layers, unless
-                ``mamba`` says otherwise.
+            **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
+                the delta rule). ``cp_layout`` also goes to 'M' and local '*' layers. 'M' layers
+                also get ``linear_cp_mode``, and ``backend`` if Mamba2 has it. In 'M' layers
+                ``mamba`` overrides all three.
 
         Returns:
             a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
@@ -139,7 +139,7 @@ def _te_submodules(
         mamba_layer=mamba_layer,
     )
     if qk_layernorm:
-        # Megatron's own stack has no place for these norms, whatever the config asks for.
+        # Megatron's own stack has no place for these norms, even if the config asks for them.
         layer = cast(Any, stack.attention_layer)
         attention = layer.submodules.self_attention
         norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm}
@@ -180,9 +180,9 @@ def _local_submodules(
 
 
 def _refusals(without: Iterable[str]) -> dict[str, ModuleSpec]:
-    """A spec that refuses to build for every other layer that this Megatron's stack knows.
+    """For every other layer of this Megatron's stack, a spec that refuses to build.
 
-    Which ones those are changes between versions; a place left out would be an identity.
+    The layers differ between versions of Megatron. A layer left out would be an identity.
     """
     places = {field.name for field in fields(HybridStackSubmodules)}
     others = {place for place in places if place.endswith("_layer")} - set(without)

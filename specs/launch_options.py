@@ -3,8 +3,8 @@
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \\
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-The specs read the variable once, when they are imported. Every process of a launch must be given
-the same. An option that a call in Python names goes before the variable's.
+The specs read the variable once, when they are imported. Every process of a launch must have the
+same value. An option that a call in Python gives overrides the variable's.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OF_MEGATRON = {
 
 
 def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """These options of GatedDeltaNet, and those of the launch that they do not name.
+    """``options`` of GatedDeltaNet, plus the options of the launch that they do not name.
 
     Raises:
-        ValueError: the variable names an unknown option, or a value that is none.
+        ValueError: the variable has an unknown option, or a value that is not legal.
     """
     return {**_of_launch(), **options}
 

@@ -53,7 +53,7 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class UnavailableLayer:
-    """Stands where a spec has no layer, so that asking for it is an error and not an identity."""
+    """Placeholder for a layer that a spec lacks: building it is an error, not an identity."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

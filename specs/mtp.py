@@ -1,7 +1,8 @@
-"""Multi-token prediction (MTP) in a hybrid stack: what stands behind '/' in its layer pattern.
+"""Multi-token prediction (MTP) in a hybrid stack: the layers after '/' in its layer pattern.
 
 ``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of the layers ``M*``. A head's layers come from
-the same stack spec as the model's; around them stand two norms, a projection and a last norm.
+the same stack spec as the model's. A head has two norms and a projection before its layers, and a
+norm after them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from megatron_gdn.local_norm import TorchRMSNorm
 class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
 
-    Tokens, labels and loss masks are shifted by one token per head, by Megatron and document by
-    document. It takes each document to begin at ``cu_seqlens_q`` and to lie in the zigzag layout,
-    on the context-parallel ranks of the model. Anything else would give tokens another one's label.
+    Megatron shifts tokens, labels and loss masks by one token per head, document by document. It
+    assumes that each document begins at its offset in ``cu_seqlens_q`` and lies in the zigzag
+    layout on the model's context-parallel ranks. Otherwise tokens would get other tokens' labels.
 
     Args:
         config, submodules, **others: as for Megatron's layer.
@@ -77,7 +78,7 @@ def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
     """Refuse a cut in which Megatron would give tokens other tokens' labels.
 
     Raises:
-        ValueError: always, but for zigzag.
+        ValueError: ``layout`` is not zigzag.
     """
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
@@ -91,7 +92,8 @@ def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
 def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     """Refuse packed documents whose labels Megatron would shift across their ends.
 
-    Offsets in two tensors are compared, which on a GPU waits for it.
+    If documents and slots have two tensors of offsets, the values are compared. On a GPU the host
+    waits for that.
 
     Raises:
         ValueError: slots (``cu_seqlens_q_padded``) that are longer than their documents.
@@ -139,7 +141,7 @@ def local_mtp_spec(cp_layout: str | SequenceLayout) -> ModuleSpec:
 
 
 def checked_mtp_spec(theirs: ModuleSpec, cp_layout: str | SequenceLayout) -> ModuleSpec:
-    """A spec of heads with each layer a :class:`HybridMTPLayer` of the same parts."""
+    """``theirs`` with each layer replaced by a :class:`HybridMTPLayer` of the same submodules."""
     layers = [
         replace(layer, module=HybridMTPLayer, params={**layer.params, "cp_layout": cp_layout})
         for layer in cast(Any, theirs.submodules).layer_specs

@@ -7,9 +7,9 @@
     check_batch_invariance(run, ...)    a document's bits do not depend on its neighbours
     check_generation(model, tokens)     a model generates with the probabilities it trains with
 
-But for the last, which takes a Megatron model, they know nothing of Gated DeltaNet: ``run`` is any
-function from nothing to named tensors.
-:func:`forward_backward` makes one from a module. They work on the CPU too.
+Only the last needs a Megatron model. The others know nothing of Gated DeltaNet: ``run`` is any
+function that returns named tensors. :func:`forward_backward` makes one from a module, for
+:func:`check_repeats`. All tools work on the CPU too.
 """
 
 from .generation import GenerationGap, check_generation

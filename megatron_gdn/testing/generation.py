@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-# Of a row of the first argument alone, whatever other rows there are; matrix products and what
-# torch computes otherwise at the end of a buffer than in its middle.
+# Functions of each row of the first argument alone. torch computes them differently at the end of a
+# buffer than in its middle, so RowByRow runs them on single rows, as it does matrix products.
 _BY_ROW = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
     _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
@@ -25,8 +25,8 @@ _BY_ROW = {
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    There the library takes another kernel, and other bits, for a product with another number of
-    rows. On a GPU Megatron's own batch-invariant kernels take this place.
+    On a CPU the library takes another kernel, with other bits, for a product with another number of
+    rows. On a GPU Megatron's own batch-invariant kernels are used instead.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -41,7 +41,7 @@ class RowByRow(TorchDispatchMode):
             flat = args[0].reshape(-1, args[0].shape[-1])
             made = _rows(lambda row: function(row, *args[1:], **kwargs), flat)
             return made.view(*args[0].shape)
-        with self:  # inference mode hands over functions that are made of others
+        with self:  # in inference mode composite functions arrive here
             made = function.decompose(*args, **kwargs)
         return function(*args, **kwargs) if made is NotImplemented else made
 
@@ -86,7 +86,7 @@ def check_generation(
             stages. It is compared in evaluation mode and without sequence parallelism.
         tokens: int64 ``[B, S]``, S above ``prompt``, the same on every rank.
         prompt: tokens that are prefilled.
-        at_once: tokens of every step after it.
+        at_once: tokens of every step after the prompt.
 
     Raises:
         ValueError: no token is left after the prompt.

@@ -1,4 +1,4 @@
-"""Puts one document among others in every way and compares what became of it."""
+"""Packs one document with others in several orders and compares that document's results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_batch_invariance(
     d_documents: Sequence[Tensor],
     among: Sequence[Arrangement] | None = None,
 ) -> list[Difference]:
-    """Whether document 0 has the same bits wherever it lies and whatever lies beside it.
+    """Whether document 0 has the same bits at every place and beside any neighbours.
 
     Args:
         run: ``run(x, offsets, d_out)`` over a packed buffer ``x`` ``[T, ...]`` with documents
@@ -57,10 +57,10 @@ def check_batch_invariance(
         among: arrangements to try; the first is what the others are compared with.
 
     Returns:
-        What differed, in which arrangement; an empty list when nothing did. A buffer of another
-        size gives the projections around the rule matrix products of another shape, for which the
-        library may take another kernel: a layer may therefore differ between "alone" and the
-        others where the mixer alone does not.
+        What differed, in which arrangement; an empty list when nothing did. In a buffer of another
+        size the projections around the rule are matrix products of another shape, for which the
+        library may take another kernel. So a layer may differ between "alone" and the other
+        arrangements although the mixer without the projections does not.
 
     Raises:
         ValueError: fewer than two arrangements.

@@ -1,4 +1,4 @@
-"""What makes a hidden disorder show itself: memory full of garbage, and a busy device."""
+"""Makes hidden errors visible: free memory is filled with garbage, and the device is kept busy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SMALL_POOL = 1 << 20  # torch's allocator keeps requests up to here in a pool o
 def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
     """Fill the memory that the next allocations will get with garbage.
 
-    Every free block of torch's caching allocator is filled: with NaN in even rounds, with some
-    other byte, which makes finite numbers, in odd ones. A kernel that reads what it did not write
-    then gives another result in every round. On the CPU, where memory belongs to malloc, blocks of
-    common sizes are taken, filled and given back.
+    Every free block of torch's caching allocator is filled: in even rounds with NaN, in odd rounds
+    with another byte, which makes finite numbers. A kernel that reads memory that nobody wrote then
+    gives another result in every round. On the CPU memory belongs to malloc: blocks of common sizes
+    are taken, filled and given back.
 
     Returns:
         Bytes filled.
@@ -30,7 +30,7 @@ def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
     for size in sizes:
         taken.append(torch.empty(size, dtype=torch.uint8, device=device).fill_(byte))
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved:
-            # A block that could not be had again; asking on would make memory grow by the round.
+            # The allocator did not reuse a free block. To go on would grow memory in every round.
             break
     return sum(block.numel() for block in taken)
 
@@ -42,20 +42,20 @@ def _free_blocks(device: torch.device) -> list[int]:
     sizes = []
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != index or segment["stream"] != stream:
-            continue  # blocks are given again only on the stream they came from
+            continue  # the allocator reuses a block only on the stream that it came from
         small = segment["segment_type"] == "small"
         for block in segment["blocks"]:
-            # What is left of a large block but itself small would be taken from the other pool.
+            # For the small rest of a large block the allocator would use the pool of small blocks.
             if block["state"] == "inactive" and (small or block["size"] > _SMALL_POOL):
                 sizes.append(block["size"])
     return sorted(sizes, reverse=True)
 
 
 class Competitor:
-    """Work on a side stream that takes bandwidth and multiprocessors from whatever else runs.
+    """Work on a side stream that takes bandwidth and multiprocessors from all other kernels.
 
-    A different amount of it each time, so that the order in which other kernels' blocks are placed
-    and finish is never the same. On the CPU it does nothing.
+    The amount of work differs each time, so that the order in which other kernels' blocks are
+    placed and finish is never the same. On the CPU it does nothing.
 
     Args:
         mib: size of the buffer that is copied; larger than the L2 cache.

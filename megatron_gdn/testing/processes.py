@@ -16,7 +16,7 @@ from .repeats import Report
 
 
 def _work(folder: str, index: int, function: Callable, args: tuple) -> None:
-    os.environ.pop("MALLOC_PERTURB_", None)  # malloc has read it; children go without
+    os.environ.pop("MALLOC_PERTURB_", None)  # malloc has read it; children must not inherit it
     try:
         answer = ("returned", function(index, *args))
     except BaseException:
@@ -27,7 +27,7 @@ def _work(folder: str, index: int, function: Callable, args: tuple) -> None:
 def in_processes(
     function: Callable, *args: Any, processes: int = 2, timeout: float = 600
 ) -> list[Any]:
-    """``function(index, *args)`` in fresh processes side by side; what each returns.
+    """Run ``function(index, *args)`` in fresh processes side by side; return their results.
 
     They share the GPU, if ``function`` uses one, and so compete with each other too. Memory from
     malloc is filled with garbage in them (glibc's ``MALLOC_PERTURB_``).
@@ -77,7 +77,7 @@ def compare_processes(reports: Sequence[Report]) -> str | None:
     A repeat that differed in one of them comes first, then the first tensor whose digest differs.
 
     Raises:
-        ValueError: nothing to compare: fewer than two reports, or other tensors, or no digests.
+        ValueError: fewer than two reports, reports of different tensors, or no digests.
     """
     names = [list(report.digests) for report in reports]
     if len(reports) < 2 or not names[0] or any(other != names[0] for other in names):

@@ -24,8 +24,8 @@ class Difference:
         name: which one.
         where: what was compared with what ("repeat 17", "process 1", ...).
         elements, of: how many elements differ, of how many.
-        largest: the largest difference of two elements; NaN where one of them is.
-        relative: that, against the largest element of the first tensor.
+        largest: the largest difference of two elements; NaN if one of them is NaN.
+        relative: ``largest`` divided by the largest element of the first tensor.
     """
 
     name: str
@@ -105,9 +105,9 @@ def check_repeats(
 ) -> Report:
     """Call ``run`` ``repeats`` times and compare every result with the first, bit for bit.
 
-    Between runs the allocator's free memory is filled with garbage, another one each time; during
-    them a side stream competes for the device. Results are compared on the device; stops at the
-    first run that differs.
+    Between runs the allocator's free memory is filled with garbage, different each time. During the
+    runs a side stream competes for the device. Results are compared on the device. The check stops
+    at the first run that differs.
 
     Args:
         run: returns tensors by name, the same names each time, in the order in which they are
@@ -164,8 +164,8 @@ def forward_backward(
         d_out: gradient of the output; the same random numbers on every call when None.
         arguments: passed on to the module, whose first result is the output.
 
-    The gradients follow with those of the last parameters first and ``dx`` at the end, about the
-    order in which a backward pass makes them.
+    After the output come the gradients, of the last parameters first and ``dx`` at the end. This is
+    about the order in which a backward pass makes them.
     """
     x = x.detach().clone().requires_grad_()
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -6,7 +6,7 @@ import sys
 from .command import main
 
 if __name__ == "__main__":
-    # It would walk the modules' objects again and again while they are imported. No task, in a fork
-    # of its own, makes enough garbage in cycles to matter.
+    # The garbage collector would walk the modules' objects again and again during imports. A task
+    # runs in its own fork and makes too little cyclic garbage to matter.
     gc.disable()
     sys.exit(main())

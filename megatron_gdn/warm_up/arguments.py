@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with status 2 and a message where something is not legal."""
+    """Parse and check the arguments; exits with status 2 and a message if they are not legal."""
     parser = _Parser(
         prog="python -m megatron_gdn.warm_up",
         description=_DESCRIPTION,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: all of it is compiled. 1: some kernels failed. 2: said by name on stderr."""
+    """Exit status 0: all is compiled. 1: some kernels failed. 2: an error, printed on stderr."""
     arguments = parse(argv)
     if arguments.for_a_run:
         _end_with_the_run()
@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end_with_the_run() -> None:
     """End this process and those it started when the run that asked for it ends.
 
-    The run holds the other end of standard input. It also started this process as the head of a
-    process group, in which all of its forks and the compilers are.
+    The run holds the other end of standard input. It also started this process as the leader of a
+    process group. The group has all forks of this process and the compilers.
     """
 
     def watch() -> None:
-        # Not sys.stdin: a fork closes it, and would wait for the lock of whoever reads it.
+        # Not sys.stdin: a fork closes it, and would wait for the lock of the thread that reads it.
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
@@ -95,7 +95,7 @@ def _compile(tasks: list[Task], arguments: argparse.Namespace, began: float) -> 
     from .tasks import Progress, processors, run_tasks
 
     with ExitStack() as locks:
-        if not arguments.for_a_run:  # which holds the lock and handed it on
+        if not arguments.for_a_run:  # such a run holds the lock already and has passed it on
             # A run that starts meanwhile waits for what it needs, and does not compile it too.
             for path in sorted({task.lock for task in _missing(tasks) if task.lock}):
                 locks.enter_context(held(path, "warm_up"))

@@ -1,7 +1,7 @@
-"""fla's kernels are tuned by timing them, so they are run: forward and backward, on the GPU.
+"""Tunes fla's kernels. fla tunes by timing, so they run forward and backward, on the GPU.
 
-fla keeps the choices in Triton's cache (unless FLA_CACHE_RESULTS=0). It does so per number of heads
-and head dim, and for some kernels per length.
+fla keeps its choices in Triton's cache (unless FLA_CACHE_RESULTS=0), one per number of heads and
+head dim, for some kernels also per length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TOKENS = (8192, 2048)
 
 
 def tune(shares: list[Share], sizes: HeadSizes, visible: str | None) -> int:
-    """Tune in a process of its own, as this one hides the GPUs.
+    """Tune in a new process, because this one hides the GPUs.
 
     Args:
         shares: the heads of a rank.

@@ -1,7 +1,7 @@
 """FlashQLA's kernels for some heads, each as a task.
 
-The rule is called as a layer calls it, with FlashQLA's kernels replaced by a note of their
-arguments: FlashQLA says which kernels a call takes.
+The rule is called as a layer calls it, but FlashQLA's kernels only record their arguments. So
+FlashQLA itself decides which kernels a call takes.
 
     cut      a sequence cut into parts that run side by side; all sequences in deterministic mode
     rows     a batch of whole rows
@@ -38,10 +38,10 @@ from .tasks import Task
 
 _HEAD_DIM = 128
 _SHORT, _LONG = 200, 9000  # tokens; the second is cut
-# The forward has a kernel for batches of as many sequences times heads as this share of the GPU's
-# multiprocessors, one for half of that and one for fewer.
+# The forward has three kernels, chosen by sequences * heads: at least this share of the GPU's
+# multiprocessors, at least half of that, and fewer.
 _FULL = 0.7
-# Kernels in the order of what they cost, so that the longest begin first.
+# The slowest kernels to compile, slowest first; they begin in this order.
 _SLOW = (
     "fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve",
     "correct_h0",
@@ -115,7 +115,7 @@ def _weight(name: str) -> int:
 
 
 def _counts(value_heads: int, multiprocessors: int) -> list[int]:
-    """Numbers of sequences that bring in every kernel of the forward."""
+    """Numbers of sequences that together take every kernel of the forward."""
     full = math.ceil(_FULL * multiprocessors)
     return sorted({1, math.ceil(full / 2 / value_heads), math.ceil(full / value_heads)})
 

@@ -1,4 +1,4 @@
-"""A Hopper GPU, as far as compiling asks for one: kernels are compiled, not run.
+"""A stand-in for a Hopper GPU that is enough to compile kernels, but not to run them.
 
 What tilelang and Triton keep on disk is keyed by the kernel, the target and the versions, so a
 cache that was filled without a GPU serves a machine with one.
@@ -42,9 +42,9 @@ def stand_in_for_hopper(multiprocessors: int = MULTIPROCESSORS) -> None:
 def import_flash_qla() -> None:
     """Import flash_qla without torch's compiler.
 
-    It decorates functions of its own with ``torch.compile`` and ``torch.compiler.disable``, which
-    import that compiler: seconds in which nothing is compiled yet. No kernel comes from them, and
-    this process calls none of them.
+    flash_qla decorates some functions with ``torch.compile`` and ``torch.compiler.disable``. These
+    import torch's compiler, which takes seconds. The decorated functions make no kernel, and this
+    process does not call them.
     """
     usual = torch.compile, torch.compiler.disable
     torch.compile = torch.compiler.disable = _leave_as_it_is
@@ -76,10 +76,10 @@ def record_flash_qla(called: Callable[[Any, tuple, dict[str, Any]], None]) -> It
 
 
 class HopperDriver:
-    """As much of a Triton driver as compiling asks for."""
+    """The methods of a Triton driver that are needed to compile."""
 
     def get_current_device(self) -> HopperDriver:
-        return self  # a device of its own: nothing that is compiled here is launched on another
+        return self  # a device that no launch uses: what is compiled here is never launched
 
     def get_current_stream(self, device: HopperDriver) -> int:
         return 0

@@ -23,10 +23,10 @@ from ..ops.state_maps import chains, chains_kernels
 from .hopper import compile_triton_only
 from .tasks import Task
 
-# Kernels are the same for every length, but for lengths of 1 and odd ones. Runs are even.
+# Kernels are the same for every length except 1 and odd lengths. Lengths in a run are even.
 _TOKENS = 8192
 _DOCUMENTS = 3
-_SOON = 10  # before FlashQLA's kernels that a run may need later
+_SOON = 10  # weight: begin before FlashQLA's kernels that a run may need later
 
 
 class MixerLaunches:
@@ -126,7 +126,7 @@ class MixerLaunches:
         self.norm_backward()
 
     def to_half(self) -> None:
-        """d_o from the layer's dtype to fp16, and down again for a gradient of states."""
+        """d_o from the layer's dtype to fp16; then its powers lowered for a gradient of states."""
         d_o = torch.empty_like(self.o, dtype=torch.bfloat16)
         half, up, _ = half_kernels.to_half(d_o, self.key_heads, LARGEST_D_O)
         H, K, V = self.sizes.state[:3]

@@ -74,7 +74,7 @@ def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
     from ..ops.delta_rule.flash_qla_builds import Heads
     from .hopper import MULTIPROCESSORS
 
-    torch.set_num_threads(1)  # threads of this process would not be in its forks
+    torch.set_num_threads(1)  # a fork of this process would lack its threads
     tasks: list[Task] = []
     for operands in arguments.operands:
         dtype = torch.float16 if operands == "fp16" else torch.bfloat16

@@ -1,6 +1,7 @@
 """Tasks that compile, in parallel processes, with a progress bar.
 
-The processes are forks of this one: they have its imports, which take longer than many a kernel.
+The processes are forks of this one, so they have its imports. Importing takes longer than compiling
+many of the kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Task:
         name: what it is.
         run: compiles it and leaves it where a run finds it; called in a process of its own. It
             returns whether there was anything to compile.
-        found: whether it is there already. Must be quick; None where only ``run`` can tell.
+        found: whether it is there already. Must be quick; None if only ``run`` can find out.
         weight: tasks of greater weight begin first.
         soon: a run waits for this one, while others can come later.
         lock: the file that a run locks while it compiles this; None if it does not.
@@ -45,7 +46,7 @@ class Task:
 
 
 class Outcome(NamedTuple):
-    """What came of some tasks: how many compiled something, and those that failed."""
+    """Results of tasks: how many compiled something, and which ones failed."""
 
     compiled: int
     failures: list[Failure]
@@ -73,10 +74,10 @@ def run_tasks(
 ) -> Outcome:
     """Run every task; ``done`` is called as each ends. A failure leaves the others running.
 
-    ``hurry``: as long as a task that is wanted soon runs, the others get half of the processes at
-    most: two threads of a core slow each other down.
+    ``hurry``: while a task with ``soon`` runs, the others get at most half of the processes,
+    because two threads of a core slow each other down.
 
-    On any exception here, KeyboardInterrupt among them, the processes are ended.
+    On any exception here, also KeyboardInterrupt, the processes are killed.
     """
     waiting = deque(sorted(tasks, key=lambda task: -task.weight))
     fork, running, compiled, failures = multiprocessing.get_context("fork"), {}, 0, []

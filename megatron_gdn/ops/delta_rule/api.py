@@ -1,7 +1,7 @@
 """The gated delta rule as a function of tensors, differentiable in all of them.
 
-:func:`.resolve.resolve_rule` chooses its implementation, as for the layer, and the stages are the
-same. Only the token recurrence (``"recurrent"``), the oracle, is not for layers.
+:func:`.resolve.resolve_rule` chooses its implementation, as for the layer, and the same stages run.
+Only here: ``"recurrent"``, the token recurrence, which is the oracle. Layers do not offer it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gated_delta_rule(
         o_t = scale * S_t^T q_t
 
     (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) A backward under ``create_graph=True``
-    is refused, since its gradients could not be differentiated again; ``"recurrent"`` has them.
+    is refused, since its gradients could not be differentiated again; ``"recurrent"`` allows it.
 
     Args:
         query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h reads key head
@@ -60,10 +60,10 @@ def gated_delta_rule(
         cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
             or an already resolved :class:`~megatron_gdn.ops.Documents`. The state starts anew at
             every document.
-        chunk_size: tokens per chunk; does not change the result. Kernels have 64.
+        chunk_size: tokens per chunk; does not change the result. Kernels take only 64.
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
-            :func:`.resolve.resolve_rule`, under ``torch.use_deterministic_algorithms`` as with
-            ``deterministic=True``; or ``"recurrent"``, plain torch token by token.
+            :func:`.resolve.resolve_rule`; or ``"recurrent"``, plain torch token by token. Under
+            ``torch.use_deterministic_algorithms`` resolve_rule gets ``deterministic=True``.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -71,7 +71,7 @@ def gated_delta_rule(
 
     Raises:
         ValueError: shapes that do not fit, offsets that do not cover the tokens, an unknown
-            backend, a chunk size that a kernel does not have.
+            backend, a chunk size that a kernel does not take.
         ImportError: the backend's package is missing.
     """
     if backend not in ("auto", "recurrent", *RULES):
@@ -109,7 +109,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
-@uncompiled  # as the chunks in plain torch
+@uncompiled  # as torch_chunk_gated_delta_rule is
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -154,7 +154,7 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        q, k, v, g, beta, initial, *kept = ctx.saved_tensors  # a checkpoint gives them once
+        q, k, v, g, beta, initial, *kept = ctx.saved_tensors  # a checkpoint gives them only once
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
         read = inputs._replace(
             **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}

@@ -40,8 +40,8 @@ class ChunkedRule(NamedTuple):
     gradients of the sequence.
 
     Attributes:
-        lengths: tokens of every sequence, as they follow each other; or documents in fixed buffers,
-            whose empty sequences keep their states.
+        lengths: tokens of every sequence, in order; or documents in fixed buffers. There, empty
+            sequences keep their states.
         chunk_size: tokens per chunk.
         scale: factor on the output.
     """
@@ -91,7 +91,7 @@ class ChunkedRule(NamedTuple):
         return final
 
     def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
-        """The gradient of the initial states, the last of :meth:`backward`; it reads no state."""
+        """The gradient of the initial states, as :meth:`backward` returns it; reads no state."""
         table = self._table(v)
         d_initial, d_carried = _copy(d_final), None
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)

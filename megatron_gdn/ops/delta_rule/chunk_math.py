@@ -94,12 +94,15 @@ class Chunks:
             self.decay_out.masked_fill_(self._reached[:, -1:], float("nan"))
 
     def _set_aside(self, g: Tensor) -> Tensor:
-        """Zero the tokens whose k, v, g or beta is not finite; the tokens they reach, ``[b, C]``.
+        """Zero the tokens whose k, v, g or beta is not finite.
 
         In products with triangular matrices an earlier token takes 0 times a later one's values,
         and 0 * NaN is NaN. So these tokens are set to zero, and NaN is written where the recurrence
-        has it: in the output from the first of them on, and in the state after the chunk. (A q
-        reaches its own output only.)
+        has it: in the output from the first of them on, and in the state after the chunk. (A q that
+        is not finite reaches its own output only.)
+
+        Returns:
+            bool ``[b, C]``: the tokens that they reach.
         """
         largest = [torch.linalg.vector_norm(x, float("inf"), dim=-1) for x in (self.k, self.v)]
         bad_k = largest[0].mul_(0) != 0  # NaN and inf times 0 are NaN
@@ -194,14 +197,15 @@ class Chunks:
                 ends.
 
         Returns:
-            The state before every chunk ``[b, K, V]`` and the last one; :attr:`v` is dropped.
+            The state before every chunk ``[b, K, V]``, and the one after the last chunk. Deletes
+            :attr:`v`.
         """
         states = self._states(initial)
         torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
         if carried is not None:
             states[0].copy_(carried)
-        # After the last chunk of a sequence comes the initial state of the next one; the final
-        # state grows where it belongs.
+        # The row after a sequence's last chunk holds the initial state of the next sequence. So the
+        # final state is computed in ``final`` itself.
         if self.group.end_index is not None:
             last, sequences = self.group.end_index
             final.index_copy_(0, sequences, states[1:].index_select(0, last))
@@ -221,7 +225,7 @@ class Chunks:
         return like.new_empty(len(self.beta) // like.shape[1] + 1, *like.shape[1:])
 
     def correction(self, S: Tensor) -> Tensor:
-        """x, asked for once: it takes the place of U."""
+        """x, written over U; to be called once."""
         return self.U.baddbmm_(self.W, S)
 
     def output(self, S: Tensor) -> Tensor:
@@ -251,16 +255,15 @@ class Chunks:
                 begins.
 
         Returns:
-            The gradient of the state after every chunk ``[b, K, V]``, that of what each token
-            writes into its own chunk's output ``[b, C, V]``, and that of the state before the
-            group.
+            Three gradients: of the state after every chunk ``[b, K, V]``; of B x through the
+            output of its own chunk ``[b, C, V]``; of the state before the group.
         """
         d_written = torch.bmm(self.P.mT, do)
         states = self._states(d_final)
         before = states[:-1].flatten(0, 1)
         torch.bmm(self._in[:, 0].mT, do, out=before)
         before.baddbmm_(self.W.mT, d_written * self.beta[..., None])
-        # Without it the last chunk ends a sequence, or is empty and its gradients go nowhere.
+        # If it is None, the last chunk ends a sequence, or is empty and its gradients are not used.
         if carried is not None:
             states[-1].copy_(carried)
         through = self._per_chunk(self.M).mT.unbind(0)
@@ -287,7 +290,7 @@ class Chunks:
         written = x * beta
         d_written.baddbmm_(self._decayed_k(self.decay_out), dS)
         dv = do_dv[:, 1].baddbmm_(self.inverse.mT, d_written * beta, beta=0)
-        # The gradient of (B x)_i less what reached it through the tokens after i.
+        # The gradient of (B x)_i, minus the share that comes through the tokens after i.
         dbeta = d_written.baddbmm_(self.A.mT, dv, alpha=-1).mul_(x).sum(-1)
 
         pairs = torch.bmm(do_dv.flatten(1, 2), written.mT).view(-1, 2, C, C)
@@ -307,7 +310,7 @@ class Chunks:
             through=(S * dS).sum((-1, -2)) * self.decay_in[:, -1],
         )
         read.mul_(decay_in[..., None])[:, :, 1].addcmul_(kept, decay_out[..., None])
-        # Value heads that share a key add up before the products, not after them.
+        # The value heads of a key head are summed before the products, not after them.
         (dq, dk), (dqk, minus_dkk) = read.sum(1).unbind(1), pairs.sum(1).unbind(1)
         dq.baddbmm_(dqk, self.k).mul_(self.scale)
         dk.baddbmm_(minus_dkk + minus_dkk.mT, self.k, alpha=-1).baddbmm_(dqk.mT, self.q)

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..host_tables import cached_by_stream, to_device
 
 # Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the GPU, and to keep
-# the host ahead of it. Not a power of two: a buffer whose length is one, cut into documents, has a
-# few chunks more than a power of two, and would need one more group that is almost empty.
+# the host ahead of it. Not a power of two: documents in a buffer of, say, 2^15 tokens have a few
+# chunks more than a power of two, and would need one more group that is almost empty.
 _AT_ONCE = 1536
 
 
@@ -126,7 +126,7 @@ def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Ten
 
 
 def _slots(lengths: tuple[int, ...], first_chunk: list[int], C: int) -> Tensor:
-    """int64 ``[T]``, the slot of each token: a sequence's first slots are its first chunk's."""
+    """int64 ``[T]``, the slot of each token. A sequence begins at its first chunk's first slot."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     start = length.cumsum(0) - length
     moved = torch.tensor(first_chunk[:-1], dtype=torch.int64, device="cpu") * C - start
@@ -146,7 +146,7 @@ def _build(
     empty = torch.ones(padded * C, dtype=torch.bool, device="cpu")
     token[slot] = torch.arange(total, device="cpu")
     empty[slot] = False
-    # By group, so that building groups takes time for the sequences that are in them.
+    # By group, so that building a group reads only the sequences that begin or end in it.
     begins: dict[int, dict[int, int]] = defaultdict(dict)
     ends: dict[int, dict[int, int]] = defaultdict(dict)
     for sequence, (first, stop) in enumerate(pairwise(first_chunk)):

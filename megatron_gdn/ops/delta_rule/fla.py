@@ -27,8 +27,8 @@ def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
     if isinstance(documents, StaticDocuments):
-        # fla keeps tables by the identity of the offsets, and these change in place. An alias that
-        # lives as long as one forward and backward has no older tables.
+        # fla caches tables by the identity of the offsets tensor, and this one changes in place. A
+        # new alias has no older tables. It lives as long as one forward and backward.
         return {
             "cu_seqlens": documents.cu_seqlens.view(-1),
             "chunk_indices": documents.chunks(CHUNK).indices,
@@ -109,7 +109,7 @@ class FlaForward:
             k=inputs.k, v=inputs.v, g=g_sum, beta=inputs.beta, **self._boundaries
         )
         self._triangular = _Triangular(g_sum, A, w, u)
-        # The summaries that fla's own context parallelism sends, of parts: [local | through].
+        # [local | through] of every part: the summaries that fla's own context parallelism sends.
         (K, V), P = (inputs.k.shape[-1], u.shape[-1]), len(parts.offsets) - 1
         maps = u.new_empty(P, u.shape[2], K, V + K, dtype=torch.float32)
         k, g_row, w_row, u_row = (x.flatten(0, 1)[None] for x in (inputs.k, g_sum, w, u))
@@ -165,7 +165,7 @@ class FlaBackward:
         d_written = fla.chunk_bwd_dv_local(
             q=inputs.q, k=inputs.k, g=self._g_sum, do=self._d_o, scale=scale, **boundaries
         )
-        # Its values are not read; fla computes the gradient of initial states if it is given.
+        # fla computes the gradient of initial states only if it gets some; it reads no values.
         initial = self._g_sum.new_empty(N, H, K, V)
         _, d_local, _ = fla.chunk_gated_delta_rule_bwd_dhu(
             q=inputs.q, k=inputs.k, w=w, g=self._g_sum, h0=initial, dht=None, do=self._d_o,

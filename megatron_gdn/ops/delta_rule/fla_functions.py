@@ -65,19 +65,19 @@ def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[st
 
 
 def _arguments(function: Any) -> set[str]:
-    """By name; also of a Triton kernel."""
+    """Names of the arguments of a function or a Triton kernel."""
     names = getattr(function, "arg_names", None)
     return set(inspect.signature(function).parameters if names is None else names)
 
 
 def checked_module(home_of_rule: str, why_not: str | None) -> ModuleType:
-    """The module itself.
+    """The module ``home_of_rule``.
 
     Args:
-        why_not: what :func:`why_not_called_so` found.
+        why_not: what :func:`why_not_called_so` returned.
 
     Raises:
-        ImportError: it found something.
+        ImportError: ``why_not`` is not None.
     """
     if why_not is not None:
         raise ImportError(f"flash-linear-attention is not the one that is known here: {why_not}.")
@@ -86,7 +86,7 @@ def checked_module(home_of_rule: str, why_not: str | None) -> ModuleType:
 
 @cache
 def why_not_callable() -> str | None:
-    """Which function of the installed fla cannot be called as it is here; None if all can."""
+    """Which function of the installed fla cannot be called as in this package; None if all can."""
     return why_not_called_so(_CHUNK, _CALLED)
 
 
@@ -94,6 +94,6 @@ def stages() -> ModuleType:
     """fla's module with the stages of the rule, which were checked when the rule was chosen.
 
     Raises:
-        ImportError: they cannot be called as they are here.
+        ImportError: the installed fla's functions cannot be called as this package calls them.
     """
     return checked_module(_CHUNK, why_not_callable())

@@ -69,7 +69,7 @@ class FlashQlaRule:
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
-        # A row of a usual length is cut. Kernels for other batches are compiled after those.
+        # A row of usual length is cut into parts. Kernels for other batches are compiled later.
         compile_early(heads, "states" if states else "cut")
 
     def why_not_heads(self, heads: int) -> str | None:
@@ -195,7 +195,7 @@ class UncarriedBackward:
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         plan, cache = self._saved.plan
         g_sum, A, *kept = self._saved.tensors
-        del self._saved  # what is not read to the end is freed before
+        del self._saved  # frees each tensor after its last use, not at the end
         d_o, inputs, rows = self._d_o, self._inputs, self._inputs.k.shape[:2]
         if plan.parts is not None:
             d_o, inputs = in_one_row(d_o), inputs_in_one_row(inputs)
@@ -220,9 +220,12 @@ def _gradients(
     last_grad: Tensor | None,
     overwrite_last: bool = False,
 ) -> RuleGrads:
-    """From the states ``first`` that enter parts, and the gradient of those that leave them.
+    """The gradients of the inputs.
 
-    ``overwrite_last``: nobody else reads that gradient.
+    Args:
+        first: states that enter the parts.
+        last_grad: gradient of the states that leave them.
+        overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
     """
     sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,

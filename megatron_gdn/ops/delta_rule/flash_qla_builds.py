@@ -1,9 +1,9 @@
-"""FlashQLA's kernels are compiled once per machine, side by side, and not in silence.
+"""FlashQLA's kernels are compiled once per machine, in parallel processes, and the log shows it.
 
-tilelang compiles a kernel where it is first called, for minutes on one core, and every process for
-itself. Here the first process that misses a kernel takes a lock beside tilelang's cache and has
-``python -m megatron_gdn.warm_up`` compile all kernels for its heads in parallel processes. It and
-the others go on as soon as the kernel that they want lies in the cache (:mod:`..build_lock`).
+tilelang compiles a kernel at its first call. That takes minutes on one core, in every process. Here
+the first process that misses a kernel takes a lock beside tilelang's cache and starts
+``python -m megatron_gdn.warm_up``, which compiles all kernels for its heads in parallel processes.
+Every process goes on as soon as the cache has the kernel that it wants (:mod:`..build_lock`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .flash_qla_cache import (
 logger = logging.getLogger(__name__)
 
 _EVERY = 10.0  # seconds between two lines of the log
-# Set to 0: this process compiles what it misses itself, one kernel after the other.
+# Set to 0: this process itself compiles the kernels that it misses, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
 
 
@@ -63,11 +63,11 @@ class Heads(NamedTuple):
 
 _heads: Heads | None = None
 _part = PARTS[0]
-_tried: set[Heads] = set()  # other processes were started for these by this one
+_tried: set[Heads] = set()  # this process has started others for these heads
 
 
 def expect(heads: Heads, part: str) -> None:
-    """What the calls of FlashQLA that follow are for; a kernel's own arguments do not say it.
+    """Set the heads and the part of FlashQLA's next calls; a kernel's arguments do not say them.
 
     Args:
         heads: of the rule's inputs.
@@ -83,14 +83,14 @@ def lock_path(heads: Heads | None) -> Path:
 
 
 def first_try(heads: Heads) -> bool:
-    """Whether this process has not started others for these heads; from here on it has."""
+    """True on this process's first call for these heads."""
     first = heads not in _tried
     _tried.add(heads)
     return first
 
 
 def watch_builds(kernels: list[Any]) -> None:
-    """Have these kernels, objects of tilelang, compiled as the top of this file says."""
+    """Make tilelang compile ``kernels``, its own objects, as the top of this file says."""
     for kernel in kernels:
         kernel.compile = _once_per_machine(kernel)
 
@@ -98,7 +98,7 @@ def watch_builds(kernels: list[Any]) -> None:
 def _once_per_machine(kernel: Any) -> Callable:
     compile_here = kernel.compile
 
-    @wraps(compile_here)  # as __wrapped__ it is what the processes that compile ahead call
+    @wraps(compile_here)  # the processes that compile ahead call its __wrapped__
     def compile(*args: Any, **kwargs: Any) -> Any:
         entry, there = _look_up(kernel, args, kwargs)
         if entry is None:
@@ -122,7 +122,7 @@ def _once_per_machine(kernel: Any) -> Callable:
 
 
 def _look_up(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[CacheEntry | None, bool]:
-    """The kernel's entry and whether it is there; None where tilelang keeps nothing on disk."""
+    """The kernel's entry (None if tilelang keeps nothing on disk), and whether it is there."""
     try:
         if not cache_is_used():
             return None, False
@@ -161,7 +161,7 @@ def shown(heads: Heads) -> str:
 
 
 def command(heads: Heads, part: str) -> list[str]:
-    """It compiles the kernels of this part first."""
+    """The command line that compiles these heads' kernels, those of this part first."""
     *_, arguments = shown(heads).partition("--heads")
     processors = torch.cuda.get_device_properties().multi_processor_count
     parts = [part, *(other for other in PARTS if other not in (part, "states"))]
@@ -183,8 +183,8 @@ class AheadOfRun:
     """Processes that compile while this one waits. They hold the lock too, and end with this one.
 
     Args:
-        command: prints a line per kernel that it has compiled, and ends when its standard input
-            does: that is a pipe from here, which the system closes when this process ends.
+        command: prints a line per compiled kernel, and ends when its standard input ends. That is
+            a pipe from this process; the system closes it when this process ends.
     """
 
     def __init__(self, command: list[str], lock: BuildLock) -> None:
@@ -203,7 +203,7 @@ class AheadOfRun:
         threading.Thread(target=self._follow, name="megatron_gdn compiles", daemon=True).start()
 
     def _follow(self) -> None:
-        """Repeat what the processes say in the log, every few seconds and at the end."""
+        """Log the processes' latest line, every few seconds and at the end."""
         said, lines = self._began, []
         assert self._process.stdout is not None
         for line in self._process.stdout:

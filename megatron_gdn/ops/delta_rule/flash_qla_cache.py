@@ -1,9 +1,10 @@
-"""Which of FlashQLA's kernels lie in tilelang's cache on disk, told without tilelang's work.
+"""Which of FlashQLA's kernels are in tilelang's cache on disk, without tilelang's slow look-up.
 
-tilelang finds a kernel in its cache by the program that the kernel's Python function writes, which
-takes up to two seconds per kernel. Beside that cache lies a small file per kernel here, named after
-the function's source and arguments; it holds the path of tilelang's entry. Another file lists those
-that a layer takes, so that a process finds out whether they are there before it imports tilelang.
+tilelang's key of a kernel is the program that the kernel's Python function writes. Making it takes
+up to two seconds per kernel. So this module keeps a small file per kernel beside that cache. Its
+name is a digest of the function's source and arguments; it holds the path of tilelang's entry.
+Another file lists the kernels that a layer takes, so that a process can look for them before it
+imports tilelang.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Other processes are told their target; it is this one on every Hopper GPU.
+# Compute capability of every Hopper GPU. Processes that see no GPU compile for it.
 HOPPER = (9, 0)
 
 
@@ -43,7 +44,7 @@ class CacheEntry(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> CacheEntry:
-        """Of a kernel as tilelang's decorator made it, called with these arguments."""
+        """The entry of a kernel that tilelang's decorator made, called with these arguments."""
         name = kernel.func.orig_func.__name__.removeprefix("tilelang_")
         described = (
             kernel.func_source, args, sorted(kwargs.items()),
@@ -60,7 +61,7 @@ class CacheEntry(NamedTuple):
             return False
 
     def remember(self, made: Any) -> None:
-        """``made`` is what tilelang returned: it knows its place on disk."""
+        """Write the file. ``made``: the kernel that tilelang compiled; it knows its path."""
         place = getattr(made, "_tilelang_cache_path", None)
         if place is None or not os.path.isdir(place) or self.is_there():
             return
@@ -68,7 +69,7 @@ class CacheEntry(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """What a layer takes of FlashQLA, and the list of it beside tilelang's cache.
+    """Names a layer's list of FlashQLA's kernels, a file beside tilelang's cache.
 
     Attributes:
         heads: as text.
@@ -89,7 +90,7 @@ class Needed(NamedTuple):
     def note(self, entries: Iterable[CacheEntry]) -> None:
         """Write the list. Its kernels need not be there yet.
 
-        In a folder that cannot be written there is no list. Every run then has others look.
+        If the folder cannot be written, there is no list. Every run then starts processes to look.
         """
         with suppress(OSError):
             _write(self.file, "\n".join(entry.file.name for entry in entries))
@@ -104,7 +105,7 @@ class Needed(NamedTuple):
 
 
 def _write(path: Path, text: str) -> None:
-    """At once: another process reads all of it, or what was there before."""
+    """Atomically: another process reads all of the new text, or the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(text)
@@ -112,7 +113,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def in_tilelangs_cache(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Whether tilelang has this kernel on disk: its own key, which takes it up to two seconds."""
+    """Whether tilelang has this kernel on disk, by its own key, which takes up to two seconds."""
     from tilelang.cache import _resolve_cache_dispatch  # pyright: ignore[reportMissingImports]
     from tilelang.transform.pass_config import (  # pyright: ignore[reportMissingImports]
         normalize_pass_configs,

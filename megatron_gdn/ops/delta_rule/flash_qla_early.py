@@ -1,8 +1,8 @@
-"""FlashQLA's kernels begin to be compiled when a layer that takes them is built.
+"""Starts to compile FlashQLA's kernels when a layer that takes them is built.
 
 Between a layer's constructor and its first step a run builds the rest of the model, the optimizer
-and the data, loads a checkpoint, and imports tilelang and flash_qla. The processes that compile
-work meanwhile (:mod:`.flash_qla_builds`); the first step waits for what they have not done by then.
+and the data, loads a checkpoint, and imports tilelang and flash_qla. Other processes compile during
+that time (:mod:`.flash_qla_builds`). The first step waits for the kernels that are still missing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _latest: AheadOfRun | None = None
 
 
 def compile_early(heads: Heads, part: str) -> None:
-    """Have the kernels compiled that are not there, by other processes, and do not wait for them.
+    """Start other processes that compile the missing kernels, and do not wait for them.
 
-    Does nothing if those of this part are all there, if another process of the machine compiles
-    for these heads, if this one still has others compiled, without a Hopper GPU, without a cache on
-    disk, and under ``MEGATRON_GDN_COMPILE_AHEAD=0``.
+    Does nothing if the kernels of this part are all there, if another process of the machine
+    compiles for these heads, if processes that this one started still compile, without a Hopper
+    GPU, without a cache on disk, or under ``MEGATRON_GDN_COMPILE_AHEAD=0``.
 
     Args:
         heads: of the rule's inputs.
-        part: one of :data:`.flash_qla_builds.PARTS`, to be compiled first. The others follow: the
-            first batch may be another than a layer expects.
+        part: one of :data:`.flash_qla_builds.PARTS`, to be compiled first. The others follow,
+            because the first batch may differ from what the layer expects.
     """
     global _latest
     if _latest is not None and not _latest.ended:
@@ -61,7 +61,7 @@ def compile_early(heads: Heads, part: str) -> None:
                 "before a run.",
                 heads, len(os.sched_getaffinity(0)), cache_folder(), shown(heads),
             )  # fmt: skip
-            # Without a list the kernels may be there all the same, in a cache from elsewhere.
+            # The kernels may be there without a list, in a cache that came from elsewhere.
             ahead = [*command(heads, part), "--unless-first-part-is-there"]
             _latest = AheadOfRun(ahead, lock)
     finally:

@@ -1,15 +1,16 @@
 """Fences that FlashQLA's kernels lack before their bulk stores.
 
-Hopper's bulk copies (TMA) read shared memory through another proxy than ordinary stores write it
-through: between the two, each thread that wrote must issue ``fence.proxy.async`` before it signals
-that its part is done (PTX ISA, "Async proxy"). flash-qla 0.1.3 leaves that out where dq, dk and dv
-(``fused_bwd``) and o (``fused_fwd``) go out, and tilelang 0.1.15 does not put it in, because other
-warps issue the copy. (In ``kkt_solve`` it has the thread that issues the copy fence; the writers'
-fences are added there as well.) The store then may send out what the buffer held before.
-docs/determinism.md tells what was seen of that. Nobody has looked at the kernels for Blackwell.
+On Hopper, ordinary stores write shared memory through one proxy, and bulk copies (TMA) read it
+through another. Between the two, each thread that wrote must issue ``fence.proxy.async`` before it
+signals that its part is done (PTX ISA, "Async proxy"). flash-qla 0.1.3 leaves that fence out where
+dq, dk and dv (``fused_bwd``) and o (``fused_fwd``) are stored. tilelang 0.1.15 does not add it,
+because other warps issue the copy. (In ``kkt_solve`` tilelang adds a fence to the thread that
+issues the copy; here the writers get fences there as well.) Without the fence the bulk store may
+send the buffer's old contents. docs/determinism.md has the observations. The kernels for Blackwell
+were not examined.
 
-Kernels are compiled where they are first used. tilelang hands their CUDA source to a hook before
-that; the hook here adds the fences.
+tilelang compiles a kernel at its first use, and passes its CUDA source to a hook before that. The
+hook of this file adds the fences.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ _FENCE = "tl::fence_proxy_async();"
 _KERNELS = re.compile(
     r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
 )
-# Part of the key of tilelang's cache on disk, where kernels without fences may lie as well. To be
-# raised when the rule below finds more.
+# Part of the key of tilelang's cache on disk, which may hold kernels without fences as well. Raise
+# the number when ``missing_fences`` is changed to find more.
 _MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
 _FLAGS = "tl.device_compile_flags"
 _HOOK = "tilelang_callback_cuda_postproc"
 
 
 def missing_fences(source: str) -> list[int]:
-    """Lines (from 0) of CUDA source before which a thread that wrote must fence and does not.
+    """Lines (from 0) of CUDA source before which a fence of the writing threads is missing.
 
     A write is an assignment to, or a ``stmatrix`` into, a buffer that some bulk store sends out.
-    What follows it in the text, up to the next signal to other threads, must hold a fence.
+    In the text a fence must follow the write before the next signal to other threads.
     """
     lines = source.split("\n")
     buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))
@@ -71,13 +72,14 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
-    """Have every kernel compiled with the fences it lacks, in this process, from here on.
+    """Compile these kernels with the fences that they lack, in this process, from here on.
 
-    Whoever else calls FlashQLA in this process gets the same kernels. Each is checked when it is
-    first used, for a hook that was set after this one may have taken its place.
+    All callers of FlashQLA in this process get these kernels. Each kernel is checked at its first
+    use, because a hook that was set later may have replaced this one.
 
     Args:
-        kernels: modules of FlashQLA, and the name in each of a function that tilelang compiles.
+        kernels: pairs of a module of FlashQLA and the name of a function in it that tilelang
+            compiles.
     """
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]

@@ -1,8 +1,8 @@
-"""FlashQLA's compiled kernels, held: looked up by what differs between calls, and called bare.
+"""FlashQLA's compiled kernels, cached by what differs between calls, and called directly.
 
-tilelang checks and repacks a kernel's arguments before the compiled function does so again; here
-the compiled function is called. An argument that it does not read is some tensor of the right shape
-and dtype, or memory that was allocated once.
+tilelang checks and repacks a kernel's arguments, and then the compiled function does so again. Here
+the compiled function is called directly. For an argument that it does not read it gets some tensor
+of the right shape and dtype, or memory that was allocated once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class HeldKernels:
-    """What stages take kernels and unread arguments from.
+    """A cache of kernels, and of memory for arguments that they do not read.
 
     Args:
         homes: FlashQLA's modules for an architecture, by the name of their stage.
@@ -42,7 +42,7 @@ class HeldKernels:
     def _places(
         self, like: Tensor, cu_seqlens: Tensor | None, count: int
     ) -> tuple[int, Tensor, Tensor, int]:
-        """Sequences, their boundaries, their first chunks, and all chunks."""
+        """The number of sequences, their boundaries and first chunks, and the chunks of a row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._blank((rows + 1,), torch.int32, like.device)
@@ -54,14 +54,14 @@ class HeldKernels:
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that a kernel is handed and neither reads nor writes, on any stream."""
+    """Memory for an argument that a kernel neither reads nor writes, on any stream."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def bare(kernel: Any) -> Callable[..., Any]:
     """The compiled function under a tilelang kernel, which checks its arguments itself.
 
-    The kernel as it is, if tilelang runs it in a way that is not known here.
+    Returns ``kernel`` itself if tilelang runs it in a way that is not known here.
     """
     adapter = getattr(kernel, "adapter", None)
     if adapter is None or getattr(adapter, "result_idx", True):

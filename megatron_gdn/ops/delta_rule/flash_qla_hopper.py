@@ -1,8 +1,8 @@
-"""FlashQLA's stages on Hopper with their kernels held: the same kernels and results, less host.
+"""FlashQLA's stages on Hopper, kernels held: the same kernels and results, less host time.
 
-FlashQLA's own functions look a kernel up in each call, by some twenty arguments, and allocate for
-every argument, also for those that the kernel does not read. How it is done instead:
-:mod:`.flash_qla_held`.
+In each call FlashQLA's own functions look a kernel up by some twenty arguments. They allocate
+memory for every argument, also for those that the kernel does not read. :mod:`.flash_qla_held`
+says what is done instead.
 
 Functions have FlashQLA's names and its order of calls, see
 ``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of flash-qla 0.1.3.
@@ -25,9 +25,11 @@ _F32 = torch.float32
 
 
 class HopperStages(HeldKernels):
-    """Args:
-    library: FlashQLA's module of stages.
-    homes: its modules for Hopper, by the stage's name there.
+    """FlashQLA's stages for Hopper.
+
+    Args:
+        library: FlashQLA's module of stages.
+        homes: its modules for Hopper, by the stage's name there.
     """
 
     CHUNK_SIZE = 64
@@ -104,7 +106,7 @@ class HopperStages(HeldKernels):
             H, chunk_size, threshold, "float32", g.dtype, ht_mask_fwd.dtype, cu_seqlens.dtype,
             False,
         )  # fmt: skip
-        # Only boundaries between ranks are read from the map, and there are none here.
+        # The kernel reads only boundaries between ranks from the map, and there are none here.
         of = cu_seqlens if seq_map_r2c is None else seq_map_r2c
         made = (
             cu_seqlens.new_empty(P, H), cu_seqlens.new_empty(P, H),
@@ -148,7 +150,7 @@ class HopperStages(HeldKernels):
         final = None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
-        # Written in any case: with zeros where nothing asks for it.
+        # The kernel always writes it, with zeros if it was not asked for.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
         if start is None:  # not read: any memory of that shape
@@ -160,7 +162,7 @@ class HopperStages(HeldKernels):
             k.dtype, boundaries.dtype, initial_state is not None, output_final_state, output_h,
             cu_seqlens is not None, warm, False,
         )  # fmt: skip
-        # Without a final state its argument is not written.
+        # Without ``output_final_state`` the kernel does not write the final state's argument.
         run(
             k, v, a, g, b, start, boundaries, first, upto, h, start if final is None else final,
             through,
@@ -249,7 +251,7 @@ class HopperStages(HeldKernels):
         output_dh0: bool = True,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """The gradient of the states that enter parts, if that of leaving ones is zero."""
+        """Gradient of the states that enter parts; that of the states that leave them is zero."""
         assert dht is None and output_dh0 and not output_dh
         B, _, G, K = k.shape
         H, V = do.shape[2:]
@@ -281,8 +283,10 @@ class HopperStages(HeldKernels):
         cu_seqlens: Tensor | None = None,
         overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
-        """``overwrite_dht`` spares memory: one program reads a state's dht first, and then it
-        writes that state's gradient, which depends on it.
+        """Gradients of the inputs and of the first states.
+
+        ``overwrite_dht`` saves memory: the gradient of a first state is written over its dht. One
+        program does both, and it reads the dht first.
         """
         _, _, G, K = k.shape
         H, V = v.shape[2:]
@@ -307,7 +311,7 @@ class HopperStages(HeldKernels):
         cu_seqlens: Tensor | None, output_final_state: bool, enable_fwd_cp_cache: bool,
         cp_context: Any, is_train: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The driver of the forward, from states of zero."""
+        """FlashQLA's driver of the forward, from initial states of zero."""
         context, size = cp_context, self.CHUNK_SIZE
         g_sum = self.chunk_local_cumsum(g, size, context.cu_seqlens)
         A = self.kkt_solve(k, beta, size, context.cu_seqlens)

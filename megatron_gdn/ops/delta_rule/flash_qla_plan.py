@@ -23,7 +23,7 @@ _STAGES = (
     "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
     "get_warmup_chunks_bidi", "chunk_local_cumsum", "correct_initial_states", "CHUNK_SIZE",
 )  # fmt: skip
-# Of those, the ones whose kernels lack fences, and what tilelang compiles in their modules.
+# Stages whose kernels lack fences -> the function in the stage's module that tilelang compiles.
 UNFENCED = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
@@ -33,7 +33,7 @@ UNFENCED = {
 
 @cache
 def stages() -> Any:
-    """FlashQLA's stages, by name: on Hopper with their kernels held, elsewhere its own."""
+    """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
     chunk = own_stages()
     homes = {name: sys.modules[fn.__module__] for name, fn in _functions_of(chunk)}
     if ".hopper." in homes["fused_gdr_fwd"].__name__:
@@ -145,8 +145,9 @@ def plan_of(
     _remember_chunks(parts.offsets, sequences if cut is None else cut)
     if cut is None:
         return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
-    # Even where nothing is long enough to be cut: the bits of a short sequence must not depend on
-    # whether a long one beside it brings in the kernels that carry states between parts.
+    # With batch_invariant also if no sequence is long enough to be cut. A long sequence needs the
+    # kernels that carry states between parts. A short one always takes them too, so that its bits
+    # do not depend on a long one beside it.
     context = stages().FlashQLACPContext(
         is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
         seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
@@ -156,7 +157,7 @@ def plan_of(
 
 
 def _remember_chunks(on_device: Tensor, offsets) -> None:
-    """Spares the kernels' wrappers from reading lengths back from the device."""
+    """Store the chunks, so that the kernels' wrappers do not read lengths back from the device."""
     from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
 
     with torch.device("cpu"):

@@ -6,8 +6,8 @@ their maps are the products of their parts' maps. One such pass gives the maps t
 parallelism sends and, with the entering states, the forward.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero there and ``local``
-needs only the chunks since: e^-20 = 2e-9 is less than fp32 keeps of a sum. (FlashQLA's own driver
-uses -10.)
+needs only the last chunks, over which that sum is reached: e^-20 = 2e-9 is below fp32's precision
+of a sum. (FlashQLA's own driver uses -10.)
 
 Legend: S tokens, N sequences, P parts, H value heads, K key dim, V value dim.
 """
@@ -66,7 +66,8 @@ def part_maps(
         g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
         chunk_size=size, threshold=_FORGOTTEN,
     )  # fmt: skip
-    # The kernel counts chunks from a part's end, which is off the grid if it lies inside a chunk.
+    # The kernel counts chunks back from a part's end. An end inside a chunk is off the chunk grid;
+    # such a part takes all its chunks.
     if parts.ragged is not None:
         chunks = torch.where(parts.ragged, parts.chunks, chunks)
     local, through = _run_parts(inputs, g_sum, A, parts.offsets, chunks)
@@ -116,7 +117,7 @@ def forward(
 def d_initial_of_parts(
     d_o: Tensor, inputs: RuleInputs, saved: tuple[Any, ...], plan: Plan
 ) -> Tensor:
-    """``[P, H, K, V]``: the gradient of states that enter parts, if that of leaving ones is 0."""
+    """``[P, H, K, V]``: gradient of states that enter parts; that of states that leave is 0."""
     g_sum, A, chunks_back, *_ = saved
     _, d_local = stages().fused_gdr_dh(
         q=inputs.q, k=inputs.k, a=A, g=g_sum, b=inputs.beta, do=d_o, dht=None, output_dh0=True,

@@ -2,8 +2,8 @@
 
 FlashQLA's grids have one block of threads per part (or sequence) and head, or per chunk; a block
 without tokens writes nothing. The host knows the largest number of each, and the tables on the
-device say which tokens a block has. A sequence is cut by its own length and the number of heads, in
-the fast mode too: FlashQLA's own cut for the whole batch is chosen on the host.
+device say which tokens a block has. A sequence is cut by its own length and the number of heads,
+also without ``batch_invariant``: FlashQLA's own cut for a whole batch is chosen on the host.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _plan(documents: StaticDocuments, value_heads: int, batch_invariant: bool) -
 
 
 def _give_chunks(offsets: Tensor, chunks: ChunkPlaces, size: int) -> None:
-    """Where FlashQLA looks for the chunks of ``offsets`` before it counts them on the host.
+    """Store the chunks of ``offsets`` where FlashQLA looks before it counts them on the host.
 
-    The same four things as its ``prepare_varlen_metadata`` leaves there, from fixed buffers.
+    FlashQLA's ``prepare_varlen_metadata`` stores the same four values; these are fixed buffers.
     """
     offsets._flash_qla_prepared_varlen = (  # pyright: ignore[reportAttributeAccessIssue]
         size, chunks.offsets, len(chunks.indices), chunks.indices

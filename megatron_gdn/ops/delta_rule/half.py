@@ -13,22 +13,23 @@ has full precision only from 2^-14 to 65504:
   in d_o and returns gradients multiplied by the same power, and the front multiplies them by the
   inverse, in fp32 (:class:`.base.RuleGrads`). Both products are exact.
 
-The power is chosen for each key head, from the largest |d_o| of its value heads, on the device, and
-brings that below 1. Above, there is room for sums. With g <= 0, beta <= 1 and unit keys no step of
-the backward recurrence makes the state's gradient longer, so over T tokens a column of it is at
-most T / sqrt(K) long: 2^13.5 for K = 128 and T = 2^17 tokens of the largest gradient, all alike.
-What grows further are sums over V of its products with written values, in dk and dbeta. Of 8192
-tokens of the largest gradient, alike in sign in all of V as the values are, in a head that neither
-forgets nor writes (beta = 5e-4), the largest came to 2^15; gradients that agree in a hundredth of
-their largest leave 2^6 more. Beyond, inf comes out, and is seen.
+The power is chosen for each key head, on the device. It brings the largest |d_o| of the key head's
+value heads below 1. The range above 1 is left for sums. With g <= 0, beta <= 1 and unit keys no
+step of the backward recurrence makes the state's gradient longer. So over T tokens one of its
+columns is at most T / sqrt(K) long: 2^13.5 for K = 128 and T = 2^17 tokens that all have the same,
+largest gradient. Sums over V of its products with written values, in dk and dbeta, grow further.
+Example: 8192 tokens of the largest gradient; gradients and values have one sign in all of V; the
+head neither forgets nor writes (beta = 5e-4). The largest sum came to 2^15. Gradients that agree
+in a hundredth of their largest leave 2^6 more. Sums beyond fp16's range become inf, and that is
+seen.
 
 An element under 2^-13 of the largest loses bits, and one under 2^-16 has fewer than in bf16; the
 error there is at most 2^-24 of the largest. Where one token in 500 has gradients 2^10 times the
 others', dq, dk, dv and dbeta as a whole still have 0.97 to 1.05 times the plain rule's error, and
 dg at most 1.15 times, in simulation (``benchmarks/rounding.py --loud 10``).
 
-A gradient of final states, given in state passing, is held below 2^5 as well (a column of 2^8.5):
-it may come from tokens of other ranks whose gradients are far larger than any here.
+In state passing the gradient of the final states is held below 2^5 too (a column below 2^8.5): it
+may come from tokens of other ranks whose gradients are far larger than any here.
 
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N sequences.
 """
@@ -59,8 +60,8 @@ class HalfOperands:
     gradients are unscaled here; only the wrapped rule sees scaled ones.
 
     Args:
-        rule: not batch invariant: the power of two depends on all documents of a batch, and which
-            small numbers lose bits depends on it.
+        rule: must not be batch invariant: the power of two depends on all documents of a batch,
+            and the power decides which small numbers lose bits.
     """
 
     operand_dtype = torch.float16
@@ -87,7 +88,7 @@ class HalfOperands:
 
 
 class HalfBackward:
-    """Scales d_o on the way into the wrapped rule's backward, and states on the way out."""
+    """Scales d_o and d_final for the wrapped rule's backward, and scales d_initial back."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class HalfBackward:
     ) -> None:
         self._key_heads = inputs.k.shape[2]
         self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
-        del d_o  # frees it where the caller has handed it over
+        del d_o  # frees its memory if the caller keeps no reference
         begun = rule.begin_backward(self._half, inputs, saved, documents)
         self._backward = cast(ScalableBackward, begun)
 

@@ -1,10 +1,10 @@
-"""Two Triton launches that bring gradients to fp16: the largest of every key head, then the rest.
+"""Two Triton launches that bring gradients to fp16: one finds each key head's largest, one scales.
 
 The plain-torch twin, :mod:`.half_torch`, says what they do.
 
-Legend: T rows: tokens (of all batch rows), or for states their own rows, RUN of one key head after
-each other; G key heads, H value heads, K key dim, V value dim, C columns of one key head in a row
-(of all its value heads); N tiles of rows.
+Legend: T rows: tokens of all batch rows, or the rows of states, where RUN rows of one key head
+follow each other; G key heads, H value heads, K key dim, V value dim, C columns of one key head in
+a row (of all its value heads); N tiles of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # whose maxima every program of the second launch reads
+_TILES = 64  # of rows, at most; every program of the second launch reads the maxima of all
 _ELEMENTS = 4096  # of one step of a program
 
 
@@ -59,7 +59,7 @@ def _scale_kernel(
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS tokens, G). EXPONENT less the largest's is that of the power of two."""
+    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's."""
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
     largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
@@ -87,7 +87,7 @@ def _lower_kernel(
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS tokens, G). Where no power changes, nothing is read but the powers."""
+    """grid (tiles of ROWS tokens, G). If a head's power does not change, its x is not read."""
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
     largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
@@ -125,7 +125,7 @@ def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[
 
 @lru_cache(maxsize=MOST_PLANS)
 def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch | None]:
-    """Also N. None where there are no rows."""
+    """N and the launch; the launch is None if there are no rows."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
@@ -146,7 +146,7 @@ def _power_launch(
     """A launch of the second kernel of :func:`lower` or :func:`to_half`.
 
     Args:
-        what: "lower" or "scale". Not the kernel: as a key of this cache it would hash its source.
+        what: "lower" or "scale". Not the kernel itself: as a cache key its source would be hashed.
         elements: of one program at a time.
     """
     block = block_dim(columns)

@@ -31,7 +31,7 @@ def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Te
 def lower(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers of :func:`to_half` where ``states`` would leave ``2^largest`` by them.
+    """Lower the powers of :func:`to_half` where ``states`` times them would reach ``2^largest``.
 
     Args:
         half: ``[B, S, H, V]`` fp16, what :func:`to_half` returned; changed in place, and rounded
@@ -46,7 +46,7 @@ def lower(
     H = len(up)
     old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new = torch.minimum(old, ceiling)
-    change = (new - old + BIAS).clamp(min=0)  # 0 are the bits of zero: nothing in fp16 is left
+    change = (new - old + BIAS).clamp(min=0)  # at 0 the ratio is 0: no fp16 number would be left
     ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
     half.mul_(ratio[:, None])
     return ratio, up, down
@@ -56,13 +56,14 @@ def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 
     To within a factor of two: the largest |x| of a key head then lies in ``[2^(largest - 1),
-    2^largest)``. inf and NaN count as zero: they stay what they are under any power, and the
-    gradients of other documents keep theirs. The powers lie in 2^-126 .. 2^126, so they and their
-    inverses are normal numbers whatever x holds, zeros included (the largest power). An |x| near
-    fp32's end comes to 2^2 at most. Exact, since it reads the exponent's bits.
+    2^largest)``. inf and NaN count as zero: no power changes them, and the power of the other
+    documents' gradients stays the same. The powers lie in 2^-126 .. 2^126, so they and their
+    inverses are normal numbers for every x. An x of zeros gets the largest power. An |x| near the
+    end of fp32's range becomes 2^2 at most. The exponent is exact: it is read from the bits.
 
     Args:
-        x: any dtype, with H value heads in the dimension that ``dims``, all others, leave out.
+        x: any dtype, with H value heads in one dimension.
+        dims: all other dimensions of x.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

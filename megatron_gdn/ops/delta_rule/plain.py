@@ -60,7 +60,10 @@ class PlainForward:
         self._inputs, self._rule = _chunked(inputs, documents)
 
     def state_map(self) -> StateMap:
-        """The final states with K more value columns, of values 0 and the identity as states."""
+        """Final states with K more value columns, whose values are 0 and whose initial state is I.
+
+        The first V columns are ``local``, the others ``through``.
+        """
         inputs, rule = self._inputs, self._rule
         v, (K, V) = inputs.v, (inputs.k.shape[3], inputs.v.shape[3])
         wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)

@@ -1,7 +1,7 @@
 """Which kernels deterministic mode may use: those that were seen to repeat, and nothing else.
 
 A kernel's source shows whether it has atomics or timed choices, but not whether it has a race. So
-every line below stands for runs of ``benchmarks/bench_determinism.py`` on that GPU: hundreds of
+every entry below was tested with ``benchmarks/bench_determinism.py`` on that GPU: hundreds of
 forward and backward passes in two processes, over poisoned memory and beside a competing stream,
 with every bit of the output and of every gradient equal.
 """
@@ -52,7 +52,7 @@ def why_not_repeatable(
 def find_repeatable(
     backend: str, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Repeatable | None:
-    """The line that covers this combination, if there is one."""
+    """The entry of ``REPEATABLE`` that covers this combination; None if there is none."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)

@@ -30,7 +30,7 @@ def _make(name: str, deterministic: bool = False) -> Rule:
     if name == "flash_qla":
         from .flash_qla import FlashQlaRule
 
-        # Its usual plan cuts a sequence by what else is in the batch.
+        # Its usual plan cuts a sequence depending on the others of the batch.
         return FlashQlaRule(batch_invariant=True) if deterministic else FlashQlaRule()
     if name == "fla":
         from .fla import FlaRule
@@ -53,14 +53,14 @@ def resolve_rule(
 
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``: the
-            first of these that fits; the log says once why not an earlier one. A name that is not
-            ``"auto"`` is never replaced by another.
+            first of these that fits; if that is not the first one, the log says why, once. A name
+            that is not ``"auto"`` is never replaced by another.
         deterministic: results repeat bit for bit, from run to run and process to process, and a
             sequence's results do not depend on the others of its batch. ``"auto"`` then takes
             flash_qla where it was tested for that (see :mod:`.repeatable`), else the reference.
             fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
             name where it was not tested; the log then says so.
-        operands: what flash_qla and fla round the operands of their products to in a bf16 layer:
+        operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, ``reason`` says so.
         normalise_qk: whether q and k have unit length; fp16 operands need that.
@@ -163,7 +163,7 @@ IN_STEPS = "batch_invariant_mode; in steps of 64 tokens, slower"
 
 
 def why_not_aligned(backend: str) -> str | None:
-    """Why a backend cannot give a token the same bits however it comes; None if it can."""
+    """Why with this backend the tokens of one call change each other's bits; None if not."""
     if backend in ("auto", "reference"):
         return None
     return (
@@ -190,7 +190,7 @@ def choose_rule(
         aligned: training and generation give a token the same bits, see :mod:`..aligned`.
 
     Raises:
-        ValueError: a kernel is asked for by name and ``aligned`` too; and as `resolve_rule`.
+        ValueError: ``aligned`` with a kernel's name as ``backend``; and as `resolve_rule`.
     """
     if aligned:
         why = why_not_aligned(backend)

@@ -1,7 +1,7 @@
 """The chunk form on documents in fixed buffers: the device alone knows which chunks end sequences.
 
-Every chunk is walked, those without tokens at the end too, and every sum and product of a chunk
-with tokens is the one of :mod:`.chunk_math`, so results have the same bits.
+Every chunk is walked, also the ones without tokens at the end. Chunks with tokens have the same
+sums and products as in :mod:`.chunk_math`, so results have the same bits.
 
 Legend: as :mod:`.chunk_math`; N sequences, of which empty ones keep their states.
 """
@@ -147,7 +147,7 @@ class StaticChunks(Chunks):
         after = self._states(initial)[1:]
         torch.bmm(self._written_k.mT, self.U, out=after.flatten(0, 1))
         through = self._per_chunk(self.M)
-        before = initial.index_select(0, group.sequence)  # where no sequence begins, overwritten
+        before = initial.index_select(0, group.sequence)  # read where a sequence begins
         S = torch.zeros_like(initial[0]) if carried is None else carried
         for c in range(group.chunks):
             S = before[c].copy_(torch.where(group.begin[c], before[c], S))

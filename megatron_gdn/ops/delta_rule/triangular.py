@@ -60,7 +60,7 @@ def _diagonal_blocks(matrices: Tensor, rows: int) -> Tensor:
 
 
 def _by_substitution(L: Tensor) -> Tensor:
-    """Quicker where there is nothing to fill with many small products."""
+    """A triangular solve: on a CPU it is faster than many small products."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     return torch.linalg.solve_triangular(
         L, identity.expand(L.shape), upper=False, unitriangular=True
@@ -68,10 +68,10 @@ def _by_substitution(L: Tensor) -> Tensor:
 
 
 def _by_growing_blocks(L: Tensor) -> Tensor:
-    """The same rule from the other end: diagonal blocks of 1, 2, 4, ... rows, all at once.
+    """The same equation bottom up: diagonal blocks of 1, 2, 4, ... rows, all of one size at once.
 
-    With the inverse X of the block diagonal and the corners B that join its blocks in pairs, the
-    inverse of the joined ones is ``X - X B X``.
+    X is the inverse of the block diagonal, B holds the corners that join its blocks in pairs. The
+    inverse of the joined blocks is ``X - X B X``.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)

@@ -1,9 +1,9 @@
-"""The Triton kernels of this package are compiled by one process of a machine, and not in silence.
+"""Each Triton kernel of this package is compiled by one process of a machine, and the log shows it.
 
-Triton compiles a kernel at its first launch, for seconds each, and keeps it on disk. Here the
-compilation holds a lock beside that cache, so that other processes find the result, and says what
-takes its time (:mod:`..build_lock`). Each variant of a kernel (dtypes, sizes, alignments) has a
-lock of its own, so processes that want different ones compile side by side.
+Triton compiles a kernel at its first launch, which takes seconds, and keeps it on disk. Here the
+process that compiles holds a lock beside that cache, so that other processes find the result, and
+the log says what takes time (:mod:`..build_lock`). Each variant of a kernel (dtypes, sizes,
+alignments) has its own lock, so processes that want different variants compile side by side.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _MODULES = (
     "readout.per_head_kernels",
     "delta_rule.half_kernels", "state_maps.chains_kernels", "kernels.reduce",
 )  # fmt: skip
-_QUICK = 0.5  # seconds that are not worth a word: Triton found the kernel on disk
+_QUICK = 0.5  # seconds; below this nothing is logged: Triton found the kernel on disk
 
 
 @cache
 def watch_triton_builds() -> None:
-    """Have the mixer's kernels compiled as the top of this file says, in this process."""
+    """Make Triton compile the mixer's kernels as the top of this file says, in this process."""
     from triton.runtime.jit import JITFunction
 
     package = __name__.rsplit(".", 2)[0]  # megatron_gdn.ops
     for name in _MODULES:
         for kernel in vars(import_module(f"{package}.{name}")).values():
-            # The method that a launch calls for what this process has not compiled or loaded.
+            # A launch calls this method for a variant that this process has not loaded yet.
             if isinstance(kernel, JITFunction) and hasattr(kernel, "_do_compile"):
                 kernel._do_compile = by_one_process(kernel.__name__, kernel._do_compile)
 
 
 def by_one_process(name: str, compile: Callable) -> Callable:
-    """``compile``, which only one process of a machine calls at a time for this variant.
+    """Wrap ``compile`` so that only one process of a machine at a time calls it for a variant.
 
-    Its first argument is what Triton tells the variants of a kernel apart by.
+    Its first argument is Triton's key of the variant.
     """
 
     @wraps(compile)
@@ -73,6 +73,6 @@ def by_one_process(name: str, compile: Callable) -> Callable:
 def _say(name: str) -> None:
     logger.warning(
         "compiles Triton's %s, which takes some seconds. `python -m megatron_gdn.warm_up --help` "
-        "tells how to do this before a run.",
+        "shows how to do this before a run.",
         name,
     )

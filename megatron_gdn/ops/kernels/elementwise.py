@@ -20,8 +20,8 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 def sigmoid(x):
     """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 and 1 at the ends, never NaN for finite x.
 
-    Four instructions. Triton's own exp and division spend ten, most of them on subnormal numbers
-    that vanish beside the 1, and these kernels are short of instructions as much as of bandwidth.
+    Four instructions. Triton's own exp and division take ten, most of them for subnormal numbers
+    that vanish beside the 1. Instructions limit these kernels as much as bandwidth does.
     """
     if _PTX:
         e = tl.inline_asm_elementwise(

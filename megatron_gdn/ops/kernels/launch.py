@@ -23,9 +23,9 @@ MOST_PLANS = 256  # kept by a cache of launches: shapes, strides and options
 
 
 def key_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
-    """The pointers, and all of ``tensors`` that Triton compiles for.
+    """The pointers, and the properties of ``tensors`` that Triton compiles for.
 
-    None if one of them is not on a GPU: Triton says what is wrong with it.
+    None if a tensor is not on a GPU: Triton then raises its own error.
     """
     pointers: list[int | None] = []
     key: list[Any] = []
@@ -89,7 +89,7 @@ class Launch:
         prepared.launch(*self._axes, stream, *prepared.before, *pointers, *prepared.after)
 
     def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
-        """From what a first launch returned; None if that is not as this file knows it."""
+        """Made from the result of a first launch; None if that has a form not known here."""
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -110,13 +110,13 @@ class _Prepared(NamedTuple):
     """What Triton's launcher in C is called with."""
 
     launch: Callable[..., None]
-    before: tuple  # the pointers: function, flags, no scratch memory, metadata, no hooks
-    after: tuple  # the pointers: numbers and constants
+    before: tuple  # before the pointers: function, flags, no scratch memory, metadata, no hooks
+    after: tuple  # after the pointers: numbers and constants
     compiled: Any  # keeps the function loaded
 
 
 def _watched(kernel: JITFunction) -> bool:
-    """Whether hooks look at launches, so that they must be Triton's own."""
+    """Whether hooks watch launches. Then Triton itself must launch."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(
         kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)

@@ -35,7 +35,7 @@ def _sum_rows_kernel(
 ):  # fmt: skip
     """grid (column blocks, groups of ROWS * REPEATS rows): one row of sums per group.
 
-    Several groups have one out, which holds M columns. The columns of one group go to up to four.
+    With several groups there is one out, of M columns. With one group up to four outs share them.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)

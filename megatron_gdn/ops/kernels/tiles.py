@@ -1,7 +1,7 @@
 """Tile shapes of the kernels: a fixed table keyed by shape, never by a timing.
 
-A timed choice may differ between two runs or two ranks and with it the order of every sum. These
-depend on the number of tokens and the head dim alone, so the same shapes give the same bits.
+A timed choice, and with it the order of every sum, may differ between two runs or two ranks. These
+tiles depend on the number of tokens and the head dim alone, so equal shapes give equal bits.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 MOST_PROGRAMS = 65535  # of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
-_STEPS_OF_A_STAGE = 4  # walk.UNROLL, which only machines with Triton have
-# Of shared memory for the copies ahead: two programs of a Hopper multiprocessor have that much, and
-# one program of a small GPU. Launches that want more than there is fail.
+_STEPS_OF_A_STAGE = 4  # as walk.UNROLL, which cannot be imported without Triton
+# Bytes of shared memory for copies ahead: two programs of a Hopper multiprocessor have that much
+# each, and one program of a small GPU. A launch that asks for more than there is fails.
 _MOST_COPIED = 96 << 10
 
 
@@ -64,17 +64,17 @@ def prepare_backward_tile(tokens: int, widest_head: int) -> Walk:
 
 
 def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> Walk:
-    """``tile``, or one of fewer tokens where rows lie so far apart that 32 bits do not reach.
+    """``tile``, or one of fewer tokens if offsets within it would not fit 32 bits.
 
-    Within a tile the kernels count elements from its first token in 32 bits, which in large
-    batches of short sequences (``[S, B, P]``, 340 rows of 512 tokens with P = 12352) is too few.
-    First the walk gets shorter, then segments fewer.
+    Within a tile the kernels count elements from its first token in 32 bits. That is too few for
+    large batches of short sequences (``[S, B, P]``, 340 rows of 512 tokens with P = 12352). First
+    ``steps`` is reduced, then ``rows``.
 
     Args:
         tokens: S, beyond which nothing is read or written.
         taps: W; a tile also touches W - 1 tokens on either side.
         strides: elements between tokens, in every tensor that is read or written. A stride that
-            does not fit 32 bits itself makes offsets of 64 bits.
+            does not fit 32 bits is left out: its offsets have 64 bits.
 
     Raises:
         ValueError: the smallest tile is still too large.
@@ -99,13 +99,13 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
 
 
 def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
-    """``tile``, or a longer one where a GPU could not count the tiles of a row.
+    """``tile``, or a longer one if a row would have more tiles than a grid takes.
 
     The second and third axis of a grid have at most 65535 programs: tiles of a row, and rows. A
     tile of 128 tokens reaches that at 8.4 million tokens.
 
     Raises:
-        ValueError: more rows than that.
+        ValueError: more than 65535 rows.
     """
     if batch > MOST_PROGRAMS:
         raise ValueError(
@@ -120,8 +120,8 @@ def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
 def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
     """``tile``, or one of fewer stages where their copies would not fit into shared memory.
 
-    So it is in the backward of a key head with 16 value heads or more, each with gradients of its
-    own: 32 of them in bf16 would want 264 KiB. Stages change no result.
+    This happens in the backward of a key head with 16 or more value heads that each have gradients
+    of their own: 32 of them in bf16 would need 264 KiB. Stages change no result.
 
     Args:
         row_bytes: what one segment copies for one token, of all tensors.

@@ -25,7 +25,7 @@ class SSDInputs(NamedTuple):
     C: Tensor  # [B, S, G, K], the queries
     dt: Tensor  # [B, S, H] fp32, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
-    D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so its tokens share their memory
+    D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so all tokens share its memory
 
 
 def sequence_lengths(inputs: SSDInputs, documents: Documents | None) -> tuple[int, ...]:

@@ -134,8 +134,8 @@ def run_group(
     entering, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
     empty = [torch.zeros_like(carried)] * (x.x.shape[0] - len(entering))
     tokens = sums.shape[-1]
-    # A token's decay to itself is 1 and has no gradient: as a difference of sums it would get the
-    # largest terms of the gradient of g twice, with opposite signs.
+    # A token's decay to itself is 1 and has no gradient. Computed as a difference of sums, it would
+    # add the largest terms of the gradient of g twice, with opposite signs.
     itself = torch.eye(tokens, dtype=sums.dtype, device=sums.device)
     not_past = torch.ones(tokens, tokens, dtype=torch.bool, device=sums.device).triu()
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(not_past, -torch.inf).exp()

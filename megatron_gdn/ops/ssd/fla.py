@@ -52,7 +52,7 @@ _CALLED = {
 
 @cache
 def why_not_callable() -> str | None:
-    """Which function of the installed fla cannot be called as it is here; None if all can."""
+    """Which function of the installed fla cannot be called as in this package; None if all can."""
     return why_not_called_so(_MODULE, _CALLED)
 
 
@@ -60,7 +60,7 @@ def stages() -> ModuleType:
     """fla's module with the functions, which were checked when the rule was chosen.
 
     Raises:
-        ImportError: they cannot be called as they are here.
+        ImportError: the installed fla's functions cannot be called as this package calls them.
     """
     return checked_module(_MODULE, why_not_callable())
 
@@ -88,8 +88,8 @@ class FlaSSD:
 def output(of: _Operands, h: Tensor, g_sum: Tensor, boundaries: dict[str, Tensor | None]) -> Tensor:
     """o ``[B, S, H, V]`` in fp32, from the states h that enter the chunks.
 
-    fla's kernel, launched here: its function rounds o to the operands' dtype, and the sum of o and
-    the skip is rounded again.
+    Launches fla's kernel directly. fla's own function would round o to the operands' dtype, and the
+    sum of o and the skip would be rounded a second time.
     """
     from fla.ops.common.chunk_o import chunk_fwd_kernel_o
 
@@ -120,7 +120,7 @@ def _rows(inputs: SSDInputs, documents: Documents | None) -> SSDInputs:
 
 
 def _dense(state: Tensor | None) -> Tensor | None:
-    """A state as the kernels read it, whatever its strides; fla's own entry does the same."""
+    """The state made contiguous, as the kernels read it; fla's own entry does the same."""
     return None if state is None else state.contiguous()
 
 
@@ -193,7 +193,7 @@ class FlaBackward:
     def d_initial(self) -> Tensor:
         of, (B, _, H, V) = self._operands, self._inputs.x.shape
         N = B if self._documents is None else len(self._documents.cu_seqlens) - 1
-        # Its values are not read; given, it asks for the gradient of initial states.
+        # fla computes the gradient of initial states only if it gets some; it reads no values.
         initial = self._g_sum.new_empty(N, H, of.k.shape[-1], V)
         _, d_local = stages().chunk_bwd_dh(
             q=of.q, k=of.k, v=of.v, do=self._d_o, h0=initial, dht=None, scale=1.0, g=self._g_sum,
@@ -205,8 +205,8 @@ class FlaBackward:
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
         of, inputs, d_o, fla = self._operands, self._inputs, self._d_o, stages()
         initial, d_final = _dense(initial), _dense(d_final)
-        # Where the gates' gradient runs in TileLang, that reads states in the operands' dtype, as
-        # fla's forward writes them. chunk_simple_gla_bwd keeps them in fp32 and raises there.
+        # TileLang's kernel of the gates' gradient reads states in the operands' dtype, as fla's
+        # forward writes them. fla's chunk_simple_gla_bwd keeps them in fp32 and raises with it.
         sequences = {"cu_seqlens": self._boundaries["cu_seqlens"], "chunk_size": CHUNK}
         states = {"states_in_fp32": not fla_needs_tilelang(of.q.device), **sequences}
         h, _ = fla.chunk_fwd_h(

@@ -1,8 +1,9 @@
 """The SSD recurrence in plain torch: any device, dtype and size; repeatable bit for bit.
 
 Every product has a fixed shape on a GPU (see :class:`..delta_rule.chunk_table.ChunkTable`), so the
-bits of a sequence do not depend on the others of its batch. The backward runs one group of chunks
-again at a time under autograd, so nothing of the size of T x T chunks of a whole sequence is kept.
+bits of a sequence do not depend on the others of its batch. The backward computes the forward again
+under autograd, one group of chunks at a time. So the T x T matrices of the chunks (T tokens each)
+are kept for one group, not for a whole sequence.
 
 Legend: N sequences, G groups, R heads per group, H = G R, K state dim, V head dim.
 """
@@ -61,7 +62,7 @@ class _Pass:
         self.table = ChunkTable.build(self.lengths, CHUNK, H, inputs.x.device)
 
     def states(self, given: Tensor | None) -> Tensor:
-        """``[N, H, K, V]`` or None to ``[N, G, R, K, V]`` of its own."""
+        """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
         shape, x = (len(self.lengths), *self.state_shape), self.inputs.x
         if given is None:
             return x.new_zeros(shape, dtype=wide_dtype(x))
