@@ -1,8 +1,8 @@
-"""Says what to do where a ``dp_reshardable`` checkpoint holds buckets of other sizes.
+"""Adds advice to the error about a ``dp_reshardable`` checkpoint with other bucket sizes.
 
-Megatron's default format of optimizer states holds gradient buffers, not tensors with names. The
-buffers of a model whose ``A_log`` and ``dt_bias`` are fp32 are others than those of a model that
-holds them in 16 bits. megatron-core 0.19 refuses such a file with the shape of a bucket alone.
+Megatron's default format of optimizer states holds gradient buffers, not tensors with names. A
+model with fp32 ``A_log`` and ``dt_bias`` has other buffers than a model that holds them in 16 bits.
+megatron-core 0.19 refuses such a file, and its error names only the shape of a bucket.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _OF_A_BUCKET = re.compile(
 )
 _NOTE = (
     "The checkpoint's optimizer state has the format dp_reshardable, which holds gradient buffers, "
-    "and the buffers of this model have other sizes. A layer wrote it that keeps A_log and dt_bias "
-    "in 16 bits, as Megatron's own does, or another parallel layout. Load the checkpoint as it was "
-    "written and save it again with --dist-ckpt-optim-fully-reshardable (in Python "
+    "and the buffers of this model have other sizes. It was written by a layer with 16-bit A_log "
+    "and dt_bias, such as Megatron's own, or in another parallel layout. Load the checkpoint with "
+    "that layer or layout and save it again with --dist-ckpt-optim-fully-reshardable (in Python "
     "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}): that file loads here. "
     "--no-load-optim loads the parameters alone."
 )

@@ -1,4 +1,4 @@
-"""Lets DistributedOptimizer describe a bucket of which this rank's share holds no parameter.
+"""Lets DistributedOptimizer describe a bucket where this rank's share holds no parameter.
 
 A bucket is laid out as ``[parameter | gap | parameter | ... | padding]`` (each parameter starts at
 a multiple of 64 elements) and cut into one equal share per data-parallel rank. The fp32 bucket of
@@ -6,9 +6,9 @@ a multiple of 64 elements) and cut into one equal share per data-parallel rank. 
 refuses to save or load those in its default format, ``dp_reshardable`` ("empty bucket
 encountered"). NVIDIA/Megatron-LM pull request 6191 is open; it covers shares of padding.
 
-The file covers parameters and gaps, not the padding. So the share gets one entry here, which is
-marked as padding and holds that part of it which the file covers, maybe nothing. Such entries stand
-between parameters in every ``dp_reshardable`` file, and Megatron's load passes over them.
+The file covers parameters and gaps, not the padding. So the share gets one entry here. It is marked
+as padding and holds the part of the share that the file covers, which may be empty. Every
+``dp_reshardable`` file has such entries between parameters, and Megatron's load skips them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..observe import log_once
 def with_empty_shares(sharded: Callable) -> Callable:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
-    Megatron is asked first; what a repaired one returns is left as it is.
+    Megatron's function runs first; what a repaired one returns is not changed.
     """
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -94,11 +94,11 @@ def _entry_of_padding(
     dtypes = {
         key: value.dtype
         for key, value in known.items()
-        if isinstance(value, Tensor) and key != "step"  # a number beside the shares
+        if isinstance(value, Tensor) and key != "step"  # a number, not a share
     } or dict.fromkeys(("param", *optimizer.optimizer_state_keys), torch.float32)
     device = bucket.grad_data.device
     zeros = {key: torch.zeros(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
-    # An empty tensor is no part of a file: a share of padding alone brings none.
+    # A file cannot hold an empty tensor, so a share of padding alone has none.
     return {
         **(zeros if size else {}),
         "gbuf_local_start": 0,

@@ -2,8 +2,8 @@
 
 Megatron asks CUDA for a device, a stream and a random generator even where the work is plain
 tensor maths. `run_megatron_on_cpu` answers those questions with the CPU's own. Every answer is one
-small function below, which says who asks and when it can go; on a machine with a GPU none of them
-is installed.
+small function below; its docstring says who asks and when the function can go. On a machine with a
+GPU none of them is installed.
 """
 
 import importlib
@@ -94,7 +94,7 @@ class _HostEvent:
 
 
 def time_with_the_host_clock() -> None:
-    """``torch.cuda.Event`` records when the host came by.
+    """``torch.cuda.Event`` records the host's clock.
 
     Asked by text generation for its times per token (text_generation_controller.py:3520). Can go
     when Megatron guards it with ``torch.cuda.is_available()``.
@@ -130,7 +130,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
 class _TorchOnCPU:
     """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU.
 
-    Nor is memory pinned, which needs a GPU's driver.
+    Memory is not pinned, because that needs a GPU's driver.
 
     Narrower than a TorchFunctionMode, which would look at every torch call of the process.
     """
@@ -192,7 +192,7 @@ def _asked_by_megatron() -> bool:
 
 
 def accept_cpu_tensors_in_optimizers() -> None:
-    """To Megatron's own files, ``tensor.type()`` names the CUDA type and ``.cuda()`` stays here.
+    """For Megatron's own files ``tensor.type()`` names the CUDA type, ``.cuda()`` does nothing.
 
     The optimizers sort parameters by the strings "torch.cuda.FloatTensor" and
     "torch.cuda.BFloat16Tensor" (optimizer.py:1009, distrib_optimizer.py:401, clip_grads.py:174) and
@@ -217,7 +217,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
     """HybridStack's final norm is `TorchRMSNorm` when Transformer Engine is absent.
 
-    hybrid_block.py:215 builds ``TENorm`` whatever the spec says. Can go when HybridStackSubmodules
+    hybrid_block.py:215 builds ``TENorm`` for every spec. Can go when HybridStackSubmodules
     has a field for it. Useful on a GPU without Transformer Engine too.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -264,8 +264,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        # None leaves the step that came with the parameter groups; dp_reshardable brings along
-        # the 0 of the fresh optimizer it was loaded into.
+        # None keeps the step of the parameter groups. With dp_reshardable the tensors have step 0,
+        # from the fresh optimizer that they were loaded into.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:

@@ -3,32 +3,32 @@
 A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-core 0.19 as it is,
 but its optimizer state does not survive a checkpoint:
 
-1. ``DistributedOptimizer`` notes each parameter's place in its group in the order of the gradient
-   buffers, and then hands the group to Adam with the fp32 parameters first. What it saves or loads
-   under a parameter's name is another's state (an error where shapes differ, silence where they
-   are equal). NVIDIA/Megatron-LM issue 2777, repaired on its dev branch (5835).
+1. ``DistributedOptimizer`` records each parameter's place in its group in the order of the gradient
+   buffers, but passes the group to Adam with the fp32 parameters first. So it saves and loads
+   another parameter's state under a name: an error if shapes differ, silently wrong if they are
+   equal. NVIDIA/Megatron-LM issue 2777, repaired on its dev branch (5835).
 2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` numbers the 16-bit parameters only,
-   while Adam's state numbers all of them; the same consequences. Repaired on main (5929).
+   while Adam's state numbers all of them, with the same consequences. Repaired on main (5929).
 3. ``DistributedOptimizer`` loads a shard of an fp32 parameter by writing into a view of it, which
-   autograd refuses for ``dp_reshardable`` checkpoints and for those of ``--ckpt-format torch``; and
-   it writes this rank's shard only, so replicas hold different values when the checkpoint's model
-   and master differ, as they do in a checkpoint of a layer that kept a 16-bit ``A_log``.
+   autograd refuses for ``dp_reshardable`` checkpoints and for those of ``--ckpt-format torch``.
+   It also writes this rank's shard only. So replicas hold different values if the checkpoint's
+   model and master differ, as in a checkpoint of a layer that kept a 16-bit ``A_log``.
 4. ``DistributedOptimizer`` refuses to save ``dp_reshardable``, its default, on a rank whose share
    of the fp32 parameters is empty, see :mod:`.empty_shares`.
 5. ``DistributedOptimizer`` saves wrong states under ``fully_reshardable`` where a buffer has
-   several buckets, whatever the dtypes, see :mod:`.padded_buckets`.
+   several buckets, with any dtypes, see :mod:`.padded_buckets`.
 6. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
-optimizer of it can exist. Wrapping is the least that works without the user doing anything, and it
-leaves the parameter groups as they are. (The alternative, a group of its own for fp32 parameters
-through ``config_overrides``, has to be asked for in every training script, does nothing for the
-second optimizer, and writes checkpoints that no run without that override can load.) Each wrapper
-asks the optimizer at hand whether the fault is there and steps aside where it is not: in models of
-one dtype, and in a Megatron that has been repaired.
+optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
+groups as they are. (The alternative, a group of its own for fp32 parameters through
+``config_overrides``, must be set in every training script, does nothing for the second optimizer,
+and writes checkpoints that no run without that override can load.) Each wrapper checks whether the
+optimizer at hand has the fault. It does nothing if not: in models of one dtype, and in a Megatron
+that has been repaired.
 
-In a file, an fp32 parameter is its own master: it stands under ``optimizer.state.param.*`` and
-``optimizer.state.fp32_param.*`` as if a 16-bit parameter had been there. Checkpoints of layers with
+In a file, an fp32 parameter is its own master: it is stored under ``optimizer.state.param.*`` and
+``optimizer.state.fp32_param.*``, like the master of a 16-bit parameter. Checkpoints of layers with
 a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
 """
 
@@ -49,8 +49,8 @@ from .empty_shares import with_empty_shares
 from .padded_buckets import with_padded_buckets
 from .stored_strides import with_stored_strides
 
-# Where the masters of fp32 parameters stand in a Float16Optimizer's state dict, beside Megatron's
-# own list of masters: a Megatron without this wrapper does not look here.
+# Key of the fp32 parameters' masters in a Float16Optimizer's state dict, beside Megatron's own list
+# of masters. A Megatron without this wrapper does not read it.
 _MASTERS = "fp32_params"
 
 _originals: list[tuple[type, str, Callable]] = []
@@ -81,7 +81,7 @@ def repair_mixed_dtype_optimizers() -> None:
 
 
 def restore_mixed_dtype_optimizers() -> None:
-    """Take the wrappers off again; they come back with the next parameter that is marked."""
+    """Remove the wrappers; marking the next parameter installs them again."""
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
@@ -145,7 +145,7 @@ def _with_equal_replicas(load: Callable) -> Callable:
 
 
 def _with_equal_replicas_of_a_file(load: Callable) -> Callable:
-    """The same for the state that ``--ckpt-format torch`` keeps in a file of its own."""
+    """As `_with_equal_replicas`, for the separate state file of ``--ckpt-format torch``."""
 
     @torch.no_grad()
     def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ def _with_all_parameters(sharded: Callable) -> Callable:
         is_native = [id(p) in native for g in self.optimizer.param_groups for p in g["params"]]
         masters = list(_flat(state["fp32_from_fp16_params"]))
         state[_MASTERS] = {
-            # The model's entry is read into the parameter; a master of another value needs room.
+            # The model's entry is loaded into the parameter; the master needs its own memory.
             index: replace(master, data=master.data.clone()) if is_loading else master
             for index, master in enumerate(masters)
             if is_native[index]
@@ -222,8 +222,8 @@ def _with_fp32_masters(load: Callable) -> Callable:
 def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     """Whether Megatron's ``sharded_state_dict`` loses the state of an fp32 parameter.
 
-    Asked of an optimizer of two parameters: the fp32 one comes first, so that numbering the other
-    alone gives it the wrong number.
+    Tried on an optimizer of two parameters. The fp32 one comes first, so numbering only the 16-bit
+    one gives it the wrong number.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer import OptimizerConfig

@@ -39,6 +39,6 @@ def start_one_process(seed: int = 1234) -> torch.device:
 
 
 def end_one_process() -> None:
-    """Undo `start_one_process`, so that torch has nothing to say at the end of the script."""
+    """Undo `start_one_process`, so that torch does not warn at the end of the script."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -4,9 +4,9 @@ A buffer is laid out as ``[bucket | padding | bucket | padding | ...]``; each bu
 multiple of 128 and of the number of data-parallel ranks. To save ``fully_reshardable``,
 megatron-core 0.19 gathers every state of the optimizer without the padding, and then cuts the
 parameters out of it at their places in the buffer with the padding. All parameters behind the
-first padding get the numbers of their neighbours, masters included, without an error. A buffer has
+first padding get values of their neighbours, masters included, without an error. A buffer has
 several buckets with ``overlap_grad_reduce``, and where an embedding is shared between pipeline
-stages. Repaired on NVIDIA/Megatron-LM's main branch. Loading is right.
+stages. Repaired on NVIDIA/Megatron-LM's main branch. Loading is correct.
 
 Here each gathered state gets its padding again before Megatron cuts it.
 """
@@ -77,8 +77,8 @@ def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] 
 def _cuts_at_padded(sharded: Callable) -> bool:
     """Whether Megatron's function cuts parameters at offsets that count the padding.
 
-    Asked of a buffer of two buckets: one element and one of padding, then two elements. Its state
-    is 0, 1, 2, ..., so what is cut for the second parameter says where it was looked for.
+    Tried on a buffer of two buckets: one element and one of padding, then two elements. Its state
+    is 0, 1, 2, ..., so the values cut for the second parameter show the offset that was used.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
 

@@ -1,11 +1,11 @@
-"""Keeps the screen of a script for what the script has to say. This imports no Megatron."""
+"""Hides notes that importing Megatron and fla prints. This file imports no Megatron."""
 
 import logging
 import warnings
 
 
 def hide_import_notes() -> None:
-    """Hide what Megatron and fla say about packages and GPUs being absent.
+    """Hide what Megatron and fla print about absent packages and GPUs.
 
     Call it before they are imported. The library itself never calls it: whoever starts the process
     decides.

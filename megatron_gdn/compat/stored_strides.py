@@ -1,7 +1,7 @@
 """Lets megatron-core 0.19 list the tensors of a checkpoint that torch 2.15 has written.
 
 torch 2.15 stores the strides of every tensor among its properties. Megatron hands all properties to
-``torch.empty``, which has no such argument, so that listing the tensors ends in a ``TypeError``.
+``torch.empty``, which has no such argument, so listing the tensors raises a ``TypeError``.
 Megatron lists them for every ``load`` that checks keys (``strict`` other than its default), and the
 layer for :func:`.fp32_masters.load_fp32_masters`.
 """

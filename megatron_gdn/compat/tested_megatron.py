@@ -21,7 +21,7 @@ def warn_of_untested(version: str) -> None:
     oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, UNTESTED_FROM))
     warnings.warn(
         f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}, and this is "
-        f"{version}: what changed there was not tried. Install a tested version, or run this "
+        f"{version}, which was not tested. Install a tested version, or run this "
         f"package's tests with yours.",
         stacklevel=3,
     )

@@ -1,15 +1,14 @@
 """Loads the projection's bias, and adapters of it, from checkpoints of Megatron's own layer.
 
 megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-end to end, each ``[query | key | value | z | beta | alpha]`` of that rank. Its rows therefore stand
-in another order at every tensor-parallel size, and it loads scrambled, without an error, at any
-other size. Megatron-Bridge stores what a LoRA adapter holds per row of the projection
+end to end, each ``[query | key | value | z | beta | alpha]`` of that rank. The order of
+its rows depends on the tensor-parallel size: at any other size it loads scrambled, without an
+error. Megatron-Bridge stores the tensor of a LoRA adapter that has the projection's rows
 (``in_proj.adapter.linear_out.weight``) in the same way. Here both are stored section by section,
 like the weight (``in_proj.bias.query``, ...), which is right at any size.
 
-Where a file has the one tensor and not the sections, the wrapper below reads it: the file says how
-many shards it was written in, and so in which order its rows are. In files with sections it does
-nothing.
+If a file has the one tensor and not the sections, the wrapper below reads it. The shards in
+the file give the order of its rows. For files with sections the wrapper does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from torch import Tensor
 
-# Key of a section -> key of the whole tensor, its rows; first row and rows of the section in it.
+# Key of a section -> whole tensor's key and number of rows; section's first row and its rows.
 _section_of: dict[str, tuple[str, int, int, int]] = {}
 
 
@@ -96,7 +95,7 @@ def _read(key: str, saved: Any, folder: str | Path) -> Tensor:
 
 
 def _rows_of(section: ShardedTensor, whole: Tensor, saved: Any) -> Tensor:
-    """What ``section`` asks for of upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``.
+    """The rows of ``section`` in upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``.
 
     Raises:
         ValueError: the tensor has other rows, or was written in shards of unequal size.

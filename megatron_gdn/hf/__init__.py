@@ -1,13 +1,13 @@
 """Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and mixture of experts.
 
 In Python: `build_model` makes the Megatron model that a ``config.json`` describes,
-`load_hf_weights` fills it, `save_hf_weights` and `state_dict_to_hf` go back, `gdn_layer_from_hf`
-and `gdn_layer_to_hf` convert one layer, `mamba2_layer_from_hf` and `mamba2_layer_to_hf` a Mamba2
-mixer. Between folders and Megatron's distributed checkpoints:
+`load_hf_weights` fills it, `save_hf_weights` and `state_dict_to_hf` convert back.
+`gdn_layer_from_hf` and `gdn_layer_to_hf` convert one layer, `mamba2_layer_from_hf` and
+`mamba2_layer_to_hf` a Mamba2 mixer. Between folders and Megatron's distributed checkpoints:
 `import_folder` and `export_folder`, or ``python -m megatron_gdn.hf import | export | compare |
 flags``. For transformers' own models: `patch` lets their linear-attention modules run packed
-documents and context parallelism, see `drop_in`. `fp32_contract` says which tensors are fp32
-whatever a file holds.
+documents and context parallelism, see `drop_in`. `fp32_contract` lists the tensors that are fp32
+even if a file has another dtype.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The drop-in's names, on first use: it needs Megatron, and converting weights does not."""
+    """Import the drop-in on first use: it needs Megatron, and converting weights does not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import drop_in

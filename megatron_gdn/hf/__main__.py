@@ -17,9 +17,9 @@ from .model_config import read_hf_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: done, or equal. 1: the compared weights differ. 2: said by name on stderr."""
+    """Exit status 0: done, or equal. 1: the compared weights differ. 2: an error, on stderr."""
     arguments = _parser().parse_args(argv)
-    # What Megatron's import has to say of packages that are absent is of no account here.
+    # Megatron's import warns of absent packages that are not needed here.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:

@@ -49,7 +49,7 @@ def build_model(
         parallel_output: leave the logits cut over tensor-parallel ranks, as Megatron's loss wants.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
         spec: a spec to build from in place of this package's: of a HybridStack, or of a GPT block.
-        **changes: fields of ``TransformerConfig`` to set otherwise, such as ``sequence_parallel``.
+        **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
 
     Returns:
         The model, on the CPU or the current GPU as Megatron's layers decide, and its
@@ -87,7 +87,7 @@ def build_model(
     }
     options = layer_options or {}
     if spec is not None and options:
-        raise ValueError("layer_options are this package's; put them into the spec that is given.")
+        raise ValueError("layer_options are for this package's spec; put them into the spec given.")
     if model == "gpt":
         from megatron.core.models.gpt import GPTModel
 
@@ -146,7 +146,7 @@ def transformer_config(
     if hf.num_experts and modules == "te":
         settings["moe_grouped_gemm"] = True
     if model == "hybrid":
-        # The layer pattern says what each layer is; these would count layers of the config.
+        # The layer pattern gives each layer's kind; hf's values are for half as many layers.
         settings |= {
             "num_layers": len(hf.hybrid_layer_pattern),
             "linear_attention_freq": 1,

@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoints, written and read a few tensors at a time by one process.
 
-A checkpoint folder, as Megatron's ``--save`` leaves it and ``--load`` takes it:
+A checkpoint folder, as Megatron's ``--save`` writes it and ``--load`` reads it:
 
     latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
     release/ or iter_0000160/
@@ -8,8 +8,8 @@ A checkpoint folder, as Megatron's ``--save`` leaves it and ``--load`` takes it:
         .metadata                        every key's shape, dtype and place
         __0_0.distcp, __1_0.distcp, ...  tensors, and the common state
 
-The files are those of ``torch.distributed.checkpoint``. Its own `save` wants every tensor in memory
-at once; here each file is written as if by a rank of its own, one after the other.
+The files are those of ``torch.distributed.checkpoint``. Its own `save` needs every tensor in memory
+at once. Here the files are written one after the other, each as if by its own rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _COMMON = "common_state"
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """One box of one key, computed when its turn comes."""
+    """One box (part) of the tensor under one key; ``read`` computes it when it is written."""
 
     part: StoredPart
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class TensorToWrite:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Hands the writer each item's content when it asks for it."""
+    """Computes each item's content when the writer requests it."""
 
     def __init__(self, contents: dict[MetadataIndex, Callable[[], Any]]) -> None:
         super().__init__()
@@ -84,10 +84,10 @@ def write_checkpoint(
     """Write one checkpoint into ``folder``.
 
     Args:
-        folder: of the iteration itself.
+        folder: the folder of one iteration.
         files: the tensors of each file; those of one file are in memory together.
         objects: whole objects by their unique key (``.../shard_0_1``), for the first file.
-        common: what is no tensor: arguments, iteration, metadata of the content.
+        common: all that is not a tensor: arguments, iteration, metadata of the content.
         progress: wraps the sequence of files.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -139,7 +139,7 @@ def _saved(value: Any) -> io.BytesIO:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Puts what is read into one box."""
+    """Writes what is read into ``box``."""
 
     def __init__(self, box: Tensor) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class CheckpointReader:
         objects: the unique keys of everything else.
 
     Raises:
-        FileNotFoundError, ValueError: no distributed checkpoint is there; said by name.
+        FileNotFoundError, ValueError: no readable distributed checkpoint; the message has the path.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -184,11 +184,11 @@ class CheckpointReader:
         self.objects = {key for key, _ in stored} - self.tensors.keys()
 
     def common_state(self) -> dict[str, Any]:
-        """What is no tensor: arguments, iteration, metadata of the content."""
+        """All that is not a tensor: arguments, iteration, metadata of the content."""
         from megatron.core.dist_checkpointing import load_common_state_dict
 
         with warnings.catch_warnings():
-            # That it reads as a single process.
+            # It warns that a single process reads.
             warnings.simplefilter("ignore", UserWarning)
             return load_common_state_dict(self.folder)
 
@@ -210,7 +210,7 @@ class CheckpointReader:
         )
         if sum(item.lengths.numel() for item in items) != sizes.numel():
             raise ValueError(
-                f"{self.folder} holds {key} as {tuple(stored.size)} and not the whole of "
+                f"{self.folder} holds {key} as {tuple(stored.size)}, which lacks some of the box "
                 f"{tuple(sizes)} at {tuple(offsets)}: it was made with other sizes."
             )
         box = torch.empty(sizes, dtype=stored.properties.dtype)
@@ -227,7 +227,7 @@ class CheckpointReader:
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Whether `find_checkpoint` has anything to look at there."""
+    """Whether ``folder`` has a tracker file or the ``metadata.json`` of one iteration."""
     folder = Path(folder)
     return (folder / TRACKER).is_file() or (folder / _FORMAT).is_file()
 
@@ -236,8 +236,8 @@ def find_checkpoint(folder: str | Path) -> Path:
     """The folder of one iteration: ``folder`` itself, or the one its tracker file names.
 
     Raises:
-        FileNotFoundError: neither is there.
-        ValueError: it is a checkpoint of another format.
+        FileNotFoundError: that folder has no ``metadata.json``.
+        ValueError: the tracker file holds neither ``release`` nor a number.
     """
     folder = Path(folder)
     found = folder

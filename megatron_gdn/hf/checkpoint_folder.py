@@ -2,8 +2,8 @@
 
 The checkpoint is one that Megatron's ``--load`` takes at any tensor, pipeline, expert and data
 parallel size: weights alone, as a *release* (training starts at iteration 0 with a new optimizer).
-What an export needs to know of the files (names, dtypes, tensors that no Megatron text model has)
-it reads from the Hugging Face folder again.
+An export reads the Hugging Face folder again, for file names, dtypes and the tensors that no
+Megatron text model has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .safetensors_writer import new_folder, write_hf_files
 from .tensor_map import TensorMap
 from .view import HFView, SourceRecord
 
-# What Megatron's own saves say of how a model of this version shards its state.
+# Megatron's own saves hold these: how a model of this version shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -56,8 +56,8 @@ def import_folder(
         progress: show a bar.
 
     Raises:
-        FileNotFoundError, FileExistsError, ValueError, NotImplementedError: said by name; nothing
-        is left behind.
+        FileNotFoundError, FileExistsError, ValueError, NotImplementedError: the message names the
+        cause; nothing is left behind.
     """
     config = read_hf_config(source)
     weights = SafetensorsFolder(source)
@@ -130,20 +130,21 @@ def export_folder(
     """Convert a checkpoint to the files of ``like``: the same keys in each, the same dtypes.
 
     Args:
-        source: a folder of checkpoints (the newest counts), or the folder of one iteration: an
-            imported one, or one trained since, saved at whatever parallel sizes.
+        source: a folder of checkpoints (the newest is read), or the folder of one iteration:
+            imported or trained since, saved at any parallel sizes.
         target: a new folder; it appears only when it is complete.
-        like: the Hugging Face folder the weights were imported from. Files that are no weights and
+        like: the Hugging Face folder the weights were imported from. Files that are not weights and
             tensors that a Megatron text model does not have (``mtp.``, ``model.visual.``) are
             copied from it.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without
             it they are rounded to what ``like`` has, and a warning names those that lost bits.
-        zero_centered_gamma: the trained model's ``layernorm_zero_centered_gamma``; None takes what
-            the checkpoint's arguments say, and True where it has none.
+        zero_centered_gamma: the trained model's ``layernorm_zero_centered_gamma``. None: the
+            value in the checkpoint's arguments, or True if it has none.
         progress: show a bar.
 
     Raises:
-        FileNotFoundError, FileExistsError, ValueError: said by name; nothing is left behind.
+        FileNotFoundError, FileExistsError, ValueError: the message names the cause; nothing is
+            left behind.
     """
     weights = CheckpointWeights(source, like, fp32_gates, zero_centered_gamma)
     with new_folder(target) as folder:
@@ -155,7 +156,7 @@ def export_folder(
 
 
 class CheckpointWeights:
-    """A Megatron checkpoint, read as the Hugging Face tensors it stands for.
+    """A Megatron checkpoint, read as Hugging Face tensors.
 
     Args: as for `export_folder`.
     """
@@ -194,7 +195,7 @@ class CheckpointWeights:
         return self._view.read(key) if key in self._view else self.like.read(key)
 
     def warn_of_rounded_gates(self) -> None:
-        """Say which decay parameters read so far the source's dtype does not hold."""
+        """Warn of the decay parameters read so far that the source's dtype rounded."""
         self._view.warn_of_rounded_gates()
 
     def _read_whole(self, entry: TensorMap) -> list[Tensor]:
@@ -202,7 +203,7 @@ class CheckpointWeights:
         parts = stored_parts(entry, _whole_shape(entry))
         for part in parts:
             stored = tuple(self._checkpoint.tensors[part.key].size)
-            # A run pads the vocabulary as it likes; the file's rows come first.
+            # Every run may pad the vocabulary differently; the file's rows come first.
             rows = stored[0] if entry.pad_rows else 0
             if stored != (max(rows, part.shape[0]), *part.shape[1:]):
                 raise ValueError(
@@ -213,7 +214,7 @@ class CheckpointWeights:
         return [joined(entry, [read(part.key, part.offsets, part.sizes) for part in parts])]
 
     def _refuse_another_model(self, maps: Sequence[TensorMap]) -> None:
-        """A checkpoint with weights that ``like`` has no place for would lose them in silence."""
+        """Refuse a checkpoint with other keys than ``like``: an export would lose weights."""
         known = {part.key for entry in maps for part in stored_parts(entry, _whole_shape(entry))}
         mine = {key for key in self._checkpoint.tensors if key.startswith(_MODEL_PREFIXES)}
         for keys, what in (
@@ -228,7 +229,7 @@ class CheckpointWeights:
                 )
 
 
-# What else a checkpoint holds are the states of an optimizer.
+# A checkpoint's other tensors are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 
 
@@ -251,7 +252,7 @@ def _architecture(checkpoint: CheckpointReader) -> Architecture:
 def _zero_centered(checkpoint: CheckpointReader, wanted: bool | None) -> bool:
     """``layernorm_zero_centered_gamma`` of the run that saved the checkpoint."""
     args = checkpoint.common_state().get("args")
-    # The flag's own name is what older versions of Megatron called the attribute.
+    # Older versions of Megatron named the attribute after the flag.
     said = getattr(args, "layernorm_zero_centered_gamma", getattr(args, "apply_layernorm_1p", None))
     if said is None:
         return True if wanted is None else wanted

@@ -1,9 +1,9 @@
-"""Under which keys Megatron's distributed checkpoints hold the tensors of a `TensorMap`.
+"""The keys of a `TensorMap`'s tensors in Megatron's distributed checkpoints.
 
-A checkpoint holds whole tensors, whatever the number of ranks: each rank of a later run reads its
-part. Three things are not stored as a model names them: the sections of the fused projection and
-of the convolution have keys of their own, all experts of a layer are one tensor with the expert as
-its first dimension, and most modules have an ``_extra_state`` beside their weight.
+A checkpoint holds whole tensors for any number of ranks: each rank of a later run reads its part.
+Three kinds of keys are not the model's. Each section of the fused projection and of the
+convolution has its own key. All experts of a layer are one tensor, with the expert as its first
+dimension. Most modules have an ``_extra_state`` beside their weight.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from .tensor_map import TensorMap
 
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight\d+$")
-# What Megatron's linears, or Transformer Engine's linears, norms and attention, say of themselves
-# in a checkpoint. A model of other modules does not ask for what it does not have.
+# Modules with an ``_extra_state``: Megatron's linears, or Transformer Engine's linears, norms and
+# attention. A model without such a module does not read its key.
 _STATEFUL = frozenset(
     (
         *("in_proj", "out_norm", "out_proj"),
@@ -33,7 +33,7 @@ _STATEFUL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A box of a stored tensor, and the rows of the Megatron tensor that stand in it.
+    """A box of a stored tensor, and the rows of the Megatron tensor that it holds.
 
     Attributes:
         key: the checkpoint's key.
@@ -54,7 +54,7 @@ class StoredPart:
 
 
 def stored_parts(entry: TensorMap, shape: Sequence[int]) -> list[StoredPart]:
-    """How a checkpoint stores the Megatron tensor of ``entry``, which is ``shape`` as a whole."""
+    """How a checkpoint stores the Megatron tensor of ``entry``, whose whole shape is ``shape``."""
     shape = tuple(shape)
     zeros = (0,) * len(shape)
     if entry.expert is not None:
@@ -92,5 +92,5 @@ def extra_state_keys(maps: Iterable[TensorMap]) -> Iterator[str]:
             yield key(module)
             if module.endswith(".linear_proj"):
                 yield key(module.replace(".linear_proj", ".core_attention"))
-    # A tied model has the module without a weight of its own.
+    # A tied model's output layer has no weight, but an extra state.
     yield key("output_layer")

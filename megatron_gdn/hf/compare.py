@@ -1,4 +1,4 @@
-"""Compare two models' weights tensor by tensor, wherever each is stored."""
+"""Compare the weights of two folders or checkpoints tensor by tensor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compare_folders(
 ) -> Iterator[Difference]:
     """Differences in keys, dtypes, shapes and bits; none means every tensor is the same.
 
-    One of the two may be a Megatron checkpoint; it is compared as what it would be exported to.
+    One of the two may be a Megatron checkpoint; it is compared as the folder that it would export.
     """
     one, other = open_weights(left, right), open_weights(right, left)
     missing = set(other)

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors of a Gated DeltaNet model are fp32, whatever the file says.
+"""Which tensors of a Gated DeltaNet model are fp32 even if the file has another dtype.
 
 ``A_log`` and ``dt_bias`` make the decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``. Rounding
 ``A_log`` to bf16 is a proportional error of the decay rate, and the recurrence compounds it. Some
@@ -70,7 +70,7 @@ def upcast_gated_delta_net_fp32_state_tensor(
 ) -> object:
     """``tensor`` in fp32 if ``key`` demands it; otherwise the same object.
 
-    Integers, non-tensors and tensors that are fp32 already come back untouched.
+    Integers, non-tensors and tensors that are already fp32 are returned unchanged.
     """
     if not is_gated_delta_net_fp32_param_key(key, param_names) or not _is_floating(tensor):
         return tensor

@@ -1,4 +1,4 @@
-"""One layer's tensor maps applied: a Hugging Face module's state dict to ranks, and back."""
+"""Apply one layer's tensor maps: a Hugging Face module's state dict to ranks, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranks_from_hf(
         maps: of every parameter, without prefixes.
         hf_state: exactly the tensors that the maps name.
         tp_size: number of ranks.
-        what: the layer, as errors call it.
+        what: the layer's name in errors.
 
     Raises:
         ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or does not split.

@@ -1,4 +1,4 @@
-"""Refuse Hugging Face tensors that are no weights: integers, rounded by the import, NaN or inf."""
+"""Refuse Hugging Face tensors that are integers, would be rounded, or hold NaN or inf."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .tensor_map import HFRef, TensorMap
 
 
 def check_dtypes(folder: SafetensorsFolder, plan: Plan) -> None:
-    """Look at the dtype of every tensor that is imported; reads nothing but headers.
+    """Check the dtype of every imported tensor; reads headers only.
 
     Raises:
-        ValueError: a dtype that is no floating-point one, or F64 for a tensor that Megatron holds
+        ValueError: a dtype that is not floating-point, or F64 for a tensor that Megatron holds
             in fp32.
     """
     for entry in plan.maps:

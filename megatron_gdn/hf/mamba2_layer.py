@@ -1,8 +1,8 @@
 """One Mamba2 mixer: Hugging Face tensors (Mamba2, NemotronH) to Megatron's, in shards, and back.
 
 Both sides store the projection as rows z | x | B | C | dt and the convolution as x | B | C, with
-equal names but for the convolution's. So the tensors are the same bits; a rank's share is cut
-section by section, and ``A_log``, ``dt_bias`` and ``D`` become fp32.
+equal names except the convolution's. So tensors keep their bits, but ``A_log``, ``dt_bias`` and
+``D`` become fp32. A rank's share is cut section by section.
 """
 
 from __future__ import annotations

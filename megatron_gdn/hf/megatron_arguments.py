@@ -1,4 +1,4 @@
-"""A Hugging Face model as Megatron's command line spells it, for launches and for checkpoints.
+"""A Hugging Face model as Megatron's command-line flags, for launches and for checkpoints.
 
 Megatron's ``--load`` compares the checkpoint's arguments with its own, and
 ``--use-checkpoint-args`` takes some of them; a launch has to name the rest, which `megatron_flags`
@@ -13,7 +13,7 @@ from typing import Any
 from .model_config import HFModelConfig
 from .model_map import Architecture
 
-# Flags whose attribute is called otherwise, or says the opposite.
+# Flags whose attribute has another name or the opposite value.
 _ATTRIBUTES = {
     "--disable-bias-linear": ("add_bias_linear", False),
     "--norm-epsilon": ("layernorm_epsilon", None),
@@ -26,8 +26,8 @@ def megatron_flags(
 ) -> list[str]:
     """The flags of a Megatron launch that builds the model: sizes, norms, rotary, dropout 0.
 
-    Parallel sizes, data, tokenizer and optimizer are the launch's own. The vocabulary is padded
-    as the launch says; a checkpoint loads whatever the padding.
+    The launch adds parallel sizes, data, tokenizer and optimizer. It also decides how the
+    vocabulary is padded; a checkpoint loads with any padding.
     """
     words = []
     for flag, value in _flags(config, model, zero_centered_gamma).items():
@@ -38,7 +38,7 @@ def megatron_flags(
 def megatron_arguments(
     config: HFModelConfig, model: Architecture = "hybrid", zero_centered_gamma: bool = True
 ) -> Namespace:
-    """The ``args`` that a Megatron run of the model would have saved, as far as the model goes."""
+    """The ``args`` that a Megatron run of the model would save: those that describe the model."""
     args = Namespace(
         num_layers=_num_layers(config, model),
         hybrid_layer_pattern=None,

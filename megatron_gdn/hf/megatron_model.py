@@ -1,8 +1,8 @@
 """Fill a built Megatron model from a Hugging Face folder, and write one back.
 
 Each rank reads what it needs by itself: its tensor-parallel shard, its pipeline stage's layers,
-its experts. Norms fused into a projection (Transformer Engine) and norms of their own (local
-modules), grouped and sequential experts are told apart by the parameter names the model has.
+its experts. The model's parameter names show whether norms are fused into a projection
+(Transformer Engine) or separate (local modules), and whether experts are grouped or sequential.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
         progress: show a bar.
 
     Returns:
-        The record that an export needs to give the file's own bits and dtypes back.
+        The record that an export needs to restore the file's own bits and dtypes.
 
     Raises:
-        ValueError: the model and the files do not match; found before any parameter is touched.
-            A parameter that the files do not fill is an error, so are weights the model has no
-            place for (with one pipeline stage and one expert rank, where all must have one), and
-            weights of a dtype that is none (see `TensorMap.check_dtype`). Or a weight is NaN or
-            inf; found when it is read, so that the model is filled in part.
+        ValueError: the model and the files do not match. Found before any parameter is changed:
+            a parameter that the files do not fill, a weight that the model has no place for
+            (only with one pipeline stage and one expert rank, where every weight must have a
+            place), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
+            read, so that the model is partly filled: a weight that is NaN or inf.
     """
     bare = unwrapped(model)
     kind = _architecture(bare)
@@ -125,13 +125,13 @@ def save_hf_weights(
     Every rank calls it. The first data-parallel replica gathers its tensor-parallel shards, one
     tensor at a time, and its rank 0 writes; the others have nothing to do and return at once.
     Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
-    no weights are copied from ``like``.
+    not weights are copied from ``like``.
 
     Args:
         model: as for `load_hf_weights`.
         folder: a new folder; it appears only when it is complete.
         like: the Hugging Face folder the model came from.
-        record: what `load_hf_weights` returned; default is read from ``like``.
+        record: what `load_hf_weights` returned; None: read from ``like``.
         progress: show a bar.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
             they are rounded to what ``like`` has, and a warning names those that lost bits.
@@ -151,7 +151,7 @@ def save_hf_weights(
         )
     if ranks.dp:
         return
-    refuse_existing(folder)  # On every rank, or the others would wait in a collective.
+    refuse_existing(folder)  # Every rank refuses, or the others would wait in a collective.
     bare = unwrapped(model)
     record = record or SourceRecord.from_folder(like)
     record = replace(record, fp32_gates=fp32_gates or record.fp32_gates)
@@ -282,7 +282,7 @@ def _local_piece(
 
 @torch.no_grad()
 def _copy(param: nn.Parameter, piece: Tensor) -> bool:
-    """Copy; whether the parameter's dtype kept every value."""
+    """Copy ``piece``; return whether the parameter's dtype kept every value."""
     cast = piece.to(param.dtype)
     param.copy_(cast)
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)

@@ -17,7 +17,7 @@ from .gdn_layer import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """What weight mapping needs to know of a model.
+    """The sizes and settings of a model that weight mapping needs.
 
     Attributes:
         architecture: one of `GDN_FP32_CHECKPOINT_ARCHITECTURES`.
@@ -54,7 +54,7 @@ class HFModelConfig:
 
     @property
     def hybrid_layer_pattern(self) -> str:
-        """The model as HybridModel spells it: one symbol a mixer, one an MLP."""
+        """HybridModel's pattern: for each layer one symbol for its mixer, one for its MLP."""
         pairs = zip(self.is_linear, self.is_moe, strict=True)
         return "".join(("G" if gdn else "*") + ("E" if moe else "-") for gdn, moe in pairs)
 
@@ -121,8 +121,8 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
 def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     """Flatten a parsed ``config.json``.
 
-    Sizes are in ``text_config`` for the vision-language classes; whether embeddings are tied is
-    said at the top level only, as the nested default is wrong for some published models.
+    Sizes are in ``text_config`` for the vision-language classes. ``tie_word_embeddings`` is read at
+    the top level only, because the nested default is wrong for some published models.
 
     Raises:
         ValueError: unknown architecture, missing field, or a setting these weights do not have.
@@ -155,7 +155,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     if kind != "default":
         raise ValueError(
             f"rope_type={kind!r} is not supported: the model would be built without the scaling. "
-            f"Set it to 'default' to build it so all the same."
+            f"To build it without the scaling, set it to 'default'."
         )
     is_linear = _linear_layers(field)
     is_moe = _moe_layers(field, len(is_linear))

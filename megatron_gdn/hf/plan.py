@@ -9,7 +9,7 @@ from .model_map import LM_HEAD, Architecture, model_maps
 from .safetensors_reader import SafetensorsFolder, TensorSpec
 from .tensor_map import TensorMap
 
-# Multi-token prediction and vision weights: carried through files unchanged, never loaded.
+# Multi-token prediction and vision weights: an export copies them, they are never loaded.
 PASSTHROUGH_PREFIXES = ("mtp.", "model.visual.", "visual.")
 
 
@@ -19,7 +19,7 @@ class Plan:
 
     Attributes:
         maps: Megatron parameters and the tensors they are made of.
-        passthrough: keys that files carry through unchanged.
+        passthrough: keys that an export copies unchanged.
         aliases: keys that repeat another key's tensor (the output layer of a tied model).
     """
 
@@ -34,10 +34,10 @@ def make_plan(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Plan:
-    """Account for every key of ``specs``.
+    """Assign every key of ``specs`` to a map, to passthrough or to an alias.
 
     Raises:
-        ValueError: a key is missing, has the wrong shape, or belongs to nothing known.
+        ValueError: a key is missing, has the wrong shape, or is unknown.
         NotImplementedError: quantised weights.
     """
     _refuse_quantised(specs)
@@ -69,7 +69,7 @@ def make_plan(
 
 
 def check_aliases(folder: SafetensorsFolder, plan: Plan) -> None:
-    """Refuse a file that ties its embeddings and holds a different output layer all the same.
+    """Refuse a folder with tied embeddings and an output layer that differs from them.
 
     Raises:
         ValueError: loading would drop one of the two.

@@ -1,4 +1,4 @@
-"""A progress bar where somebody can see it."""
+"""A progress bar, on a terminal only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the weights of a Hugging Face folder tensor by tensor, with errors that name the culprit."""
+"""Read the weights of a Hugging Face folder tensor by tensor; errors name the file or key."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class SafetensorsFolder:
             raise ValueError(
                 f"{self.folder / INDEX_NAME} and the files disagree about "
                 f"{len(misplaced) + len(unlisted)} tensors; the first is missing key {key!r}, "
-                f"by the index {where}, in truth in {self.file_of.get(key, 'no file')}."
+                f"which the index puts {where}, and which is in {self.file_of.get(key, 'no file')}."
             )
 
     def _file_spec(self, name: str) -> FileSpec:
@@ -158,6 +158,6 @@ class SafetensorsFolder:
                 f"{error}. Download it again."
             ) from error
         self._open[name] = handle
-        if len(self._open) > 8:  # A mapped file each: enough for tensors of a layer in two files.
+        if len(self._open) > 8:  # Mapped files. Enough if a layer's tensors are in two.
             self._open.popitem(last=False)
         return handle

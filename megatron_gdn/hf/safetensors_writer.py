@@ -1,8 +1,8 @@
-"""Write safetensors files a tensor at a time, and folders that exist whole or not at all.
+"""Write safetensors files a tensor at a time, and folders that appear only when they are complete.
 
-The safetensors package wants every tensor of a file in memory at once. With shapes and dtypes
-known in advance the header can go first and each tensor to its place when it is ready, so the
-peak is one tensor, not one file.
+The safetensors package needs every tensor of a file in memory at once. Here shapes and dtypes are
+known in advance: the header is written first, then each tensor at its offset when it is ready. The
+peak of memory is one tensor, not one file.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: ``target`` exists and is not an empty folder.
-        OSError: nothing can be made beside it.
+        OSError: no folder can be made beside ``target``.
     """
     refuse_existing(target)
     target = Path(target).absolute()

@@ -1,4 +1,4 @@
-"""Between a live Hugging Face style model and its files, keeping the fp32 contract.
+"""State dicts of live Hugging Face style models to those of files and back, with fp32 gates.
 
 These functions are for models that keep the Hugging Face parameter names (Transformers, Automodel)
 and may hold ``A_log`` / ``dt_bias`` in the ``_fp32_params`` child. Megatron models go through
@@ -44,7 +44,7 @@ def one_tensor_to_file(key: str, tensor: object) -> tuple[str, object]:
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state under live names: gate parameters fp32 and, unless told not to, in the holder.
+    """A file's state under live names: gate parameters fp32 and, by default, in the holder.
 
     Args:
         state_dict: the file's state.
@@ -64,7 +64,7 @@ def loaded_dtype(
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
     Storage is ``promote_types(file dtype, requested)``, compute the file's own dtype. For a model
-    under the fp32 contract the gate parameters count as fp32 whatever dtype the file gave them.
+    under the fp32 contract the gate parameters count as fp32 even if the file's dtype differs.
     Non-floating tensors keep their dtype.
     """
     if not file_dtype.is_floating_point:
@@ -83,7 +83,7 @@ def restore_loaded_dtypes(
 
     Args:
         hf_config: read for ``architectures``.
-        state_dict: tensors as loaded; each tensor's present dtype counts as the requested one.
+        state_dict: tensors as loaded; each tensor's current dtype counts as the requested one.
         file_dtypes: the dtype every key has in the file.
 
     Returns:

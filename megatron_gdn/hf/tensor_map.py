@@ -46,19 +46,19 @@ class TensorMap:
 
     Attributes:
         names: parameter names in a Megatron model; the first is canonical (Transformer Engine,
-            norms fused into the next projection), the others are what local modules call it.
+            norms fused into the next projection), the others are the names in local modules.
         sources: the Hugging Face tensors, in the order `join` takes them.
         join: Hugging Face tensors to the full Megatron tensor; None concatenates rows.
         split: the inverse of `join`; None splits rows by the sources' shapes.
         shard_dim: the dimension that tensor-parallel ranks share; None means every rank has all.
         sections: sizes along ``shard_dim`` that are shared out separately, so that a rank's rows
             are ``[section 0 of rank | section 1 of rank | ...]``; empty means one section.
-        section_names: where a distributed checkpoint stores every section by itself, what it
-            appends to the name for each.
+        section_names: suffixes of the keys of a distributed checkpoint that stores each section
+            as its own tensor; empty if it stores one tensor.
         shift: +1 or -1 where the two sides store a norm gain around different centres.
-        fp32: the Megatron tensor is fp32 whatever the file holds.
-        expert, num_experts: which expert of how many this tensor belongs to; it is shared over
-            the expert-tensor-parallel group instead.
+        fp32: the Megatron tensor is fp32 even if the file has another dtype.
+        expert, num_experts: the tensor's expert, and how many there are; such a tensor is cut
+            over the expert-tensor-parallel group.
         pad_rows: the full tensor may be padded with zero rows at its end (vocabulary).
     """
 
@@ -87,7 +87,7 @@ class TensorMap:
         """Refuse a source tensor of ``dtype``; ``where`` names it and its file.
 
         Raises:
-            ValueError: no floating-point dtype of at least 16 bits, or one that `fp32` rounds
+            ValueError: not a floating-point dtype of at least 16 bits, or one that `fp32` rounds
                 (unless ``may_round``).
         """
         legal = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,9 +118,9 @@ class TensorMap:
         Args:
             full: the whole Megatron tensor, in any dtype.
             dtypes: one dtype per source.
-            original: the source tensors as imported. An element of ``full`` that still is what
-                the import made of its original is exported as that original, bit for bit; only
-                then can a shifted gain come back exactly from bf16.
+            original: the source tensors as imported. An element of ``full`` that is unchanged
+                since the import is exported as its original, bit for bit. Without originals a
+                shifted gain cannot come back exactly from bf16.
         """
         unshifted = full.float() - self.shift if self.shift else full
         pieces = self.split(unshifted) if self.split else self._split_rows(unshifted)
@@ -166,7 +166,7 @@ class TensorMap:
 def shard(
     full: Tensor, ranks: int, dim: int, sections: Sequence[int] = (), name: str = "tensor"
 ) -> list[Tensor]:
-    """Share each section of ``full`` along ``dim`` out over ``ranks`` ranks.
+    """Cut each section of ``full`` along ``dim`` over ``ranks`` ranks.
 
     Rank ``t`` holds ``[section_0[t] | section_1[t] | ...]``, where ``section[t]`` is the t-th of
     ``ranks`` equal, contiguous pieces.
@@ -196,6 +196,6 @@ def unshard(shards: Sequence[Tensor], dim: int, sections: Sequence[int] = ()) ->
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Integers that are equal exactly where the floats are the same bits (NaN and -0 included)."""
+    """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(sizes[tensor.element_size()])

@@ -28,9 +28,9 @@ class SourceRecord:
     Attributes:
         config: the Hugging Face model.
         specs: dtype and shape of every tensor of the files, in storage order.
-        originals: the norm gains that Megatron stores around another centre, as the file had
-            them: the only tensors whose bits a rounded copy cannot give back.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 whatever the file had.
+        originals: the file's norm gains that Megatron stores around another centre. Only these
+            cannot be restored bit for bit from a rounded copy.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even if the file had another dtype.
     """
 
     config: HFModelConfig
@@ -40,7 +40,7 @@ class SourceRecord:
 
     @classmethod
     def from_folder(cls, folder: str | Path, fp32_gates: bool = False) -> SourceRecord:
-        """Read it from a Hugging Face folder: headers, and a few small gains."""
+        """Read headers and the small norm gains of a Hugging Face folder."""
         weights = SafetensorsFolder(folder)
         record = cls(read_hf_config(folder), dict(weights.specs), fp32_gates=fp32_gates)
         for key in weights:
@@ -67,7 +67,7 @@ class SourceRecord:
 
 
 class HFView:
-    """Hugging Face tensors computed from Megatron shards, each when it is asked for.
+    """Hugging Face tensors, each computed from Megatron shards when it is read.
 
     Args:
         plan: the maps of the model, and the keys that repeat another.
@@ -76,8 +76,8 @@ class HFView:
             tensor-parallel rank, in rank order (or the whole tensor as the only one).
 
     Attributes:
-        rounded_gates: the keys of ``A_log`` and ``dt_bias`` read so far whose values the dtype of
-            the file does not hold.
+        rounded_gates: the keys of the ``A_log`` and ``dt_bias`` read so far that lost bits in the
+            file's dtype.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class HFView:
         return dict(zip(entry.sources, pieces, strict=True))
 
     def warn_of_rounded_gates(self) -> None:
-        """Say, after an export, which decay parameters lost bits in it."""
+        """After an export, warn of the decay parameters that lost bits in it."""
         if self.rounded_gates:
             logger.warning(
                 "rounded from fp32 to the dtype that the source files have: %s. A_log and dt_bias "
-                "stand in the exponent of a decay; to keep what was trained, export with "
+                "are in the exponent of a decay; to keep the trained values, export with "
                 "fp32_gates=True (--fp32-gates on the command line).",
                 ", ".join(sorted(self.rounded_gates)),
             )

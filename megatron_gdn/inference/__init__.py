@@ -1,10 +1,10 @@
-"""Generation: sequences that go on from a carried history and state.
+"""Generation: sequences that continue from a carried history and state.
 
-    Carry                    what a sequence hands from one call to the next
-    prefill, decode          projection rows that go on from a carry
-    gdn_rows, mamba2_rows    the parts of a mixer that they run, those of training
+    Carry                    history and state of a sequence between two calls
+    prefill, decode          run projection rows from a carry
+    gdn_rows, mamba2_rows    the parts of a mixer that they run; training runs the same
     RequestPool              carries of many requests and layers, in slots
-    roll_back                of carries in Megatron's StaticInferenceContext
+    roll_back                drops last tokens in Megatron's StaticInferenceContext
 
 These need torch alone. ``context`` (a Megatron context over a pool of requests) and ``layer``
 (:func:`.layer.pool_for` a model) need Megatron.

@@ -1,4 +1,4 @@
-"""An inference context for requests that each stand where they stand."""
+"""An inference context for requests of different lengths in one forward."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _NoKeys(dict):
 class RequestsContext(StaticInferenceContext):
     """The requests of one forward: row n of the batch, or packed sequence n, is request n.
 
-    Requests may stand at different lengths. Packed with ``PackedSeqParams``, they may also have
-    different numbers of tokens in one forward, none included. For models whose mixers are all
-    recurrent.
+    Requests may have had different numbers of tokens before. Packed with ``PackedSeqParams``, they
+    may also have different numbers of tokens in one forward, none included. For models whose mixers
+    are all recurrent.
 
     Args:
         pool: from :func:`.layer.pool_for`.
@@ -35,9 +35,9 @@ class RequestsContext(StaticInferenceContext):
         keep_steps: keep the states after each token of a forward of a few tokens, so that
             ``pool.roll_back`` can return to any of them.
         slots: int64 ``[N]`` on the device, in place of ``requests``: one token each of the requests
-            in these slots. The numbers are read by the kernels alone, so a forward can be captured
-            in a CUDA graph and replayed for other slots; nothing is checked and no token counted,
-            so after a replay the pool cannot tell that an earlier step is not to be rolled back.
+            in these slots. Only the kernels read the numbers, so a forward can be captured in a
+            CUDA graph and replayed for other slots. Nothing is checked and no token is counted:
+            after a replay the pool does not refuse to roll back an earlier step.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class SlotBuffers(NamedTuple):
     Attributes:
         conv: ``[M, C, W]``, the last inputs of the convolution, oldest first.
         states: ``[M, H, K, V]``, or ``[M, H, V, K]``.
-        transposed: whether it is the latter.
+        transposed: whether states are ``[M, H, V, K]``.
     """
 
     conv: Tensor
@@ -40,21 +40,21 @@ class SlotBuffers(NamedTuple):
         return self.conv.index_select(0, slots)
 
     def carry(self, slots: Tensor, windows: Tensor, dtype: torch.dtype) -> Carry:
-        """From where the requests in these slots go on; ``windows`` are theirs."""
+        """The carry of the requests in these slots; ``windows`` are their windows."""
         states = self.states.index_select(0, slots)
         states = states.mT.contiguous() if self.transposed else states
         return Carry(windows[..., 1:].to(dtype), states)
 
     def states_of(self, carry: Carry) -> Tensor:
-        """A carry's states as they lie here."""
+        """A carry's states in the layout and dtype of these buffers."""
         states = carry.state.to(self.states.dtype)
         return states.mT.contiguous() if self.transposed else states
 
     def check(self, parts: Parts, dtype: torch.dtype) -> None:
-        """Refuse buffers of another layer, or that would round what they hold.
+        """Refuse buffers of another layer, or of a dtype that would round their content.
 
         Raises:
-            ValueError: shapes or dtypes; the message has both.
+            ValueError: wrong shapes or dtypes; the message has the right ones.
         """
         shape = parts.shape
         H, K, V = shape.state
@@ -96,8 +96,8 @@ def decode_requests(
     Args:
         rows: ``[N, s, P]``.
         slots: integers ``[N]`` on the device, -1 for padding; None: request n is in slot n.
-        intermediate: ``[M, s, C, W]`` and ``[M, s, ...]``, written: windows and states after each
-            of the tokens, of which the context later chooses.
+        intermediate: ``[M, s, C, W]`` and ``[M, s, ...]``, which receive the windows and states
+            after each token; the context later chooses among them.
 
     Returns:
         ``[N, s, H V]``, zero for padding.
@@ -132,7 +132,7 @@ def decode_requests(
 
 @torch.no_grad()
 def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata: Any) -> Tensor:
-    """Prompts, or chunks that continue them, each from what its slot holds.
+    """Run prompts, or chunks that continue them, each from the carry in its slot.
 
     Args:
         rows: ``[t, 1, P]``, sequences end to end and then padding.
@@ -168,7 +168,7 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
 
 def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     """``buffer[slots] = values`` except where a slot is -1."""
-    if buffer.is_cuda:  # no host may look which these are
+    if buffer.is_cuda:  # without a host read of slots
         from megatron.core.inference.contexts.attention_context.triton import tensor_ops
 
         tensor_ops.tensor_masked_update(buffer, slots, values)
@@ -182,7 +182,7 @@ def refuse(context: Any, name: str, aligned: bool) -> None:
 
     Args:
         name: of the mixer's class.
-        aligned: whether it is, see :mod:`megatron_gdn.ops.aligned`.
+        aligned: whether the mixer is aligned, see :mod:`megatron_gdn.ops.aligned`.
 
     Raises:
         ValueError: no buffers for states.

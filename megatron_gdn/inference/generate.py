@@ -1,7 +1,7 @@
 """Text from a Megatron model: prefill once, then a token at a time.
 
-Megatron's own engines do this for a served model; here it is for a model that trains, under any
-tensor, sequence and context parallelism. Legend: B rows, S tokens of the prompt, V vocabulary.
+Megatron's own engines do this for a served model. This file does it for a model that trains, under
+any tensor, sequence and context parallelism. Legend: B rows, S tokens of the prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
 
     Raises:
         NotImplementedError: a pipelined model; context parallelism with attention that is not
-            this package's, which would take each rank's tokens for a share.
+            this package's, which would treat each rank's tokens as a share.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
@@ -97,8 +97,8 @@ def generate(
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, not pipelined. It generates in evaluation
-            mode, whatever mode it is in, and without sequence parallelism, which a single token
-            cannot be cut by.
+            mode, also if it is in training mode, and without sequence parallelism, which cannot
+            cut a single token.
         prompt: int64 ``[B, S]``, S from 1, the same on every rank.
         count: how many tokens to append.
         pick: from float32 logits ``[B, V]`` to tokens ``[B]``; must be the same on every rank.
@@ -136,7 +136,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode and without sequence parallelism; afterwards as it was."""
+    """Set evaluation mode and no sequence parallelism; restore both afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class GeneratingMixer:
-    """A Megatron mixer whose sequences go on from a :class:`..ops.generation.carry.Carry`.
+    """A Megatron mixer that continues sequences from a :class:`..ops.generation.carry.Carry`.
 
-    It tells the sizes of its states and how it computes between its projections; everything else,
-    contexts, slots and Megatron's hooks, is in this folder and the same for every mixer.
+    A mixer defines the sizes of its states and its parts between the projections. Contexts, slots
+    and Megatron's hooks are in this folder and the same for every mixer.
 
     Attributes:
         pp_layer_offset: layers on the pipeline stages before.
         chunk_size: where Megatron's dynamic context may cut prompts. Results do not depend on it;
-            it asks all recurrent layers of a model for the same.
+            the context needs the same value in all recurrent layers of a model.
         state_transposed: whether Megatron stores this mixer's states as ``[H, V, K]``.
-        aligned: a token's bits do not depend on how it comes, see :mod:`megatron_gdn.ops.aligned`.
+        aligned: a token's bits depend on its sequence alone, see :mod:`megatron_gdn.ops.aligned`.
         dims: of this tensor-parallel rank: the ``layout`` of a projection row, the ``state`` of its
             heads.
     """
@@ -82,10 +82,10 @@ class GeneratingMixer:
         attention_mask: Tensor | None,
         packed: PackedSeqParams | None,
     ) -> Tensor:
-        """Projection rows of the next tokens to rows for out_proj; what is carried moves on.
+        """Projection rows of the next tokens to rows for out_proj; updates the carries.
 
         Args:
-            rows: ``[s, B, P]``, all tokens, whatever sequence parallelism did before.
+            rows: ``[s, B, P]``, all tokens, also under sequence parallelism.
             context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
                 :class:`.context.RequestsContext`.
             attention_mask: None or causal.
@@ -153,7 +153,7 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """One step of a ``DynamicInferenceContext``; the slots of its requests move on.
+        """One step of a ``DynamicInferenceContext``; updates the slots of its requests.
 
         Args:
             rows: ``[t, 1, P]``, the tokens of the step, padding included.
@@ -190,7 +190,7 @@ class GeneratingMixer:
         taps, tp = self.conv_weight.shape[-1], self.tp_group
         return CarryShape.of(layout, self.state_shape, taps, self.aligned, tp.rank(), tp.size())
 
-    # Under the names by which Megatron's dynamic inference asks and calls a mixer.
+    # Megatron's dynamic inference calls the methods below by these names.
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``)."""

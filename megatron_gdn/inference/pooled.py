@@ -29,7 +29,7 @@ def mix_requests(
     number: int,
     packed: PackedSeqParams | None,
 ) -> Tensor:
-    """The next tokens of requests in a pool, which moves on.
+    """Mix the next tokens of requests in a pool, and update their carries.
 
     Args:
         proj: ``[s, B, P]``, a batch row for each request, or all end to end in one.
@@ -37,7 +37,7 @@ def mix_requests(
         packed: boundaries of the requests.
 
     Raises:
-        ValueError: other numbers of sequences and requests, padding between requests; and see
+        ValueError: unequal numbers of sequences and requests, padding between requests; and see
             :class:`.requests.RequestPool`.
     """
     s, B = proj.shape[:2]

@@ -1,6 +1,6 @@
 """Carries of many requests, for all layers of a model, in slots.
 
-Memory is taken once; a request is a handle to one slot. A handle that was freed, or belongs to
+Memory is allocated once; a request is a handle to one slot. A handle that was freed, or belongs to
 another pool, is refused, so that a state is never read or written by mistake.
 
 Legend: M slots, N requests of one call, C conv channels, W conv taps, H heads with a state, K rows
@@ -107,11 +107,11 @@ class RequestPool:
         return request
 
     def free(self, request: Request) -> None:
-        """Give the slot back; the handle is of no use from here on."""
+        """Give the slot back; the handle is refused from then on."""
         self._holder[self._slot(request)] = None
 
     def fork(self, request: Request, tokens: int | None = None) -> Request:
-        """Another request that goes on from where this one stands: a shared prefix, a beam.
+        """A new request with copies of this one's carries, for a shared prefix or a beam.
 
         Args:
             tokens: announced for the new one, the prefix included; None: as many as for this one.
@@ -126,7 +126,7 @@ class RequestPool:
         return other
 
     def copy(self, source: Request, target: Request) -> None:
-        """Let ``target`` stand where ``source`` stands, bit for bit.
+        """Copy the carries and token counts of ``source`` to ``target``, bit for bit.
 
         If ``target`` was in the last decode step, that step cannot be rolled back any more.
         """
@@ -180,7 +180,7 @@ class RequestPool:
         tokens: Sequence[int],
         after: Sequence[Carry] = (),
     ) -> None:
-        """Store where the requests stand after ``tokens`` more tokens each, in one layer.
+        """Store the requests' carries after ``tokens`` more tokens each, in one layer.
 
         Args:
             after: the carries after each of the tokens, as :func:`..ops.generation.step.decode`
@@ -207,7 +207,7 @@ class RequestPool:
     def in_slots(self, layer: Hashable) -> Carry:
         """The carries of all slots in one layer, to be written by slot numbers on the device.
 
-        The pool does not see which are written: the last decode step cannot be rolled back then.
+        The pool does not see which are written, so the last decode step cannot be rolled back.
         """
         self._tried.pop(layer, None)
         return self._layer(layer)
@@ -216,7 +216,7 @@ class RequestPool:
         """Keep only the first tokens of the last decode step, in every layer.
 
         Args:
-            requests: of the step, all of them, in its order.
+            requests: all requests of the step, in its order.
             accepted: how many of the step's tokens stay, for each request; from 0.
 
         Raises:
@@ -228,7 +228,7 @@ class RequestPool:
             raise ValueError(
                 "there is no decode step to roll back: not every layer kept the carries of its "
                 "last tokens, one of its requests was copied onto since, or there was a step in "
-                "slots. Roll back right after a decode step that was told to keep them."
+                "slots. Roll back right after a decode step that kept them."
             )
         for tried, _, after in self._tried.values():
             if len(tried) != len(slots) or any(
@@ -254,8 +254,8 @@ class RequestPool:
     def save(self, request: Request) -> dict[str, Any]:
         """Everything that this rank holds of a request, on the CPU, for ``torch.save``.
 
-        The layers' tensors come with the stretches of channels and heads that they are, so that
-        :meth:`load` can make a request of them at another tensor-parallel size.
+        Each layer's tensors are saved with the ranges of channels and heads that they hold, so
+        that :meth:`load` can read them at another tensor-parallel size.
         """
         slot = self._slot(request)
         return {
@@ -269,11 +269,11 @@ class RequestPool:
         }
 
     def load(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Request:
-        """A new request that stands where a saved one stood, bit for bit.
+        """A new request with the carries and token counts of a saved one, bit for bit.
 
         Args:
-            saved: what :meth:`save` gave on this rank; or, of a model that ran on other
-                tensor-parallel ranks, a list of what it gave on each of them, in any order.
+            saved: what :meth:`save` returned on this rank. If the model ran on other
+                tensor-parallel ranks: a list of what it returned on each of them, in any order.
 
         Raises:
             ValueError: it was saved of other layers, sizes or dtypes, heads of this rank are
@@ -334,8 +334,8 @@ class RequestPool:
         slots = [self._slot(request) for request in requests]
         if len(set(slots)) != len(slots):
             raise ValueError(
-                f"the same request stands twice in one call, slots {slots}; fork it to continue it "
-                f"in two ways."
+                f"the same request is given twice in one call, slots {slots}; fork it to "
+                f"continue it in two ways."
             )
         return slots
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..ops.generation.carry import Carry, CarryShape
 
-# First and last + 1 of a whole, and how many the whole has.
+# First index, last index + 1, size of the whole.
 Stretch = tuple[int, int, int]
 
 
 def stretches(shape: CarryShape) -> tuple[list[Stretch], list[Stretch]]:
-    """Of the history's channels, section by section, and of the state's heads."""
+    """The stretches of the history's channels, one a section, and of the state's heads."""
     rank, ranks = shape.rank, shape.ranks
 
     def of(width: int) -> Stretch:

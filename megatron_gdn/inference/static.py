@@ -1,7 +1,7 @@
 """Carries in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
 
-They lie in ``key_value_memory_dict``, beside the keys and values of attention layers and in the
-same arrangement, batch in dimension 1, so that Megatron's ``swap_key_value_dict`` reorders both.
+They are in ``key_value_memory_dict``, beside the keys and values of attention layers. Both have the
+batch in dimension 1, so Megatron's ``swap_key_value_dict`` reorders both.
 
 Legend: s tokens, B batch rows, M most rows, P projection width.
 """
@@ -19,7 +19,7 @@ from ..ops.generation.carry import Carry, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts
 
-# Up to so many tokens at a time go through the recurrence and can be rolled back.
+# The most tokens of one forward that the recurrence runs and that can be rolled back.
 MOST_DECODED = 16
 
 _PLACES = "megatron_gdn_places"
@@ -27,7 +27,7 @@ _PLACES = "megatron_gdn_places"
 
 @dataclass
 class _Place:
-    """Where some rows of the batch stand in one layer."""
+    """How many tokens some rows of the batch have had in one layer, and their last steps."""
 
     rows: int
     tokens: int
@@ -39,8 +39,8 @@ class _Place:
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """Mix the next s tokens of the batch rows that the context points at.
 
-    At ``sequence_len_offset`` 0 they begin, else they go on: up to :data:`MOST_DECODED` tokens by
-    the recurrence, more as a chunk of prefill.
+    At ``sequence_len_offset`` 0 the rows begin, else they continue. The recurrence then runs up to
+    :data:`MOST_DECODED` tokens; more tokens run as a chunk of prefill.
 
     Args:
         rows: ``[s, B, P]``.
@@ -51,8 +51,8 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
         ``[s, B, H * V]``.
 
     Raises:
-        ValueError: more tokens or rows than the context was made for; an offset or a batch that is
-            not where this layer stands.
+        ValueError: more tokens or rows than the context was made for; an offset or a batch that
+            does not match this layer's state.
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
@@ -75,7 +75,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     for kept, fresh in zip(mine, carry, strict=True):
         kept.copy_(fresh)
     if offset == 0:
-        # Rows that overlap others make those begin anew too.
+        # Forget the other places that overlap these rows.
         for key, other in list(places.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
                 del places[key]
@@ -83,13 +83,13 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     return mixed
 
 
-@torch.inference_mode()  # the states may be tensors that were made in it
+@torch.inference_mode()  # the states may be inference tensors
 def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
-    The context's ``sequence_len_offset`` goes back with them, so attention layers write over the
-    keys of the others. Every row of the batch keeps the same number; requests that differ live in
-    a :class:`.requests.RequestPool`.
+    The context's ``sequence_len_offset`` goes back too, so attention layers overwrite the keys of
+    the other tokens. Every row of the batch keeps the same number of tokens; for requests that
+    differ use a :class:`.requests.RequestPool`.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`

@@ -4,7 +4,7 @@
 |---------------------------|-------------------------------------------------------------------|
 | ``patching.py``           | replaces the modules of a model and undoes it                     |
 | ``layer.py``              | the module that takes their place                                 |
-| ``model_forward.py``      | resolves a forward's batch once and tells layers and attention    |
+| ``model_forward.py``      | resolves a forward's batch once, for layers and attention         |
 | ``sources.py``            | masks, ids, offsets, positions: all to document ids               |
 | ``block_masks.py``        | 4-D masks to document ids, and as attention reads them            |
 | ``batch.py``, ``place.py``| how rows lie on one rank, and over context-parallel ranks         |

@@ -1,8 +1,8 @@
 """Softmax attention of a transformers model under context parallelism, packed or not.
 
-Every rank gathers the keys and values of all ranks, whose gradients are summed and scattered, and
+Every rank gathers the keys and values of all ranks; their gradients are summed and scattered. It
 attends with its own queries, document by document, through torch's
-``scaled_dot_product_attention``. Any device, number of ranks and layout.
+``scaled_dot_product_attention``. Works on any device, number of ranks and layout.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's, H query heads, G key heads, D dim.
 """
@@ -28,7 +28,7 @@ def register_gathered_attention() -> None:
     """Make :func:`gathered_attention` known to transformers by the name ``GATHERED``."""
     from transformers import AttentionInterface
 
-    run_megatron_on_cpu()  # whose gather asks for a GPU; does nothing where there is one
+    run_megatron_on_cpu()  # Megatron's gather asks for a GPU; nothing changes if there is one
     AttentionInterface.register(GATHERED, gathered_attention)
 
 
@@ -79,7 +79,7 @@ def gathered_attention(
 def _attend(
     span: Span, q_BsHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scale: float | None, dropout: float
 ) -> Tensor:
-    """One document's queries on this rank, over its keys up to the last of them."""
+    """One document's queries on this rank, over its keys up to the last query."""
     q = q_BsHD[:, span.first : span.last].transpose(1, 2)
     k, v = (x[:, span.start : span.end].transpose(1, 2) for x in (k_BSGD, v_BSGD))
     mask = None

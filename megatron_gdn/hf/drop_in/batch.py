@@ -1,7 +1,7 @@
-"""How the rows of one forward lie, for every linear-attention layer of a model.
+"""The documents and padding of one forward, for every linear-attention layer of a model.
 
-Resolved once, in the forward of the text model, and handed to the layers, so that conv and rule of
-all layers, and what recomputes them in the backward, see the same boundaries.
+The text model's forward resolves them once and passes them to the layers. So conv and rule of all
+layers, and their recomputation in the backward, see the same boundaries.
 
 Legend: B batch, S tokens of a row (this rank's, with context parallelism), T tokens that are not
 padding, H hidden size.
@@ -34,8 +34,9 @@ class ModelBatch:
         packed: the documents' boundaries, over all ranks; None when every row is one sequence.
         ids: int64 ``[B, S]`` on the host, document ids of all ranks' tokens in sequence order, 0 at
             padding; None when every row is one sequence.
-        keep: bool ``[B, S]``, False at padding, where the output is exactly zero; None without.
-        take: tables that lay the kept tokens end to end and back; None where rows stay.
+        keep: bool ``[B, S]``, False at padding, where the output is exactly zero; None without
+            padding.
+        take: tables that lay the kept tokens end to end and back; None if no row is dropped.
         place: what this rank holds; None on one rank.
     """
 
@@ -81,7 +82,7 @@ class ModelBatch:
         return rows.unflatten(0, like_BSH.shape[:2])
 
     def _blank(self, x_BSH: Tensor) -> Tensor:
-        """Zero at padding, whatever stands there; so is its gradient."""
+        """Set padding to zero; its gradient is zero too."""
         return x_BSH if self.keep is None else x_BSH.masked_fill(~self.keep[..., None], 0)
 
 
@@ -91,7 +92,7 @@ PLAIN = ModelBatch()
 def resolve_batch(
     sources: Sources, rows: int, tokens: int, device: torch.device, place: Place | None = None
 ) -> ModelBatch:
-    """What the sources say of ``rows`` rows of ``tokens`` tokens on this rank.
+    """Resolve the sources of ``rows`` rows of ``tokens`` tokens on this rank.
 
     Args:
         sources: with context parallelism masks, ids and positions of this rank's tokens (all
@@ -101,7 +102,7 @@ def resolve_batch(
     Raises:
         ValueError: what :func:`.sources.document_ids` refuses; with context parallelism also
             packed documents in several rows, 4-D masks, ``indices``, padding before tokens, and
-            sources that a layout by documents cannot be read from.
+            sources that do not suffice for a layout that cuts every document by itself.
     """
     if place is not None:
         return _resolve_shared(sources, rows, tokens, device, place)
@@ -155,7 +156,7 @@ def _resolve_shared(
         ids = (padded != 0).long()
     if ids is None:
         return ModelBatch(place=place.of_documents((tokens * place.size,)))
-    read_mask(ids)  # refuses what one rank would
+    read_mask(ids)  # raises the errors of one rank
     local = place.local(ids, everywhere.cu_seqlens)
     keep = None if bool((ids > 0).all()) else to_device(local > 0, device)
     one_each = bool((ids.amax(-1) <= 1).all())
@@ -167,10 +168,10 @@ def _resolve_shared(
             f"context parallelism takes {what} in one row only, got {rows} rows. Lay the rows end "
             f"to end (megatron_gdn.hf.PackingCollator does)."
         )
-    # A stretch of padding is a document of its own: nothing follows from it.
+    # A stretch of padding is a document of its own, so its state reaches no other.
     changes = (ids[0].diff() != 0).nonzero().flatten() + 1
     ends = [0, *changes.tolist(), ids.shape[1]]
-    if everywhere.cu_seqlens is not None:  # empty documents count for a layout by documents
+    if everywhere.cu_seqlens is not None:  # keep empty documents: the layout may cut by them
         offsets = everywhere.cu_seqlens.tolist()
         ends = sorted([*offsets, *set(ends).difference(offsets)])
     lengths = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .families import TextModel
 
-_EXCLUDED = -1e4  # added to a score, this and less leaves an attention weight of 0
+_EXCLUDED = -1e4  # this, or less, added to a score makes its attention weight 0
 
 
 def document_ids_of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
@@ -62,8 +62,8 @@ def _sees(mask: Tensor) -> Tensor:
     """Where a token sees another: True, 1, or 0 in a float mask, which is added to scores.
 
     Raises:
-        ValueError: a float mask with other numbers than 0 and very negative ones, as one of ones
-            and zeros; an integer mask with others than 0 and 1.
+        ValueError: a float mask with values other than 0 and very negative ones, such as a mask
+            of ones and zeros; an integer mask with values other than 0 and 1.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -87,7 +87,7 @@ def as_attention_reads(text: TextModel, mask: Any) -> Any:
     """A 4-D mask of bools or integers in the form that the text model's attention reads.
 
     Eager and flex attention of transformers add a mask to the scores, where True would be + 1.
-    Other masks are returned as they are; of a dict, its masks one by one.
+    Other masks are returned as they are; a dict is converted mask by mask.
     """
     if isinstance(mask, dict):
         return {name: as_attention_reads(text, one) for name, one in mask.items()}

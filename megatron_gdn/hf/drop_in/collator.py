@@ -23,10 +23,10 @@ class PackingCollator:
 
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
-    position is to predict; nothing across documents) and
+    position must predict; ignored at the end of a document) and
     ``cu_seq_lens_q`` = ``cu_seq_lens_k``, ``max_length_q`` = ``max_length_k``. transformers' models
-    take ``shift_labels`` with ``labels``; their loss then shifts nothing itself, which a share of a
-    sequence could not.
+    take ``shift_labels`` with ``labels``; their loss then does not shift labels itself, which would
+    be wrong in a share of a sequence.
 
     Args:
         pad_to_multiple_of: the row is filled up to a multiple of it, by a document of
@@ -81,9 +81,9 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """This rank's share of a packed batch: the columns of every tensor over tokens that it holds.
+    """This rank's share of a packed batch: of every tensor over tokens, this rank's columns.
 
-    Offsets stay those of the whole row, which a patched model asks for.
+    Offsets stay those of the whole row: a patched model needs them so.
 
     Args:
         batch: as :class:`PackingCollator` makes it, the same on all ranks. Tensors ``[1, S]``,
@@ -93,8 +93,8 @@ def context_parallel_share(
 
     Raises:
         ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``. A
-            batch without ``input_ids``, or a tensor with S elsewhere, of which it is not known how
-            to cut it.
+            batch without ``input_ids``, or a tensor with S in another dimension,
+            which cannot be cut.
     """
     if "input_ids" not in batch:
         raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")

@@ -1,4 +1,4 @@
-"""Rows of a sequence in any order over ranks, exchanged for contiguous shares, and back.
+"""Exchange rows that lie in any order over ranks for contiguous shares, and back.
 
 Legend: B batch, s tokens of one rank, H width of a row.
 """
@@ -23,8 +23,8 @@ class RowExchange:
     """Sends every row to the rank ``position // s``, which puts it at ``position % s``.
 
     Attributes:
-        sent, placed: int64 ``[s]``: the order in which rows are sent, and in which what arrives is
-            put.
+        sent: int64 ``[s]``, the local rows in the order in which they are sent.
+        placed: int64 ``[s]``, for each row of the contiguous share its index among those received.
         sends, receives: rows for and from each rank.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
 
     class LinearAttention(nn.Module):
-        """What is read of transformers' Gated DeltaNet."""
+        """The attributes of transformers' Gated DeltaNet that are read."""
 
         conv1d: nn.Conv1d
         norm: Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
 
     class TextModel(nn.Module):
-        """What is read of transformers' text models."""
+        """The attributes of transformers' text models that are read."""
 
         config: Any
         layers: Iterable[Any]
@@ -46,7 +46,7 @@ _FAMILIES = {
 
 
 def transformers_class(module: nn.Module) -> type | None:
-    """The linear-attention class of transformers that ``module`` is of; None if of none."""
+    """The linear-attention class of transformers that ``module`` is an instance of, or None."""
     for cls in type(module).__mro__:
         if cls.__name__ in _FAMILIES and cls.__module__.startswith("transformers."):
             return cls
@@ -75,8 +75,8 @@ def class_for_config(config: Any) -> type:
 def is_plain_gated_norm(norm: nn.Module) -> bool:
     """Whether ``norm`` computes ``RMSNorm(x) * weight * SiLU(z)`` by transformers' own forward.
 
-    A kernel that took its place, a subclass, another forward of the class, or one with hooks is
-    called as it is instead.
+    False for a kernel in its place, a subclass, a replaced ``forward``, or hooks: such a norm is
+    called as a module.
     """
     cls = type(norm)
     return (

@@ -21,7 +21,7 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: a patched model.
-        options: of ``fully_shard`` but ``mp_policy``: the gates are never rounded.
+        options: of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
 
     Raises:
         ValueError: a model without replaced modules.

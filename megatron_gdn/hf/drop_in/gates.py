@@ -19,11 +19,11 @@ from .families import LinearAttention
 
 
 class SSMGate(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias`` ``[num_v_heads]``, which follow moves but not casts.
+    """Holds ``A_log`` and ``dt_bias`` ``[num_v_heads]``; they move with a module but are not cast.
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    but no less than -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
+    and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
     ``dt_bias`` is 1 until they are filled.
 
     Args:
@@ -41,13 +41,13 @@ class SSMGate(Fp32Parameters, nn.Module):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"gates of dtype {dtype}: the recurrence compounds what rounding changes in them. "
-                f"Use torch.float32 (or float64); casts of the module around them leave them so."
+                f"Use torch.float32 (or float64); casts of the outer module do not change it."
             )
         self.A_log = nn.Parameter(torch.zeros(num_v_heads, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.ones(num_v_heads, dtype=dtype))
 
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The gate of ``a`` ``[..., num_v_heads]``: of its shape, in the parameters' dtype.
+        """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
 
         Without ``a``, copies of ``A_log`` and ``dt_bias``, for a mixer that computes the gate.
         Copies, because torch's ``fully_shard`` gathers the parameters for this call and frees them
@@ -68,8 +68,8 @@ class SSMGate(Fp32Parameters, nn.Module):
 class HeldParameter:
     """Reads a parameter of the holder as if it were the module's own.
 
-    Without a holder it is not there, so that torch finds the module's own parameter, as while the
-    module is being built. An entry of the instance's ``__dict__`` goes before it.
+    While the module has no holder yet, reading raises AttributeError, so that torch finds the
+    module's own parameter. An entry of the instance's ``__dict__`` takes precedence.
     """
 
     def __init__(self, name: str) -> None:
@@ -106,7 +106,7 @@ def install_ssm_gate(module: LinearAttention, fp32_dtype: torch.dtype = torch.fl
 
 
 def tell_of_other_dtype(config: Any) -> None:
-    """Log that a config's ``mamba_ssm_dtype`` is not taken, if it is another than fp32."""
+    """Log that a config's ``mamba_ssm_dtype`` is ignored, unless it is fp32."""
     asked = str(getattr(config, "mamba_ssm_dtype", None) or torch.float32).removeprefix("torch.")
     if asked not in ("float32", "fp32", "float"):
         log_once(
@@ -128,7 +128,7 @@ def release_gates(module: LinearAttention, dtypes: dict[str, torch.dtype]) -> No
 
 
 def route_to_holder(state_dict: dict[str, Any], prefix: str) -> None:
-    """Give the bare keys of the module at ``prefix`` the names that loading looks for."""
+    """Rename the bare keys of the module at ``prefix`` to those of its holder."""
     for name in FP32_GDN_PARAM_NAMES:
         if f"{prefix}{name}" in state_dict:
             state_dict[f"{prefix}{HOLDER_NAME}.{name}"] = state_dict.pop(f"{prefix}{name}")

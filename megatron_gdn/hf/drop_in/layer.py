@@ -81,12 +81,12 @@ class _Runner:
 
     options: DropInOptions
     dims: GDNDims
-    expected: Any  # what is read of a TransformerConfig
+    expected: Any  # the fields of a TransformerConfig that are read
     stored: dict[str, torch.dtype]
     made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> _Runner:
-        """For a copy of the model: of the same ranks, whose groups cannot be copied."""
+        """A copied model keeps the same mesh, because process groups cannot be copied."""
         return replace(self, stored=dict(self.stored), made={})
 
     def run_over(self, cp_mesh: Any) -> None:
@@ -100,7 +100,7 @@ class _Runner:
         self.options = options
 
     def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
-        """How rows run that lie in ``layout`` over ``group``."""
+        """What runs micro-batches whose rows lie in ``layout`` over ``group``."""
         if (group, layout) not in self.made:
             options, sizes = self.options, self.dims.heads
             self.made[group, layout] = MicroBatches(
@@ -120,10 +120,10 @@ class CPAwareGatedDeltaNet(LinearAttention):
     ``CPAwareGatedDeltaNet(config, layer_idx, ...)`` builds the module of the config's family;
     :func:`.patching.patch` turns those of a model into it. Parameters, state-dict keys and the
     class that ``isinstance`` sees are transformers' own. ``A_log`` and ``dt_bias`` are fp32,
-    whatever dtype the module is built in, cast to or loaded from.
+    even if the module is built, cast or loaded in another dtype.
 
-    A batch that is not packed, on one rank, goes through transformers' own forward: its bits, its
-    kernels, its cache (unless ``unpacked="fused"``). Everything else runs this package's mixer.
+    On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
+    kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
     Args:
         config: text config of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE.
@@ -149,7 +149,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
     @property
     def _cp_mesh(self) -> Any:
-        """The mesh of context parallelism. Set, by a parallelizer, it counts from the next forward.
+        """The mesh of context parallelism. A parallelizer may set it, for the next forwards.
 
         In a patched model all layers must be given one mesh.
         """
@@ -183,15 +183,15 @@ class CPAwareGatedDeltaNet(LinearAttention):
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; transformers' own forward then runs.
-            cache_position, qkv_format: not read; callers of older transformers pass them. What
-                follows ``cache_params`` is given by keyword, as its order differs between them.
+            cache_position, qkv_format: not read; callers of older transformers pass them.
+                Arguments after ``cache_params`` are keywords: their order differs by version.
             attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
             position_ids, cu_seqlens: other sources of documents, see :mod:`.sources`; so are
                 ``cu_seq_lens_q`` and ``_packed_seq_ids`` among the keywords.
             indices: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens`` counts; the others
                 are padding.
             seq_index: with context parallelism, the sequence positions of this rank's tokens.
-            gdn_batch: all this, resolved; a patched model hands it to its layers.
+            gdn_batch: all this, resolved; a patched model passes it to its layers.
             kwargs: what transformers passes on to its kernels.
 
         Returns:
@@ -199,7 +199,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
         Raises:
             ValueError: boundaries, ids, positions or lengths that do not fit or contradict each
-                other; documents with a batch that goes on from a cache.
+                other; documents with a batch that continues from a cache.
             NotImplementedError: a cache together with packed documents or context parallelism.
         """
         batch = gdn_batch
@@ -223,7 +223,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
             for name in _OFFSETS:  # the batch has them; plain-torch kernels refuse them
                 kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = None  # of whole rows without padding, or the batch has it
+            attention_mask = None  # no padding, or the batch has its documents
         if batch is None or batch.is_plain:
             if cache_params is not None or self.drop_in.options.unpacked == "transformers":
                 return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
@@ -232,7 +232,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
         return self._by_mixer(hidden_states, batch)
 
     def _by_transformers(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
-        """The forward that this module had, on gates that its holder hands out."""
+        """Run transformers' own forward, with the gates that the holder returns."""
         A_log, dt_bias = self._modules[HOLDER_NAME]()
         self.__dict__.update(A_log=A_log, dt_bias=dt_bias)
         try:
@@ -273,7 +273,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
 
 def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
-    """What a module's norm computes, or a readout that calls it."""
+    """The plain gated norm's parameters, or a readout that calls another norm."""
     if is_plain_gated_norm(norm):
         return GatedNorm(norm.weight, norm.variance_epsilon)
 
@@ -295,7 +295,7 @@ def resolve_call(
         ):
             raise ValueError(
                 f"seq_index of shape {tuple(seq_index.shape)} without context-parallel ranks: one "
-                f"rank holds the whole sequence, whose {tokens} tokens must stand in their order."
+                f"rank holds the whole sequence, whose {tokens} tokens must be in order."
             )
         return resolve_batch(sources, rows, tokens, x_BSH.device)
     if sources.cu_seqlens is not None:
@@ -310,10 +310,10 @@ def resolve_call(
 
 
 def refuse_documents_after_cache(sources: Sources, seq_index: Tensor | None) -> None:
-    """A batch that goes on from a cache has one sequence per row, in order.
+    """Refuse documents with a batch that continues from a cache: it has one sequence per row.
 
     Raises:
-        ValueError: names what was given besides a mask and positions.
+        ValueError: something besides a mask and positions was given; the message names it.
     """
     told = {
         "_packed_seq_ids": sources.packed_seq_ids,
@@ -356,7 +356,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     """Turn a module of transformers into a drop-in, with the same parameters.
 
     Raises:
-        ValueError: another activation than SiLU, a conv1d that is no plain convolution.
+        ValueError: another activation than SiLU, or a conv1d that is not torch's Conv1d.
     """
     _require_silu(module)
     if not isinstance(module.conv1d, nn.Conv1d):

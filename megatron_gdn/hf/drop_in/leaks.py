@@ -1,6 +1,6 @@
 """Does one packed document reach another? Works on any module or model, patched or not.
 
-Every document is changed in turn; what changes in the others has leaked.
+Every document is changed in turn. Any change in the output of another document is a leak.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Leak(NamedTuple):
 
     origin: int
     into: int
-    change: float  # largest change of the output there
-    of: float  # largest output there
+    change: float  # largest change of the output at ``into``
+    of: float  # largest output at ``into``
 
 
 class PackingLeak(AssertionError):
@@ -35,11 +35,11 @@ class PackingLeak(AssertionError):
 
 
 class Reach(NamedTuple):
-    """How far N packed documents reach.
+    """How much N packed documents change each other's outputs.
 
     Attributes:
-        change: fp32 ``[N, N]``, the largest change of document j's output where document i became
-            another.
+        change: fp32 ``[N, N]``; ``[i, j]`` is the largest change of document j's output when
+            document i is replaced.
         largest: fp32 ``[N]``, the largest output of each document.
     """
 
@@ -55,7 +55,7 @@ def packing_reach(
     seed: int = 0,
     **kwargs: Any,
 ) -> Reach:
-    """What each packed document changes in each; see :func:`assert_no_packing_leak`."""
+    """How much each packed document changes each output; see :func:`assert_no_packing_leak`."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
             f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
@@ -130,11 +130,11 @@ def assert_no_packing_leak(
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
             layer from hidden states ``[1, S, H]`` to the same.
         lengths: of the documents.
-        source: how the module is told of them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
+        source: how the module is given them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
             attention's keywords, which transformers refuses without its kernels),
             ``"packed_seq_ids"`` or ``"indexed_mask"``.
-        tolerance: changes up to this part of the largest output are none. 0 asks for the bits;
-            experts that are computed together may round by what the others are.
+        tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
+            equal bits; the rounding of experts may depend on tokens that are computed together.
         seed: of the random documents.
         kwargs: what else the module is called with.
 

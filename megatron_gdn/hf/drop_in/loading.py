@@ -16,8 +16,8 @@ def gates_in_fp32() -> Iterator[None]:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         megatron_gdn.hf.patch(model)
 
-    Without it ``dtype=torch.bfloat16`` rounds them before a patch can keep them. Of other models
-    only parameters of these names are concerned.
+    Without it ``dtype=torch.bfloat16`` rounds them before a patch can keep them. In other models
+    it affects only parameters with these names.
     """
     from transformers import PreTrainedModel
 

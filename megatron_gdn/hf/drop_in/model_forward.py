@@ -1,4 +1,4 @@
-"""What a patched text model does before its forward: resolve the batch and tell everyone of it."""
+"""Before a patched text model's forward: resolve the batch and pass it to layers and attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare_forward(text: TextModel, options: DropInOptions, given: dict[str, An
 
     Raises:
         ValueError: sources that do not fit, see :mod:`.batch`; a cache with packed documents or
-            context parallelism; attention that cannot be told of packed documents.
+            context parallelism; attention that does not take packed documents.
     """
     kwargs = dict(given)
     seq_index = kwargs.pop("seq_index", None)
@@ -43,10 +43,10 @@ def prepare_forward(text: TextModel, options: DropInOptions, given: dict[str, An
     cache = kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0 and group_of(options.cp_mesh) is None:
         refuse_documents_after_cache(sources, seq_index)
-        return kwargs  # the sequences go on: transformers' own forward
+        return kwargs  # the sequences continue: transformers' own forward
     x = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     if x is None:
-        return kwargs  # its forward says what is missing
+        return kwargs  # the model's forward raises and names what is missing
     batch = resolve_call(options, sources, x, seq_index)
     kwargs["gdn_batch"] = batch
     if batch.is_plain:
@@ -91,7 +91,7 @@ def _positions(batch: ModelBatch, rows: int, device: torch.device) -> Tensor:
 def _attention_mask(
     text: TextModel, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
 ) -> Any:
-    """What keeps documents apart in the text model's attention, in the form it takes."""
+    """The mask that keeps documents apart, in the form that the attention takes."""
     implementation = text.config._attn_implementation
     if not any(hasattr(layer, "self_attn") for layer in text.layers):
         return None
@@ -99,7 +99,7 @@ def _attention_mask(
         if batch.packed is not None and implementation != GATHERED:
             raise ValueError(
                 f"documents are packed and the model's attention is {implementation!r}, which "
-                f"cannot be told of them under context parallelism. Patch with "
+                f"does not take them under context parallelism. Patch with "
                 f"attention='gathered', or pass attention_mask as a dict whose 'full_attention' "
                 f"is what your attention takes."
             )

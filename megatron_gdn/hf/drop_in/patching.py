@@ -92,13 +92,13 @@ class Patch:
             if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "SSMGate":
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
-                    f"so it cannot be given back. Undo the patch before wrapping the model."
+                    f"so the patch cannot be undone. Undo it before wrapping the model."
                 )
         for text, forward in self._forwards.items():
             if getattr(vars(text).get("forward"), "__func__", None) is not forward:
                 raise RuntimeError(
                     f"the forward of {type(text).__name__} was replaced since it was patched, and "
-                    f"calls ours inside. Put it back before the patch is undone."
+                    f"calls the patched one. Restore that before undoing the patch."
                 )
         for hook in self._hooks:
             hook.remove()
@@ -132,7 +132,7 @@ class Patch:
             logger.warning(
                 "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and are fp32 from "
                 "here on, with the rounded values. Load within megatron_gdn.hf.gates_in_fp32() to "
-                "have those of the file.",
+                "keep the file's values.",
                 len(rounded),
                 rounded[0],
             )
@@ -174,7 +174,7 @@ class Patch:
 
 
 def _options_of(text: TextModel) -> DropInOptions:
-    """What the replaced layers of a text model are set to, whose ``_cp_mesh`` may have changed.
+    """The options of a text model's replaced layers; their ``_cp_mesh`` may have changed.
 
     Raises:
         ValueError: they are set to different context-parallel ranks.
@@ -192,7 +192,7 @@ def _options_of(text: TextModel) -> DropInOptions:
 
 
 def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """transformers' own attention knows nothing of the resolved batch."""
+    """Drop the resolved batch, which transformers' own attention does not take."""
     if layer.self_attn.config._attn_implementation != GATHERED:
         kwargs.pop("gdn_batch", None)
     return args, kwargs
@@ -226,17 +226,17 @@ def patch(
     For Qwen3-Next, Qwen3.5 and Qwen3.5-MoE, also inside their vision-language classes. Modules,
     parameters, state-dict keys and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
 
-    Packed documents are read once per forward from what the model is given, see :mod:`.sources`,
-    and kept apart by conv, rule and (through its mask) attention. With context parallelism the
+    Packed documents are read once per forward from the model's arguments, see :mod:`.sources`.
+    Conv, rule and (through its mask) attention keep them apart. With context parallelism the
     model is given this rank's tokens, ``cu_seq_lens_q`` of the whole buffer or this rank's ids,
-    and maybe ``seq_index [s]``, the positions of its tokens; missing ``position_ids`` are filled
-    in. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
+    and optionally ``seq_index [s]``, the positions of its tokens; missing ``position_ids`` are
+    filled in. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
 
     Args:
         model: any model of these families, or its text model.
         cp_mesh: one-dimensional device mesh over the context-parallel ranks. ``layer._cp_mesh`` of
             all replaced layers may be set to another one, or to None, later.
-        cp_layout: how sequences are cut, where there is no ``seq_index``: ``"zigzag_buffer"``
+        cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row, as torch and Megatron do with one sequence),
             ``"contiguous"``, or ``"zigzag"`` (DualChunkSwap of every document).
         linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
@@ -245,8 +245,8 @@ def patch(
             forward with its bits, or ``"fused"``, the mixer of this package.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
             too: every rank gathers keys and values, packed documents included. None leaves
-            attention to the caller (torch's ``context_parallel``, ring attention), which then
-            cannot be told of packed documents here.
+            attention to the caller (torch's ``context_parallel``, ring attention), to
+            which this package then cannot pass packed documents.
 
     Returns:
         a handle with ``undo()``, also a context manager. Its ``repr`` says in one line what was

@@ -1,7 +1,7 @@
 """Which tokens a context-parallel rank of a transformers model holds, and in which order.
 
-DualChunkSwap (zigzag) and contiguous shares are run as they lie. Any other dense ``seq_index`` is
-exchanged for contiguous shares, rank to rank: a rank sends and receives its own number of hidden
+DualChunkSwap (zigzag) and contiguous shares run without moving rows. With any other dense
+``seq_index`` ranks exchange hidden rows to get contiguous shares: each rank sends and receives s
 rows, and never holds those of the whole sequence.
 
 Legend: S tokens of the whole sequence, s this rank's share, B batch, H hidden size.
@@ -36,8 +36,8 @@ class Place:
     Attributes:
         layout: of the rows that the mixer is given.
         positions: int64 ``[cp, s]`` on the host, the sequence positions of every rank's tokens;
-            None while documents that the layout cuts by themselves are unknown.
-        exchange: brings rows to ``layout``; None where they lie so.
+            None if the layout cuts every document by itself and documents are unknown.
+        exchange: brings rows to ``layout``; None if they have it already.
     """
 
     group: ProcessGroup
@@ -61,7 +61,7 @@ class Place:
         return self.positions[self.group.rank()]
 
     def of_documents(self, lengths: tuple[int, ...]) -> Place:
-        """The same, where the layout cuts every document by itself."""
+        """This place with its positions, if the layout cuts every document by itself."""
         if self.positions is not None:
             return self
         return replace(self, positions=_positions(lengths, self.size, self.layout))
@@ -78,13 +78,13 @@ class Place:
     def in_sequence_order(
         self, sources: Sources, rows: int, tokens: int, device: torch.device
     ) -> Sources:
-        """The sources of all ranks, on the host; offsets are of all ranks already."""
+        """All ranks' sources on the host, in sequence order; offsets cover all ranks already."""
         mask, ids, offsets, positions, _ = sources
         if positions is not None and text_positions(positions) is None:
             raise ValueError(
                 f"position_ids of shape {tuple(positions.shape)} with context parallelism: a "
                 f"vision-language model computes such positions from the tokens that it sees, "
-                f"which are a share. Compute them from the whole sequence and give this rank's "
+                f"here only a share. Compute them from the whole sequence and give this rank's "
                 f"columns as [4, {rows}, {tokens}], text positions first."
             )
         positions = text_positions(positions)
@@ -133,13 +133,13 @@ def place_of(
     seq_index: Tensor | None,
     by_document: bool,
 ) -> Place:
-    """Where this rank's ``tokens`` tokens stand.
+    """The place of this rank's ``tokens`` tokens in the sequence.
 
     Args:
-        layout: how sequences were cut, where there is no ``seq_index``.
+        layout: how sequences were cut, if there is no ``seq_index``.
         seq_index: int ``[s]``, or ``[B, s]`` with equal rows: the sequence position of every token
             of this rank. All ranks together must hold every position once.
-        by_document: whether documents are packed whose boundaries come as offsets.
+        by_document: whether offsets give the boundaries of packed documents.
 
     Raises:
         ValueError: a ``seq_index`` of another shape or with unequal rows, or one that is not dense;
@@ -173,16 +173,16 @@ def place_of(
 def require_agreement(
     sources: Sources, shape: torch.Size, seq_index: Tensor | None, group: ProcessGroup, device
 ) -> None:
-    """Refuse on every rank what differs between ranks: ``shape``, kinds of sources, offsets.
+    """Refuse on every rank if ``shape``, kinds of sources or offsets differ between ranks.
 
-    A data loader that deals batches to all processes gives ranks that share a sequence pieces of
-    different ones. One collective of six numbers.
+    They differ if a data loader gives every process its own batches: ranks that should share one
+    sequence then hold tokens of different ones. One collective of five numbers.
 
     Raises:
         ValueError: on every rank, if anything differs.
     """
     kinds = [0 if x is None else x.dim() for x in (*sources, seq_index)]
-    kinds[2] = int(sources.cu_seqlens is not None)  # any shape is told of by its own check
+    kinds[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
     offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
     kind = sum(min(count, 7) << (3 * number) for number, count in enumerate(kinds))
     told = [shape[0], shape[1], kind, len(offsets), zlib.crc32(offsets)]

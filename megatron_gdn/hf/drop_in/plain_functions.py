@@ -1,7 +1,7 @@
 """transformers' own forward on CPU tensors, in an environment that has fla or causal-conv1d.
 
-transformers decides at import: where these packages are installed, its functions call their
-kernels, on tensors of any device. The kernels run on a GPU alone.
+transformers decides at import: if these packages are installed, its functions call their kernels
+for tensors of any device. The kernels run on a GPU only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FUNCTIONS = (
 
 
 class _ByDevice:
-    """Calls transformers' plain function for CPU tensors, what transformers chose for others."""
+    """Calls transformers' plain function for CPU tensors, else the function it chose at import."""
 
     def __init__(self, chosen: Callable[..., Any]) -> None:
         functools.update_wrapper(self, chosen)
@@ -33,7 +33,7 @@ class _ByDevice:
         self._names = frozenset(inspect.signature(self._plain).parameters)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        # Boundaries of documents, which no plain function reads, are transformers' to refuse.
+        # No plain function reads boundaries of documents; the chosen function refuses them.
         packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
         if packed or x.device.type != "cpu":
             return self._chosen(x, *args, **kwargs)
@@ -42,17 +42,17 @@ class _ByDevice:
 
 
 def plain_functions_on_cpu(model: nn.Module) -> None:
-    """Let transformers' own linear attention run on CPU tensors, whatever packages are installed.
+    """Let transformers' own linear attention run on CPU tensors, with any packages installed.
 
     Without it, a CPU fails with ``0 active drivers ([])`` where flash-linear-attention is
     installed. :func:`.patching.patch` does it too; call it for a model that is not patched. It
-    exchanges the functions of transformers' modeling files in this process; a tensor on another
+    replaces the functions of transformers' modeling files in this process; a tensor on another
     device runs what it ran before, so the model may move to a GPU later.
 
     Args:
-        model: a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model of transformers, or a part of one. Nothing
-            happens for other models, nor to functions that the package ``kernels`` has turned into
-            modules (set ``USE_HUB_KERNELS=NO``).
+        model: a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model of transformers, or a part of one. Other
+            models are not changed. Functions that the package ``kernels`` has turned into modules
+            are not changed either (set ``USE_HUB_KERNELS=NO``).
     """
     for module in model.modules():
         cls = transformers_class(module)

@@ -1,4 +1,4 @@
-"""Document boundaries, however the trainer writes them, as one table of document ids.
+"""Document boundaries, in any form that a trainer gives, as one table of document ids.
 
 | source                                        | who gives it                                    |
 |-----------------------------------------------|-------------------------------------------------|
@@ -9,8 +9,8 @@
 | ``cu_seqlens`` with ``indices`` ``[T]``       | the same, of tokens that are not padding        |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
-A table counts documents from 1 along each row; 0 is padding. It lies on the host, whatever
-``torch.set_default_device`` says.
+A table counts documents from 1 along each row; 0 is padding. It lies on the host, also under
+``torch.set_default_device``.
 
 Legend: B batch, S tokens of a row, N documents, T tokens that are not padding.
 """
@@ -29,10 +29,10 @@ _BLOCKS = "attention_mask (4-D)"
 
 
 class Sources(NamedTuple):
-    """What one forward was given.
+    """The arguments of one forward that may name documents.
 
     ``indices`` are the positions of tokens in the flattened ``[B * S]``; ``cu_seqlens`` then counts
-    these tokens alone, and the others are padding.
+    only these tokens, and the others are padding.
     """
 
     attention_mask: Tensor | None = None
@@ -74,9 +74,9 @@ def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
 def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     """int64 ``[B, S]`` on the host; None when every row is one sequence.
 
-    Without documents in the other sources, ``position_ids`` are read: a token whose position does
+    If the other sources name no documents, ``position_ids`` are read: a token whose position does
     not follow that of the token before starts a document (the rule by which transformers masks
-    attention). Tokens that a 0/1 ``attention_mask`` leaves out are padding, whatever names the
+    attention). Tokens where a 0/1 ``attention_mask`` is 0 are padding, with any source of
     documents.
 
     Raises:
@@ -107,7 +107,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"indices of {sources.indices.numel()} tokens without cu_seqlens, which would count "
             f"the documents of these tokens. Give both, or the ids of documents as attention_mask."
         )
-    # Beside a 4-D mask of whole rows too: attention would follow the mask, conv and rule positions.
+    # Also beside a 4-D mask of whole rows, which attention follows; conv and rule follow positions.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     if unnamed and sources.position_ids is not None:
         keep = found.get(_BLOCKS, mask)
@@ -133,19 +133,19 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             )
         ids = _without_padding(ids, padding_BS)
     if "attention_mask" in found or bool((ids == 0).any()):
-        return ids  # what stands at padding, or a mask of other numbers than 0 and 1, matters
+        return ids  # padding, or a mask with values other than 0 and 1, must be kept
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
 
 
 def _numbered(ids_BS: Tensor) -> Tensor:
-    """Ids counted by 1 along each row, whatever numbers they were."""
+    """Renumber ids to 1, 2, ... along each row; padding stays 0."""
     starts = torch.ones_like(ids_BS, dtype=torch.bool)
     starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     return (starts & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
 
 
 def _without_padding(ids_BS: Tensor, padding_BS: Tensor) -> Tensor:
-    """Ids with 0 at padding, which may stand before and after the tokens of a document."""
+    """Ids with 0 at padding, which may be before and after the tokens of a document."""
     kept = ids_BS.masked_fill(padding_BS, 0)
     runs, documents = _numbered(kept), _numbered(ids_BS).masked_fill(kept == 0, 0)
     for row in range(len(kept)):
@@ -153,7 +153,7 @@ def _without_padding(ids_BS: Tensor, padding_BS: Tensor) -> Tensor:
         if runs[row].max() > len(found[found > 0]):
             raise ValueError(
                 f"the attention_mask has padding inside a document of row {row}: "
-                f"{_short(ids_BS[row : row + 1])} without it. Padding may stand before, between "
+                f"{_short(ids_BS[row : row + 1])} without it. Padding may be before, between "
                 f"and after documents."
             )
     return kept
@@ -204,7 +204,7 @@ def _of_indices(indices: Tensor, slots: int) -> Tensor:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """``[B, S]`` or ``[1, S]`` of what a text model is given; None where there are none.
+    """The text positions ``[B, S]`` or ``[1, S]`` in ``position_ids``; None if there are none.
 
     ``[4, B, S]`` are text, temporal, height and width; ``[3, B, S]`` has no text positions.
     """

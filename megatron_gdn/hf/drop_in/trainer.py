@@ -1,7 +1,7 @@
 """transformers' ``Trainer`` over context-parallel ranks.
 
-``Trainer`` hands every process batches of its own and lets every process predict all of them. Over
-context-parallel ranks a batch belongs to the ranks together, and each predicts its share.
+``Trainer`` gives every process its own batches, and each process predicts all tokens of them.
+Context-parallel ranks have each batch in common, and each rank predicts its share of the tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .place import group_of
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # transformers' own comes after the mixin, in the class that has both
+    Trainer = object  # the user's class has transformers' Trainer after this mixin
 
 
 class ContextParallelTrainerMixin(Trainer):
@@ -33,18 +33,18 @@ class ContextParallelTrainerMixin(Trainer):
         collator = PackingCollator(pad_to_multiple_of=2 * mesh.size())
         CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
 
-    The ranks of ``cp_mesh`` get the same batches, and each of the groups of such ranks its own;
-    ``compute_loss`` gives the model this rank's share, cut as ``patch`` was told. Gradients are
-    those of one rank that has the whole batch: ``Trainer`` divides every rank's sum by the number
-    of labels on all of them. Without ``cp_mesh`` it changes nothing.
+    The ranks of one ``cp_mesh`` get the same batches; other groups of ranks get other batches.
+    ``compute_loss`` gives the model this rank's share, cut by the ``cp_layout`` of ``patch``.
+    Gradients are those of one rank that has the whole batch: ``Trainer`` divides every rank's sum
+    by the number of labels on all of them. Without ``cp_mesh`` it changes nothing.
 
-    Works before any subclass of ``Trainer`` that passes what it is given on to ``super()``.
+    Works in front of any subclass of ``Trainer`` whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: with context parallelism a dataset that is streamed, a batch without
             ``shift_labels``, ``label_smoothing_factor`` or ``compute_loss_func`` (which would
             shift labels inside a share), or a model that is not patched.
-        RuntimeError: training where nobody sums gradients over the ranks.
+        RuntimeError: training without a wrapper that sums gradients over the ranks.
         NotImplementedError: predictions, of which every rank has its share only.
     """
 
@@ -123,9 +123,9 @@ class ContextParallelTrainerMixin(Trainer):
     def _require_summed_gradients(self, model: Any) -> None:
         if model is self.model and not isinstance(model, FSDPModule):
             raise RuntimeError(
-                f"the trainer runs {type(model).__name__} as it is, so nobody sums its gradients "
-                f"over the ranks. Trainer leaves it so after an evaluate() before train(); ask "
-                f"for eval_on_start=True instead."
+                f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
+                f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
+                f"eval_on_start=True instead."
             )
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
@@ -140,8 +140,8 @@ class ContextParallelTrainerMixin(Trainer):
                 )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{type(self.model).__name__} tells Trainer that its loss is a mean of what it "
-                f"sees (accepts_loss_kwargs=False), so ranks with different numbers of labels "
+                f"{type(self.model).__name__} has accepts_loss_kwargs=False: its loss is a mean "
+                f"over its own tokens, so ranks with different numbers of labels "
                 f"would not add up. Set model.accepts_loss_kwargs = True before the trainer is "
                 f"made."
             )
