@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, cast
 
 import torch
 
-_disabled = cache(lambda function: torch.compiler.disable(function))
-
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """``torch.compiler.disable``, applied in the first call under ``torch.compile``.
+    """``torch.compiler.disable``, applied when ``torch.compile`` traces the call.
 
     Applied at the import, it would import Dynamo too, which takes seconds and needs NumPy.
     """
@@ -20,7 +18,7 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _disabled(function)(*args, **kwargs)
+            return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return cast(F, call)
