@@ -18,18 +18,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
-from .documents import Documents, require_one_row
 from .front.history import ContinuedFront
-from .gdn import gdn_parts
 from .hand_over import HandOver
-from .head_sizes import HeadSizes
 from .mixer_function import Call, MixerFunction
 from .neighbours import ALONE, Neighbours
 from .no_tokens import mix_no_tokens
-from .parts import GatedNorm, Parts
-from .readout.base import Apart, Bare, heads_of
+from .parts import Parts
+from .readout.base import Apart
 from .recompute import RefilledOutput
-from .rule import Rule
 
 
 def mix(
@@ -54,7 +50,7 @@ def mix(
     apart, inside = None, readout
     if isinstance(inside, Apart):
         apart, inside = inside, inside.inside
-    if getattr(rule, "in_steps", False):  # :mod:`.aligned`: front and readout go with it
+    if parts.aligned:
         front = AlignedFront(front)
         inside = AlignedReadout(inside) if inside.reads_o else inside
     if rows.numel():
@@ -95,55 +91,3 @@ def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledO
 
     refilled.remember(made, refill)
     return made
-
-
-def gated_delta_mixer(
-    proj: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    sizes: HeadSizes,
-    *,
-    rule: Rule,
-    norm: GatedNorm | None,
-    documents: Documents | None = None,
-    neighbours: Neighbours | None = None,
-    normalise_qk: bool = True,
-    recompute_qkv: bool = False,
-    refilled: RefilledOutput | None = None,
-    kernels: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`mix` of :func:`.gdn.gdn_parts`.
-
-    Args:
-        norm: the gated output norm; None stops before it.
-        documents: boundaries of documents packed into the one batch row, resolved beforehand.
-        neighbours: takes the place of ``documents``.
-
-    Returns:
-        ``[S, B, H * V]``; without ``norm`` o and z, both ``[B, S, H, V]`` (z is a view of
-        ``proj``).
-
-    Raises:
-        ValueError: as :func:`.gdn.gdn_parts`; packed documents with B > 1; ``refilled`` without
-            ``norm``.
-    """
-    if norm is None and refilled is not None:
-        raise ValueError("refilled repeats the gated norm, so it needs norm.")
-    gate, heads = sizes.layout.gate_columns, sizes.value_heads
-    parts = gdn_parts(
-        proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        rule=rule, norm=Apart(Bare(gate, heads), lambda o, _: o) if norm is None else norm,
-        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, kernels=kernels,
-    )  # fmt: skip
-    if documents is not None:
-        S, B = proj.shape[:2]
-        require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
-        Documents.from_cu_seqlens(documents, S)
-        assert neighbours is None
-        neighbours = Neighbours(documents)
-    mixed = mix(proj, parts, ALONE if neighbours is None else neighbours, refilled)
-    if norm is None:
-        return heads_of(mixed, heads), heads_of(proj[..., gate], heads)
-    return mixed

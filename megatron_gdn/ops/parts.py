@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     def read_out(self, o: Tensor, rows: Tensor) -> Tensor:
         """``o [B, s, H, V]`` to ``[s, B, H * V]``. All heads must be on this rank."""
         readout = self.readout
-        if getattr(self.rule, "in_steps", False) and not isinstance(readout, Apart):
+        if self.aligned and not isinstance(readout, Apart):
             readout = AlignedReadout(readout)
         return readout.forward(o, rows, self.parameters[-1])
 
@@ -74,9 +74,9 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> CarryShape:
         """Sizes of the carry that a sequence passes from one call to the next."""
-        weight, aligned = self.parameters[0], getattr(self.rule, "in_steps", False)
+        weight = self.parameters[0]
         assert weight is not None
-        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], aligned)
+        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], self.aligned)
 
 
 @lru_cache(maxsize=64)

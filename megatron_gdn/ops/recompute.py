@@ -26,7 +26,7 @@ class RefilledOutput:
     tensors that the mixer saves anyway. Use one object per forward:
 
         refilled = RefilledOutput()
-        mixed = gated_delta_mixer(..., refilled=refilled)
+        mixed = mix(..., refilled=refilled)
         out = out_proj(mixed)
         refilled.drop_until_backward_of(out)
 

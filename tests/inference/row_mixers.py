@@ -18,11 +18,12 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.layout import Layout
-from megatron_gdn.ops.mixer import gated_delta_mixer, mix
+from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.neighbours import Neighbours
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.rule import Rule
 from megatron_gdn.ops.ssd.plain import PlainSSD
+from tests.gdn_mixer import gated_delta_mixer
 
 DT_LIMIT = (0.05, 1.5)
 TAPS = 4

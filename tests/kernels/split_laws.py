@@ -10,7 +10,8 @@ from megatron_gdn.context_parallel import Chunkwise, local_indices
 from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.parts import GatedNorm
+from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import InHalf
 
 from .conftest import INTERPRETED, _numpy_scalars_as_indices

@@ -8,7 +8,8 @@ import torch
 from megatron_gdn.ops.delta_rule.half import HalfOperands
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.parts import GatedNorm
+from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import InHalf
 
 from .kernel_cases import Case, assert_close

@@ -11,8 +11,9 @@ import torch
 from megatron_gdn.ops import hand_over
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
+from tests.gdn_mixer import gated_delta_mixer
 
 SIZES = HeadSizes(1, 2, 4, 4)
 

@@ -15,8 +15,9 @@ from megatron_gdn.ops.delta_rule.flash_qla_fences import missing_fences
 from megatron_gdn.ops.delta_rule.resolve import RULES, resolve_rule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
+from tests.gdn_mixer import gated_delta_mixer
 
 pytestmark = [
     pytest.mark.gpu,

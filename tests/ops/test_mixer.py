@@ -18,9 +18,10 @@ from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.gates import decay_and_write_gates
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm, rms_norm_gated
+from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
+from tests.gdn_mixer import gated_delta_mixer
 
 NAMES = ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma")
 CASES = {

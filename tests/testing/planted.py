@@ -8,8 +8,9 @@ from torch import nn
 from megatron_gdn.ops import Documents
 from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
+from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.testing import check_repeats, forward_backward, poison_free_memory
+from tests.gdn_mixer import gated_delta_mixer
 
 # Heads in multiples of 32: on the CPU torch computes exp, rsqrt and the like in vectors, and the
 # last few elements of a tensor otherwise, to other bits. This way every token fills whole vectors.

@@ -13,8 +13,8 @@ from megatron_gdn.ops.delta_rule.obstacles import why_not_flash_qla
 from megatron_gdn.ops.delta_rule.repeatable import Repeatable
 from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import gated_delta_mixer
 from megatron_gdn.ops.once import say_once
+from tests.gdn_mixer import gated_delta_mixer
 
 SIZES = HeadSizes(16, 32, 128, 128)
 

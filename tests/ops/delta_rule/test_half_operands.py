@@ -19,9 +19,10 @@ from megatron_gdn.ops.delta_rule.half_torch import power_exponent
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
 from megatron_gdn.ops.head_sizes import HeadSizes
-from megatron_gdn.ops.mixer import GatedNorm, gated_delta_mixer
 from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.per_head import PerHead
+from tests.gdn_mixer import gated_delta_mixer
 
 from .states import (
     NAMES,

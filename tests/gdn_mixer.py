@@ -1,0 +1,67 @@
+"""A Gated DeltaNet between its projections as one call, from its tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_gdn.ops.documents import Documents, require_one_row
+from megatron_gdn.ops.gdn import gdn_parts
+from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.neighbours import ALONE, Neighbours
+from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.readout.base import Apart, Bare, heads_of
+from megatron_gdn.ops.recompute import RefilledOutput
+from megatron_gdn.ops.rule import Rule
+
+
+def gated_delta_mixer(
+    proj: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    *,
+    rule: Rule,
+    norm: GatedNorm | None,
+    documents: Documents | None = None,
+    neighbours: Neighbours | None = None,
+    normalise_qk: bool = True,
+    recompute_qkv: bool = False,
+    refilled: RefilledOutput | None = None,
+    kernels: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`mix` of :func:`gdn_parts`.
+
+    Args:
+        norm: the gated output norm; None stops before it.
+        documents: boundaries of documents packed into the one batch row, resolved beforehand.
+        neighbours: takes the place of ``documents``.
+
+    Returns:
+        ``[S, B, H * V]``; without ``norm`` o and z, both ``[B, S, H, V]`` (z is a view of
+        ``proj``).
+
+    Raises:
+        ValueError: as :func:`gdn_parts`; packed documents with B > 1; ``refilled`` without
+            ``norm``.
+    """
+    if norm is None and refilled is not None:
+        raise ValueError("refilled repeats the gated norm, so it needs norm.")
+    gate, heads = sizes.layout.gate_columns, sizes.value_heads
+    parts = gdn_parts(
+        proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
+        rule=rule, norm=Apart(Bare(gate, heads), lambda o, _: o) if norm is None else norm,
+        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, kernels=kernels,
+    )  # fmt: skip
+    if documents is not None:
+        S, B = proj.shape[:2]
+        require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
+        Documents.from_cu_seqlens(documents, S)
+        assert neighbours is None
+        neighbours = Neighbours(documents)
+    mixed = mix(proj, parts, ALONE if neighbours is None else neighbours, refilled)
+    if norm is None:
+        return heads_of(mixed, heads), heads_of(proj[..., gate], heads)
+    return mixed
