@@ -18,7 +18,7 @@ import os
 import pstats
 
 import torch
-from lib.layers import OPTIONS, Case, forwards, start_megatron, with_backward
+from lib.layers import LINEARS, OPTIONS, Case, forwards, start_megatron, with_backward
 from lib.measure import IN_A_ROW, environment, host_ms, table, write_lines
 
 from megatron_gdn.ops.head_sizes import HeadSizes
@@ -29,6 +29,7 @@ CASES = {
         Case("1x8192", 1, 8192),
         Case("thd8192", 1, 8192, documents=8),
         Case("1x2048", 1, 2048),
+        Case("1x4096", 1, 4096),
     )
 }
 
@@ -40,6 +41,10 @@ def arguments() -> argparse.Namespace:
         "--layers", nargs="+", choices=("upstream", *OPTIONS), default=["upstream", "ours"]
     )
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
+    parser.add_argument(
+        "--linears", choices=LINEARS, default="local",
+        help="te: Transformer Engine's, which add gradients into main_grad",
+    )  # fmt: skip
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument(
@@ -86,6 +91,7 @@ def main() -> None:
             record = {"case": name, "layer": layer, "core": args.core, "heads": list(args.heads),
                       "host_forward": forward, "host_forward_backward": total,
                       "host_in_one_thread": alone, "in_a_row": several,
+                      "linears": args.linears,
                       "environment": environment()}  # fmt: skip
             write_lines(args.out, [record])
             base = total["median"] if base is None else base

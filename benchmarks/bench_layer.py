@@ -15,7 +15,7 @@ import os
 import time
 
 import torch
-from lib.layers import CASES, OPTIONS, Case, forwards, start_megatron, with_backward
+from lib.layers import CASES, GATES, LINEARS, OPTIONS, Case, forwards, start_megatron, with_backward
 from lib.measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 from lib.rules import begin_backward
 
@@ -27,11 +27,19 @@ IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES)[:4])
     parser.add_argument(
         "--layers", nargs="+", choices=("upstream", *OPTIONS), default=list(IMPLEMENTATIONS)
     )
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
+    parser.add_argument(
+        "--linears", choices=LINEARS, default="local",
+        help="te: Transformer Engine's, which add gradients into main_grad",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gates", choices=GATES, default="fast",
+        help="fast: as initialised; slow: a state lives over some 4,096 tokens",
+    )  # fmt: skip
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
     parser.add_argument("--repeats", type=int, default=20)
@@ -100,7 +108,8 @@ def main() -> None:
     bandwidth = 0.0 if args.compile_only else copy_bandwidth()
     setting = {
         "environment": environment(), "core": args.core, "hidden": args.hidden,
-        "heads": list(args.heads), "copy_TB_s": bandwidth / 1e12,
+        "heads": list(args.heads), "copy_TB_s": bandwidth / 1e12, "linears": args.linears,
+        "gates": args.gates,
     }  # fmt: skip
     rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "ratio",
              "peak MiB"]]  # fmt: skip

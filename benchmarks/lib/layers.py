@@ -1,10 +1,14 @@
-"""The layers under measurement: megatron-core's own, and ours, from the same local linears.
+"""The layers under measurement: megatron-core's own, and ours, from the same linears.
+
+Linears are Megatron's local ones, or Transformer Engine's, which add their weights' gradients into
+fp32 buffers (`main_grad`), as Megatron's launches do.
 
 Legend: S seq, B batch, D hidden.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +21,8 @@ from megatron_gdn.ops.delta_rule.flash_qla_plan import stages
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.head_sizes import HeadSizes
 
+LINEARS = ("local", "te")
+GATES = ("fast", "slow")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -45,6 +51,8 @@ CASES = {
         Case("1x8192", 1, 8192),
         Case("8x4096", 8, 4096),
         Case("thd32768", 1, 32768, documents=32),
+        Case("1x4096", 1, 4096),
+        Case("4x4096", 4, 4096),
     )
 }
 
@@ -67,7 +75,13 @@ def start_megatron() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def transformer_config(hidden: int, sizes: HeadSizes, cp: int = 1, deterministic: bool = False):
+def transformer_config(
+    hidden: int,
+    sizes: HeadSizes,
+    cp: int = 1,
+    deterministic: bool = False,
+    linears: str = "local",
+):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -84,13 +98,21 @@ def transformer_config(hidden: int, sizes: HeadSizes, cp: int = 1, deterministic
         activation_func=torch.nn.functional.silu,
         bf16=True,
         params_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=linears == "te",
         add_bias_linear=False,
         deterministic_mode=deterministic,
     )
 
 
-def _submodules(kind):
+def _submodules(kind, linears: str = "local"):
+    if linears == "te":
+        from megatron.core.extensions import transformer_engine as te
+
+        return kind(
+            in_proj=te.TELayerNormColumnParallelLinear,
+            out_norm=te.TENorm,
+            out_proj=te.TERowParallelLinear,
+        )
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -98,7 +120,11 @@ def _submodules(kind):
 
 
 def upstream_layer(
-    hidden: int, sizes: HeadSizes, cp: int = 1, deterministic: bool = False
+    hidden: int,
+    sizes: HeadSizes,
+    cp: int = 1,
+    deterministic: bool = False,
+    linears: str = "local",
 ) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -107,8 +133,8 @@ def upstream_layer(
         stages()  # fences FlashQLA's kernels for this layer too: ours would, sooner or later
     return (
         GatedDeltaNet(
-            transformer_config(hidden, sizes, cp, deterministic),
-            _submodules(GatedDeltaNetSubmodules),
+            transformer_config(hidden, sizes, cp, deterministic, linears),
+            _submodules(GatedDeltaNetSubmodules, linears),
             layer_number=1,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
         )
@@ -124,16 +150,18 @@ def our_layer(
     recompute: bool = False,
     cp: int = 1,
     deterministic: bool = False,
+    linears: str = "local",
     **options,
 ) -> nn.Module:
-    """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same local linears."""
+    """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same linears."""
     from megatron_gdn import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron_gdn.local_norm import TorchRMSNorm
 
-    submodules = _submodules(GatedDeltaNetSubmodules)
-    submodules.out_norm = TorchRMSNorm
+    submodules = _submodules(GatedDeltaNetSubmodules, linears)
+    if linears == "local":
+        submodules.out_norm = TorchRMSNorm
     layer = GatedDeltaNet(
-        transformer_config(hidden, sizes, cp, deterministic),
+        transformer_config(hidden, sizes, cp, deterministic, linears),
         submodules,
         layer_number=1,
         backend=backend,
@@ -160,6 +188,21 @@ def row_of(build: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
             for layer in row:
                 layer.out_proj.weight.mul_(_LARGER)
     return row
+
+
+def slow_gates(layer: nn.Module) -> None:
+    """Decays of exp(-1/4096) a token: a state lives over some 4,096 tokens."""
+    with torch.no_grad():
+        layer.A_log.fill_(math.log(1 / 4096 / math.log(2)))
+        layer.dt_bias.zero_()
+        alpha = layer.in_proj.weight[-layer.A_log.numel() :]
+        alpha.zero_()  # softplus(0) = log 2 for every token
+
+
+def accumulate(module: nn.Module) -> None:
+    """Give every parameter the fp32 buffer into which Transformer Engine adds its gradient."""
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def through(row: nn.ModuleList, x: torch.Tensor, packed) -> torch.Tensor:
@@ -201,11 +244,18 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int =
     packed = thd(case.offsets())
     runs, modules = {}, {}
     for name in layers:
+        linears = getattr(args, "linears", "local")
         if name == "upstream":
-            build = partial(upstream_layer, args.hidden, sizes)
+            build = partial(upstream_layer, args.hidden, sizes, linears=linears)
         else:
-            build = partial(our_layer, args.hidden, sizes, args.core, **OPTIONS[name])
+            options = OPTIONS[name]
+            build = partial(our_layer, args.hidden, sizes, args.core, linears=linears, **options)
         row = row_of(build, count)
+        if getattr(args, "gates", "fast") == "slow":
+            for layer in row:
+                slow_gates(layer)
+        if linears == "te":
+            accumulate(row)
         runs[name] = lambda row=row: through(row, x, packed)
         modules[name] = row if count > 1 else row[0]
     return runs, modules, x, documents
