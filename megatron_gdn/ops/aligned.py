@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .delta_rule.base import in_one_row, in_rows
-from .delta_rule.plain import CHUNK, PlainRule
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
+from .gdn.rule.base import in_one_row, in_rows
+from .gdn.rule.plain import CHUNK, PlainRule
 from .readout.base import Readout
-from .rule import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
+from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
 from .state_maps.state_map import StateMap
 
 STEP = CHUNK

@@ -39,9 +39,9 @@ def run_rule(sizes: HeadSizes, tokens: int) -> None:
     """fla's forward and backward, dense and packed, in bf16."""
     import torch
 
-    from ..ops.delta_rule.base import RuleInputs
-    from ..ops.delta_rule.resolve import resolve_rule
     from ..ops.documents import Documents
+    from ..ops.gdn.rule.base import RuleInputs
+    from ..ops.gdn.rule.resolve import resolve_rule
 
     rule = resolve_rule("fla", device="cuda", dtype=torch.bfloat16, sizes=sizes).rule
 

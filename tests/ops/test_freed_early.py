@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_gdn.ops import hand_over
-from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput

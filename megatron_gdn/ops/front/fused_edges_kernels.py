@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..gdn.front_backward_kernels import _walk_one_token
 from ..kernels.elementwise import sigmoid
-from .gdn_backward_kernels import _walk_one_token
 from .walk import convolve, load_taps, push
 
 
