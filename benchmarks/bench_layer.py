@@ -20,7 +20,7 @@ from lib.measure import copy_bandwidth, environment, memory_mib, table, time_ms,
 from lib.rules import begin_backward
 
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.gdn.parts import gdn_parts
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.neighbours import ALONE, Neighbours
 from megatron_gdn.ops.parts import GatedNorm

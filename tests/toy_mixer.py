@@ -21,7 +21,7 @@ from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.gdn.out_norm import norm_of
 from megatron_gdn.mixers.tensor_parallel import mark_sharded
-from megatron_gdn.ops.gdn.front_torch import convolve_rows
+from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
 from megatron_gdn.ops.readout.per_head import PerHead

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.gdn.flash_qla.plan import stages
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

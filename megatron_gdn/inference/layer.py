@@ -12,7 +12,7 @@ from ..ops.generation.requests import RequestPool
 
 
 def pool_for(model: torch.nn.Module, slots: int, device: torch.device | None = None) -> RequestPool:
-    """A :class:`.requests.RequestPool` for all recurrent layers of ``model`` on this rank.
+    """The slots of requests for all recurrent layers of ``model`` on this rank.
 
     Args:
         slots: the most requests at a time.

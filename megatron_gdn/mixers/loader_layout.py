@@ -52,7 +52,7 @@ class LoaderLayout:
 
     Args:
         option: ``cp_layout`` as the user gave it, ``"auto"`` or one of
-            :class:`.context_parallel.SequenceLayout`.
+            :class:`..context_parallel.SequenceLayout`.
         config: Megatron's; may be replaced.
 
     Raises:

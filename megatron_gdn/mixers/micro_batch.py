@@ -92,7 +92,7 @@ class MicroBatches:
 
     Rules are deterministic while ``config.deterministic_mode`` or
     ``torch.use_deterministic_algorithms`` is on. They compute in aligned steps
-    (:mod:`.ops.aligned`) while ``config.batch_invariant_mode`` is on.
+    (:mod:`..ops.aligned`) while ``config.batch_invariant_mode`` is on.
 
     Args:
         config: rows are expected in its dtype, on a GPU if there is one.
@@ -103,7 +103,7 @@ class MicroBatches:
             replaced, see :meth:`use_group`.
         loader_layout: how micro-batches were cut.
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
-            :mod:`.context_parallel.price`; None: the config's, else auto.
+            :mod:`..context_parallel.price`; None: the config's, else auto.
         choose_rule: makes the rules.
         mixer, recurrence: their names in the log.
 
@@ -180,7 +180,7 @@ class MicroBatches:
                 :func:`.packing.resolve_packed_seq_params`.
             ValueError: sources that contradict each other about the cut of the documents, see
                 :mod:`.loader_layout`; ranks that disagree (see
-                :mod:`.context_parallel.agreement`), a batch of packed rows, ``local_cp_size`` that
+                :mod:`..context_parallel.agreement`), a batch of packed rows, ``local_cp_size`` that
                 is not the size of ``cp_group``; or the constructor's errors, for a new group,
                 device or dtype.
         """

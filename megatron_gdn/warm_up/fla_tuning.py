@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from ..ops.head_sizes import HeadSizes
+from ..ops.gdn.sizes import HeadSizes
 from .shares import Share
 
 _TOKENS = (8192, 2048)

@@ -25,7 +25,7 @@ from ..ops.gdn.flash_qla.cache import CacheEntry
 from ..ops.gdn.flash_qla.plan import stages
 from ..ops.gdn.flash_qla.rule import FlashQlaRule
 from ..ops.gdn.rule.base import RuleInputs
-from ..ops.head_sizes import HeadSizes
+from ..ops.gdn.sizes import HeadSizes
 from ..ops.rules.obstacles import why_not_heads
 from .hopper import (
     ARCH,

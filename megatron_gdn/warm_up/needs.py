@@ -6,7 +6,7 @@ import argparse
 from typing import NamedTuple
 
 from ..mixers.gdn.sizes import GDNDims
-from ..ops.head_sizes import HeadSizes
+from ..ops.gdn.sizes import HeadSizes
 from .arguments import PARTS
 from .model_file import Model, read_model
 from .shares import Share, shares_of

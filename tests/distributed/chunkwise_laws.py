@@ -20,7 +20,7 @@ from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
 from megatron_gdn.mixers.gdn import layer as layer_module
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.rule.resolve import Choice
+from megatron_gdn.ops.rules.choice import Choice
 from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
 from tests.ops.delta_rule.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel

@@ -16,7 +16,7 @@ from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.aligned import AlignedRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.mixer import mix

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.mamba2.rule.resolve import resolve_ssd
 from tests.inference.row_mixers import gdn_kind, mamba2_kind, run_in_parts
 

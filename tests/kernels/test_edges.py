@@ -17,7 +17,7 @@ from megatron_gdn.ops.gdn import front_torch as gdn_torch
 from megatron_gdn.ops.gdn import front_triton as gdn
 from megatron_gdn.ops.gdn.front import GDNFront
 from megatron_gdn.ops.gdn.rule.base import RuleGrads
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.mamba2.front import Mamba2Front
 from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 

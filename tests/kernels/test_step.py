@@ -9,8 +9,8 @@ import torch
 
 from megatron_gdn.inference import Carry, decode, gdn_rows, mamba2_rows
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.generation.slots import decode_slots
-from megatron_gdn.ops.head_sizes import HeadSizes
 from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.parts import GatedNorm
 from tests.kernels.conftest import INTERPRETED

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.once import say_once
 from megatron_gdn.ops.rules import fla_functions, obstacles
 

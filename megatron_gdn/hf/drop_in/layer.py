@@ -22,7 +22,7 @@ from ...mixers.loader_layout import LoaderLayout
 from ...mixers.micro_batch import MicroBatches
 from ...ops.gdn.parts import gdn_parts
 from ...ops.gdn.rule.resolve import choose_rule
-from ...ops.head_sizes import HeadSizes
+from ...ops.gdn.sizes import HeadSizes
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm

@@ -24,7 +24,7 @@ from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...ops.gdn.parts import gdn_parts
 from ...ops.gdn.rule.resolve import choose_rule
-from ...ops.head_sizes import HeadSizes
+from ...ops.gdn.sizes import HeadSizes
 from ...ops.parts import Parts
 from ..base import RecurrentMixer
 from ..graphs import in_layer_graph
@@ -91,7 +91,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
-            device and dtype; see :func:`megatron_gdn.ops.gdn.rule.resolve_rule`.
+            device and dtype; see :func:`megatron_gdn.ops.gdn.rule.resolve.resolve_rule`.
         rule_operands: ``"fp16"`` or ``"bf16"``. In a bf16 layer the GPU backends round to this
             dtype between the products inside a chunk. fp16 is more exact, bf16 has the wider range,
             see :mod:`megatron_gdn.ops.gdn.rule.half`. Deterministic mode takes bf16.

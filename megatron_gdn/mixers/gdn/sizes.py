@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...ops.head_sizes import HeadSizes
+from ...ops.gdn.sizes import HeadSizes
 from ...ops.layout import Layout
-from ...ops.size_error import SizeError
+from ...ops.size_error import SizeError, require_sizes
 from ...ops.state_maps.state_map import StateShape
-
-
-def require_sizes(dims: Any) -> None:
-    """Refuse a dataclass of sizes with a field that is not an integer of at least 1.
-
-    Raises:
-        ValueError: says which field and what it holds.
-    """
-    for field in fields(dims):
-        size = getattr(dims, field.name)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(
-                f"{field.name}={size!r} is not a size; it must be an integer of at least 1."
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

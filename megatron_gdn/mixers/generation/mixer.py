@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class GeneratingMixer:
-    """A Megatron mixer that continues sequences from a :class:`..ops.generation.carry.Carry`.
+    """A Megatron mixer that continues sequences from a :class:`...ops.generation.carry.Carry`.
 
-    A mixer defines the sizes of its states and its parts between the projections. Contexts, slots
-    and Megatron's hooks are in this folder and the same for every mixer.
+    A mixer defines the sizes of its states and its parts between the projections. What a step of
+    Megatron's contexts does is in this folder and the same for every mixer.
 
     Attributes:
         pp_layer_offset: layers on the pipeline stages before.
@@ -87,7 +87,7 @@ class GeneratingMixer:
         Args:
             rows: ``[s, B, P]``, all tokens, also under sequence parallelism.
             context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
-                :class:`.context.RequestsContext`.
+                :class:`megatron_gdn.inference.context.RequestsContext`.
             attention_mask: None or causal.
             packed: boundaries of the requests; with a ``RequestsContext`` only.
 

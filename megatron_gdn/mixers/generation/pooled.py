@@ -1,11 +1,11 @@
-"""Requests in a :class:`.requests.RequestPool`: prefill, chunks and steps.
+"""Requests in a :class:`...ops.generation.requests.RequestPool`: prefill, chunks and steps.
 
 Legend: s tokens, B batch rows, P projection width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,11 @@ from ..packing import resolve_packed_seq_params
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from ...inference.context import RequestsContext
-
 
 def mix_requests(
     proj: Tensor,
     parts: Parts,
-    context: RequestsContext,
+    context: Any,
     number: int,
     packed: PackedSeqParams | None,
 ) -> Tensor:
@@ -33,12 +31,13 @@ def mix_requests(
 
     Args:
         proj: ``[s, B, P]``, a batch row for each request, or all end to end in one.
+        context: a :class:`megatron_gdn.inference.context.RequestsContext`.
         number: of the layer.
         packed: boundaries of the requests.
 
     Raises:
         ValueError: unequal numbers of sequences and requests, padding between requests; and see
-            :class:`.requests.RequestPool`.
+            :class:`...ops.generation.requests.RequestPool`.
     """
     s, B = proj.shape[:2]
     pool, requests = context.pool, context.requests

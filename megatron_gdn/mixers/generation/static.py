@@ -89,7 +89,7 @@ def roll_back(context: Any, accepted: int) -> None:
 
     The context's ``sequence_len_offset`` goes back too, so attention layers overwrite the keys of
     the other tokens. Every row of the batch keeps the same number of tokens; for requests that
-    differ use a :class:`.requests.RequestPool`.
+    differ use a :class:`...ops.generation.requests.RequestPool`.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ...context_parallel import LinearCpMode, Scheme, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...ops.aligned import by_token
-from ...ops.mamba2.front import UNLIMITED
 from ...ops.mamba2.parts import mamba2_parts
+from ...ops.mamba2.rule.base import UNLIMITED
 from ...ops.mamba2.rule.resolve import choose_ssd
 from ...ops.parts import GatedNorm, Parts
 from ...ops.readout.base import Apart, Bare

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...ops.layout import Layout, Section
-from ...ops.size_error import SizeError
+from ...ops.size_error import SizeError, require_sizes
 from ...ops.state_maps.state_map import StateShape
-from ..gdn.sizes import require_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

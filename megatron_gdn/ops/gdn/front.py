@@ -9,35 +9,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from importlib.util import find_spec
+from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
 from ..front.base import Parameters
-from ..head_sizes import HeadSizes
 from ..kernels.builds import watch_triton_builds
+from ..kernels.obstacles import why_not_triton
 from ..layout import Layout
 from ..once import say_once
 from ..state_maps.state_map import StateShape
+from . import front_torch
+from .front_torch import GDNParameterGrads
 from .rule.base import RuleGrads, RuleInputs
 from .rule.step import RecurrentRule
+from .sizes import HeadSizes
 
 if TYPE_CHECKING:
-    from ..front.history import Edges
-
-
-class GDNParameterGrads(NamedTuple):
-    """Gradients of a front's parameters, in the parameters' shapes and dtypes."""
-
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    A_log: Tensor
-    dt_bias: Tensor
+    from ..front.edges import Edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +100,7 @@ class GDNFront:
 
     @cached_property
     def triton(self) -> bool:
-        return self.kernels.__name__.endswith(".gdn")
+        return self.kernels is not front_torch
 
     def for_step(self, dtype: torch.dtype) -> GDNFront:
         wide = torch.promote_types(dtype, torch.float32)
@@ -156,20 +149,6 @@ class GDNFront:
         return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
 
 
-@cache
-def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
-    """Why our Triton kernels cannot run on rows like these; None if they can."""
-    if device != "cuda":
-        return f"the Triton kernels run on a GPU, not on {device}"
-    if dtype == torch.float64:
-        return "the Triton kernels compute in fp32, not in fp64"
-    if not 2 <= taps <= 8:
-        return f"the Triton kernels take 2 to 8 conv taps, not {taps}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None
-
-
 def kernels_for(device: str, dtype: torch.dtype, taps: int, kernels: str = "auto") -> ModuleType:
     """The front's module: our Triton kernels or their plain-torch twins.
 
@@ -186,11 +165,9 @@ def kernels_for(device: str, dtype: torch.dtype, taps: int, kernels: str = "auto
             say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
                      device)  # fmt: skip
     if kernels == "triton":
-        from . import front_triton as gdn
+        from . import front_triton
 
         if device == "cuda":
             watch_triton_builds()
-        return gdn
-    from . import front_torch as gdn_torch
-
-    return gdn_torch
+        return front_triton
+    return front_torch

@@ -1,4 +1,4 @@
-"""The plain-torch twin of :mod:`.gdn`: same signatures, any device, fp64 for fp64 input.
+"""The plain-torch twin of :mod:`.front_triton`: same signatures, any device, fp64 for fp64 input.
 
 Legend: S seq, B batch, P projection width, G key heads, H value heads, K key dim, V value dim,
 C conv channels, W taps.
@@ -7,32 +7,32 @@ C conv channels, W taps.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..conv import causal_conv1d
+from ..conv import convolve_rows
 from ..documents import Documents
 from ..gates import decay_and_write_gates
-from ..head_sizes import HeadSizes
 from ..norm import l2norm
-from .front import GDNParameterGrads
 from .rule.base import RuleInputs
+from .sizes import HeadSizes
+
+
+class GDNParameterGrads(NamedTuple):
+    """Gradients of a front's parameters, in the parameters' shapes and dtypes."""
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
 
 
 def _column_slices(sizes: HeadSizes) -> list[slice]:
     """Columns of query, key and value in a row, which are their conv channels too."""
     ends = list(accumulate(sizes.layout.conv_widths))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def convolve_rows(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents) -> Tensor:
-    """conv + SiLU; documents, if any, have the same boundaries in every row."""
-    if documents is None:
-        return causal_conv1d(x_BSC, weight_CW, bias_C)[0]
-    rows = [causal_conv1d(x, weight_CW, bias_C, cu_seqlens=documents)[0] for x in x_BSC.split(1)]
-    return torch.cat(rows)
 
 
 def prepare_forward(
@@ -50,7 +50,7 @@ def prepare_forward(
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> RuleInputs:
-    """As :func:`.gdn.prepare_forward`, differentiable."""
+    """As :func:`.front_triton.prepare_forward`, differentiable."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     rows_BSP = proj.transpose(0, 1)
     assert parts and parts in "qkvg"
@@ -77,7 +77,7 @@ def prepare_forward(
 
 
 def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> None:
-    """None: the front itself computes the edges, see :mod:`.buffered_edges`."""
+    """None: the front itself computes the edges, see :mod:`..front.buffered_edges`."""
 
 
 def prepare_backward(
@@ -100,7 +100,7 @@ def prepare_backward(
     eps: float = 1e-6,
     batch_invariant: bool = False,
 ) -> GDNParameterGrads:
-    """As :func:`.gdn.prepare_backward`, through autograd of the forward above."""
+    """As :func:`.front_triton.prepare_backward`, through autograd of the forward above."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     inputs = [proj, conv_weight, A_log, dt_bias]
     inputs += [] if conv_bias is None else [conv_bias]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..front.fused_edges import FusedEdges
-from ..head_sizes import HeadSizes
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
@@ -29,10 +28,11 @@ from ..kernels.tiles import (
     within_reach,
     within_shared_memory,
 )
-from .front import GDNParameterGrads
 from .front_backward_kernels import prepare_backward_kernel
 from .front_forward_kernels import prepare_forward_kernel
+from .front_torch import GDNParameterGrads
 from .rule.base import RuleInputs
+from .sizes import HeadSizes
 
 
 def prepare_forward(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..head_sizes import HeadSizes
 from ..parts import GatedNorm, Parts
 from ..readout.base import Apart
-from ..readout.per_head import per_head
+from ..readout.choose import per_head
 from ..rules.base import Rule
 from .front import GDNFront
+from .sizes import HeadSizes
 
 
 def gdn_parts(
@@ -37,7 +37,7 @@ def gdn_parts(
             the kernels.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
-        rule: from :func:`.delta_rule.resolve.resolve_rule`.
+        rule: from :func:`.rule.resolve.resolve_rule`.
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..head_sizes import HeadSizes
 from ..kernels.tiles import block_dim
+from .sizes import HeadSizes
 from .step_kernels import prepare_step_kernel, state_step_kernel
 
 _BLOCK_V = 32  # columns of a state for one program: enough programs for a batch of one

@@ -12,37 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..front.conv_step import conv_head_step
 from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
-
-
-@triton.jit
-def conv_head(
-    proj_ptr, weight_ptr, bias_ptr, history_ptr, out_ptr, column, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):  # fmt: skip
-    """One head of one row; ``history_ptr`` is at the slot, ``[C, W - 1]`` oldest first."""
-    d_D = tl.arange(0, BLOCK_D)
-    real_D = d_D < D
-    x_raw = tl.load(proj_ptr + column + d_D, mask=real_D, other=0.0)
-    x_D = x_raw.to(tl.float32)
-    taps_ptr = weight_ptr + (column + d_D) * W
-    past_ptr = history_ptr + (column + d_D) * (W - 1)
-    pre_D = x_D * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(tl.float32)
-    for tap in tl.static_range(W - 1):
-        past_raw = tl.load(past_ptr + tap, mask=real_D, other=0.0)
-        tap_D = tl.load(taps_ptr + tap, mask=real_D, other=0.0).to(tl.float32)
-        pre_D += past_raw.to(tl.float32) * tap_D
-        if tap > 0:
-            tl.store(past_ptr + tap - 1, past_raw, mask=real_D)
-    tl.store(past_ptr + W - 2, x_raw, mask=real_D)
-    if HAS_BIAS:
-        pre_D += tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
-    act_D = pre_D * sigmoid(pre_D)
-    if NORMALISE:
-        act_D = tl.where(real_D, act_D, 0.0)
-        act_D = act_D * tl.rsqrt(tl.sum(act_D * act_D, axis=0) + eps)
-    tl.store(out_ptr + d_D, act_D.to(out_ptr.dtype.element_ty), mask=real_D)
 
 
 @triton.jit
@@ -58,18 +29,18 @@ def prepare_step_kernel(
     proj_ptr += n * stride_n
     history_ptr += tl.load(slot_ptr + n).to(tl.int64) * ((2 * G * K + H * V) * (W - 1))
     if head < G:
-        conv_head(
+        conv_head_step(
             proj_ptr, weight_ptr, bias_ptr, history_ptr, q_ptr + (n * G + head) * K, head * K, eps,
             K, BLOCK_K, W, HAS_BIAS, NORMALISE,
         )  # fmt: skip
     elif head < 2 * G:
-        conv_head(
+        conv_head_step(
             proj_ptr, weight_ptr, bias_ptr, history_ptr, k_ptr + (n * G + head - G) * K, head * K,
             eps, K, BLOCK_K, W, HAS_BIAS, NORMALISE,
         )  # fmt: skip
     elif head < 2 * G + H:
         h = head - 2 * G
-        conv_head(
+        conv_head_step(
             proj_ptr, weight_ptr, bias_ptr, history_ptr, v_ptr + (n * H + h) * V,
             2 * G * K + h * V, eps, V, BLOCK_V, W, HAS_BIAS, False,
         )  # fmt: skip

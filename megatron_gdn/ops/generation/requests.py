@@ -39,7 +39,7 @@ class Request:
 
 
 class RequestPool:
-    """M slots with a :class:`..ops.generation.carry.Carry` for every recurrent layer.
+    """M slots with a :class:`.carry.Carry` for every recurrent layer.
 
     Args:
         shapes: what each layer carries, by a key of the caller's choice (Megatron's layer number),
@@ -183,7 +183,7 @@ class RequestPool:
         """Store the requests' carries after ``tokens`` more tokens each, in one layer.
 
         Args:
-            after: the carries after each of the tokens, as :func:`..ops.generation.step.decode`
+            after: the carries after each of the tokens, as :func:`.step.decode`
                 gives them; they are kept until the next write, so that :meth:`roll_back` can return
                 to any of them.
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..front.history import ContinuedFront, HistoryTable
+from ..front.edges import HistoryTable
+from ..front.history import ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens

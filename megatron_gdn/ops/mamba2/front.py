@@ -10,27 +10,24 @@ Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from ..conv import convolve_rows
 from ..documents import Documents
 from ..elementwise import softplus
 from ..front.base import Front, FrontAround, Parameters
 from ..gates import largest_A_log, least_log_decay
-from ..gdn.front_torch import convolve_rows
 from ..layout import Layout
 from ..state_maps.state_map import StateShape
-from .rule.base import SSDInputs
+from .rule.base import UNLIMITED, SSDInputs
 from .rule.step import RecurrentSSD
 
 if TYPE_CHECKING:
-    from ..front.history import Edges
-
-UNLIMITED = (0.0, math.inf)
+    from ..front.edges import Edges
 
 
 def time_steps(
@@ -60,7 +57,7 @@ def time_steps(
 
 @dataclass(frozen=True, eq=False)
 class Mamba2Front:
-    """A :class:`~.base.Front` of projection rows z | x | B | C | dt.
+    """A :class:`~..front.base.Front` of projection rows z | x | B | C | dt.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
     ``[H]``, D ``[H]`` or ``[H V]``. The rule gets D for every token, as a view of the parameter.
@@ -68,7 +65,7 @@ class Mamba2Front:
     Attributes:
         layout: the columns of a projection row.
         dt_limit: least and greatest time step.
-        triton: convolve with the kernels of :mod:`.mamba2_conv`, not in plain torch.
+        triton: convolve with the kernels of :mod:`.front_triton`, not in plain torch.
         batch_invariant: the bits of a packed document do not depend on where it lies.
     """
 

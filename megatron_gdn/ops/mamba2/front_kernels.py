@@ -1,6 +1,6 @@
 """Triton kernels of Mamba2's convolution: conv + SiLU of x, B and C, in one launch each way.
 
-The walks along the sequence are those of the delta rule's front.
+The walks along the sequence are those of every front.
 
 Legend: S seq, B batch, H heads, G groups, V head dim, K state dim, W taps.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gdn.front_backward_kernels import _conv_head_backward
-from ..gdn.front_forward_kernels import _conv_head
+from ..front.conv_backward import conv_head_backward
+from ..front.conv_forward import conv_head
 
 
 @triton.jit(do_not_specialize=["S", "steps", "first_slot"])
@@ -31,7 +31,7 @@ def conv_forward_kernel(
     b = tl.cast(tl.program_id(2), tl.int64)
     rows_ptr += b * stride_b
     if slot < H:
-        _conv_head(
+        conv_head(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, x_ptr + b * S * (H * V) + slot * V,
             slot * V, start, S, steps, stride_s, H * V, 0.0,
             V, ROWS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, ONE_PATH, False,
@@ -39,7 +39,7 @@ def conv_forward_kernel(
     else:
         group = slot - H
         out_ptr = B_ptr + group * K if group < G else C_ptr + (group - G) * K
-        _conv_head(
+        conv_head(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
             H * V + group * K, start, S, steps, stride_s, G * K, 0.0,
             K, ROWS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, ONE_PATH, False,
@@ -69,7 +69,7 @@ def conv_backward_kernel(
     PARTIAL: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
     partial_ptr += (b * tl.num_programs(1) + tile) * PARTIAL
     if slot < H:
-        _conv_head_backward(
+        conv_head_backward(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, dx_ptr + b * S * (H * V) + slot * V,
             d_rows_ptr, partial_ptr, slot * V, start, S, steps, stride_s, d_stride_s, H * V,
             1.0, 0.0,
@@ -78,7 +78,7 @@ def conv_backward_kernel(
     else:
         group = slot - H
         grad_ptr = dB_ptr + group * K if group < G else dC_ptr + (group - G) * K
-        _conv_head_backward(
+        conv_head_backward(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr + b * S * (G * K),
             d_rows_ptr, partial_ptr, H * V + group * K, start, S, steps, stride_s, d_stride_s,
             G * K, 1.0, 0.0,

@@ -9,13 +9,15 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ..gdn.front import why_not_triton
+from ..kernels.obstacles import why_not_triton
 from ..layout import Layout
 from ..parts import GatedNorm, Parts
 from ..readout.base import Apart
-from ..readout.grouped import GateOnly, grouped
+from ..readout.choose import grouped
+from ..readout.grouped import GateOnly
 from ..rules.base import Rule
-from .front import UNLIMITED, Mamba2Front
+from .front import Mamba2Front
+from .rule.base import UNLIMITED
 
 
 def mamba2_parts(
@@ -40,7 +42,7 @@ def mamba2_parts(
         A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32.
         layout: rows z | x | B | C | dt.
-        rule: from :func:`.ssd.resolve.resolve_ssd`.
+        rule: from :func:`.rule.resolve.resolve_ssd`.
         norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
             None: the gate alone.
         dt_limit: least and greatest time step.

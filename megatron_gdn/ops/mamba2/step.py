@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..kernels.tiles import block_dim
 from ..layout import Layout
-from .front import UNLIMITED
 from .front_triton import sizes_of
+from .rule.base import UNLIMITED
 from .step_kernels import mamba2_state_step_kernel, prepare_mamba2_step_kernel
 
 _BLOCK_V = 32  # columns of a state for one program: enough programs for a batch of one

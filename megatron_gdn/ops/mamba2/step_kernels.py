@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gdn.step_kernels import conv_head
+from ..front.conv_step import conv_head_step
 from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, softplus
 
 
@@ -30,17 +30,17 @@ def prepare_mamba2_step_kernel(
     rows_ptr += n * stride_n
     history_ptr += tl.load(slot_ptr + n).to(tl.int64) * ((H * V + 2 * G * K) * (W - 1))
     if head < H:
-        conv_head(
+        conv_head_step(
             rows_ptr, weight_ptr, bias_ptr, history_ptr, x_ptr + (n * H + head) * V, head * V,
             0.0, V, BLOCK_V, W, HAS_BIAS, False,
         )  # fmt: skip
     elif head < H + G:
-        conv_head(
+        conv_head_step(
             rows_ptr, weight_ptr, bias_ptr, history_ptr, B_ptr + (n * G + head - H) * K,
             H * V + (head - H) * K, 0.0, K, BLOCK_K, W, HAS_BIAS, False,
         )  # fmt: skip
     elif head < H + 2 * G:
-        conv_head(
+        conv_head_step(
             rows_ptr, weight_ptr, bias_ptr, history_ptr, C_ptr + (n * G + head - H - G) * K,
             H * V + (head - H) * K, 0.0, K, BLOCK_K, W, HAS_BIAS, False,
         )  # fmt: skip

@@ -93,7 +93,7 @@ class RuleBackward(Protocol):
 
 
 class ScalableBackward(RuleBackward, Protocol):
-    """A backward whose d_o may be scaled between its calls, see :mod:`.delta_rule.half`."""
+    """A backward whose d_o may be scaled between its calls, see :mod:`..gdn.rule.half`."""
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""

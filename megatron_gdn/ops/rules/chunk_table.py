@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..host_tables import cached_by_stream, to_device
 
+CHUNK = 64  # tokens
 # Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the GPU, and to keep
 # the host ahead of it. Not a power of two: documents in a buffer of, say, 2^15 tokens have a few
 # chunks more than a power of two, and would need one more group that is almost empty.

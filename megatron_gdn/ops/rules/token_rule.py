@@ -16,7 +16,7 @@ from .base import RuleOutput, Saved
 
 
 class TokenRule:
-    """The definition of a recurrence, one token after the other, as a :class:`.rule.Rule`.
+    """The definition of a recurrence, one token after the other, as a :class:`.base.Rule`.
 
     A token's bits depend only on its inputs and on the state before it, not on how many tokens a
     call has. The rule has no backward and no state maps.

@@ -11,7 +11,7 @@ import torch
 from megatron_gdn.ops.gdn.rule import repeatable, resolve
 from megatron_gdn.ops.gdn.rule.repeatable import Repeatable
 from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.once import say_once
 from megatron_gdn.ops.rules.obstacles import why_not_flash_qla
 from tests.gdn_mixer import gated_delta_mixer

@@ -12,7 +12,7 @@ import torch
 
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from tests.ops.test_gpu_mixer import errors
 
 from .states import (

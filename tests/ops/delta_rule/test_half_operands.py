@@ -18,7 +18,7 @@ from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.half_torch import power_exponent
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.norm import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.per_head import PerHead

@@ -3,7 +3,7 @@
 tilelang compiles a kernel at its first call. That takes minutes on one core, in every process. Here
 the first process that misses a kernel takes a lock beside tilelang's cache and starts
 ``python -m megatron_gdn.warm_up``, which compiles all kernels for its heads in parallel processes.
-Every process goes on as soon as the cache has the kernel that it wants (:mod:`..build_lock`).
+Every process goes on as soon as the cache has the kernel that it wants (:mod:`...build_lock`).
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from ...documents import Documents
 from ...layout import Layout
 from ...rules.base import RuleOutput, Saved
 from ...rules.obstacles import why_not_heads
+from ...rules.rows import in_one_row, in_rows
 from ...state_maps.fold import compose, initial_gradients, leaving_gradients
 from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
-from ..rule.base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
+from ..rule.base import RuleGrads, RuleInputs, inputs_in_one_row
 from . import states as flash_qla_states
 from .builds import Heads, expect
 from .early import compile_early

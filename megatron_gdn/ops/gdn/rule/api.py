@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...documents import Documents
 from ...first_derivative import first_derivative_only
-from ...head_sizes import HeadSizes
 from ...norm import l2norm
 from ...rules.base import Rule, Saved
 from ...uncompiled import uncompiled
+from ..sizes import HeadSizes
 from .base import RuleGrads, RuleInputs
 from .checks import check_rule_inputs
 from .chunk import torch_chunk_gated_delta_rule

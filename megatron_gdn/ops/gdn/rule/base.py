@@ -5,10 +5,11 @@ Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+
+from ...rules.rows import in_one_row
 
 
 class RuleInputs(NamedTuple):
@@ -37,17 +38,5 @@ class RuleGrads(NamedTuple):
     factor: Tensor | None = None  # [H] fp32
 
 
-def in_one_row(x: Any) -> Any:
-    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; None stays."""
-    if x is None or x.shape[0] == 1:
-        return x
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
-
-
 def inputs_in_one_row(inputs: RuleInputs) -> RuleInputs:
     return inputs if inputs.k.shape[0] == 1 else RuleInputs(*map(in_one_row, inputs))
-
-
-def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """The reverse of :func:`in_one_row`, to ``rows`` = ``[B, S]``."""
-    return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...documents import Documents, require_one_row
-from ...head_sizes import require_even_groups
+from ..sizes import require_even_groups
 
 
 def check_rule_inputs(

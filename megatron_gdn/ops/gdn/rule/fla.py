@@ -1,8 +1,8 @@
 """fla's Triton kernels as a rule, through the functions beneath its autograd class.
 
 Direct calls skip fla's own saved tensors and its copies of strided inputs, and let the mixer call
-the backward. The functions are those of fla 0.6; :mod:`.obstacles` checks that before this rule is
-chosen.
+the backward. The functions are those of fla 0.6; :mod:`...rules.obstacles` checks that before this
+rule is chosen.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from ...documents import Documents
 from ...host_tables import cached_by_stream
 from ...rules.base import RuleOutput, Saved
 from ...rules.fla_functions import stages
+from ...rules.rows import in_one_row, in_rows
 from ...state_maps.fold import compose
 from ...state_maps.parts import CHUNK, Parts, parts_by_length
 from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
-from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
+from .base import RuleGrads, RuleInputs, inputs_in_one_row
 
 
 def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ...documents import Documents
 from ...rules.base import RuleOutput, Saved
+from ...rules.chunk_table import CHUNK
+from ...rules.rows import in_one_row, in_rows
 from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
-from .base import RuleGrads, RuleInputs, in_one_row, in_rows, inputs_in_one_row
+from .base import RuleGrads, RuleInputs, inputs_in_one_row
 from .chunk import ChunkedRule
-
-CHUNK = 64
 
 
 class PlainRule:

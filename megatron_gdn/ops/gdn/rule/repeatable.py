@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...head_sizes import HeadSizes
 from ...rules.obstacles import installed_version
+from ..sizes import HeadSizes
 
 
 class Repeatable(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from ...head_sizes import HeadSizes
+from ...aligned import AlignedRule
 from ...once import say_once
 from ...rules.base import Rule
+from ...rules.choice import IN_STEPS, Choice, why_not_aligned
 from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla, why_not_flash_qla, why_not_heads
+from ..sizes import HeadSizes
 from .base import RuleGrads, RuleInputs
 from .half import HalfOperands
 from .plain import PlainRule
@@ -19,11 +19,6 @@ __all__ = ["RULES", "Choice", "Rule", "RuleGrads", "RuleInputs", "resolve_rule"]
 
 RULES = ("flash_qla", "fla", "reference")
 OPERANDS = ("fp16", "bf16")
-
-
-class Choice(NamedTuple):
-    rule: Rule
-    reason: str
 
 
 def _make(name: str, deterministic: bool = False) -> Rule:
@@ -159,20 +154,6 @@ def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadS
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")
 
 
-IN_STEPS = "batch_invariant_mode; in steps of 64 tokens, slower"
-
-
-def why_not_aligned(backend: str) -> str | None:
-    """Why with this backend the tokens of one call change each other's bits; None if not."""
-    if backend in ("auto", "reference"):
-        return None
-    return (
-        f"backend={backend!r} and config.batch_invariant_mode: which tokens come in one "
-        f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch in "
-        f"steps of 64 tokens, slower), or leave the mode off."
-    )
-
-
 def choose_rule(
     backend: str,
     sizes: HeadSizes,
@@ -196,9 +177,7 @@ def choose_rule(
         why = why_not_aligned(backend)
         if why is not None:
             raise ValueError(why)
-        from ...aligned import AlignedRule
-
-        return Choice(AlignedRule(), IN_STEPS)
+        return Choice(AlignedRule(PlainRule()), IN_STEPS)
     return resolve_rule(
         backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
         operands=operands, normalise_qk=normalise_qk,

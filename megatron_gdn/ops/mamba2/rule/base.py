@@ -9,12 +9,15 @@ Legend: B batch, S seq, G groups, H heads, R = H / G, K state dim, V head dim.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...documents import Documents
+
+UNLIMITED = (0.0, math.inf)
 
 
 class SSDInputs(NamedTuple):

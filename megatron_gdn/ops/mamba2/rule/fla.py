@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ...documents import Documents
-from ...gdn.rule.base import in_one_row, in_rows
 from ...rules.base import RuleOutput, Saved
 from ...rules.fla_functions import checked_module, why_not_called_so
 from ...rules.obstacles import fla_needs_tilelang
+from ...rules.rows import in_one_row, in_rows
 from ...state_maps.state_map import StateMap
 from .base import SSDInputs
 
@@ -66,7 +66,7 @@ def stages() -> ModuleType:
 
 
 class FlaSSD:
-    """A :class:`~..rule.Rule` over :class:`SSDInputs`."""
+    """A :class:`~...rules.base.Rule` over :class:`SSDInputs`."""
 
     name = "fla"
     batch_invariant = False

@@ -1,6 +1,6 @@
 """The SSD recurrence in plain torch: any device, dtype and size; repeatable bit for bit.
 
-Every product has a fixed shape on a GPU (see :class:`..delta_rule.chunk_table.ChunkTable`), so the
+Every product has a fixed shape on a GPU (see :class:`...rules.chunk_table.ChunkTable`), so the
 bits of a sequence do not depend on the others of its batch. The backward computes the forward again
 under autograd, one group of chunks at a time. So the T x T matrices of the chunks (T tokens each)
 are kept for one group, not for a whole sequence.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...documents import Documents
 from ...fp32_matmul import full_fp32_matmul
 from ...rules.base import RuleOutput, Saved
-from ...rules.chunk_table import ChunkTable
+from ...rules.chunk_table import CHUNK, ChunkTable
 from ...state_maps.state_map import StateMap
 from .base import SSDInputs, decays_of_sequences, sequence_lengths, wide_dtype
 from .chunked import (
@@ -27,12 +27,11 @@ from .chunked import (
     states_of_group,
 )
 
-CHUNK = 64
 _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
 class PlainSSD:
-    """A :class:`~..rule.Rule` over :class:`SSDInputs`."""
+    """A :class:`~...rules.base.Rule` over :class:`SSDInputs`."""
 
     name = "reference"
     batch_invariant = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...aligned import AlignedRule
-from ...gdn.rule.resolve import IN_STEPS, Choice, why_not_aligned
 from ...once import say_once
+from ...rules.choice import IN_STEPS, Choice, why_not_aligned
 from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
 from ...state_maps.state_map import StateShape
 from .plain import PlainSSD

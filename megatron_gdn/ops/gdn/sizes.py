@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .layout import Layout, Section
-from .size_error import SizeError
-from .state_maps.state_map import StateShape
+from ..layout import Layout, Section
+from ..size_error import SizeError
+from ..state_maps.state_map import StateShape
 
 
 class HeadSizes(NamedTuple):
