@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from lib.layers import DEVICE, our_layer, start_megatron, thd, upstream_layer  # noqa: E402
 from lib.measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
 
-from megatron_gdn.ops.head_sizes import HeadSizes  # noqa: E402
+from megatron_gdn.ops.gdn.sizes import HeadSizes  # noqa: E402
 from megatron_gdn.testing import (
     check_batch_invariance,
     check_repeats,

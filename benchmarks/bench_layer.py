@@ -19,8 +19,8 @@ from lib.layers import CASES, GATES, LINEARS, OPTIONS, Case, forwards, start_meg
 from lib.measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 from lib.rules import begin_backward
 
-from megatron_gdn.ops.delta_rule.resolve import RuleInputs
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 

@@ -24,8 +24,8 @@ from torch import nn
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rule import Saved
-from megatron_gdn.ops.ssd.base import SSDInputs
+from megatron_gdn.ops.mamba2.rule.base import SSDInputs
+from megatron_gdn.ops.rules.base import Saved
 
 CASES = {
     case.name: case for case in (Case("1x8192", 1, 8192), Case("thd8192", 1, 8192, documents=16))

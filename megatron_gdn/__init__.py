@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "checkpoint": ("_split_tensor_factory",),
+    "mixers.checkpoint": ("_split_tensor_factory",),
     "context_parallel": (
         "SequenceLayout", "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp",
     ),
-    "dims": ("GDNDims",),
-    "graphs": ("set_documents", "static_packed_seq_params"),
-    "layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
-    "mamba2": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
+    "mixers.gdn.sizes": ("GDNDims",),
+    "mixers.graphs": ("set_documents", "static_packed_seq_params"),
+    "mixers.gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
+    "mixers.mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (
         "Documents", "Layout", "causal_conv1d", "gated_delta_rule", "l2norm",
         "torch_chunk_gated_delta_rule",
     ),
-    "padding": ("pack_rows", "seqlens_of_mask", "unpack_rows", "unpad_data"),
+    "mixers.padding": ("pack_rows", "seqlens_of_mask", "unpack_rows", "unpad_data"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_gdn.loader_layout import AUTO
-from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.loader_layout import AUTO
 
 from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, resolve_modules

@@ -25,9 +25,9 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_gdn.loader_layout import AUTO
-from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.ops.ssd.resolve import RULES
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.loader_layout import AUTO
+from megatron_gdn.ops.mamba2.rule.resolve import RULES
 
 from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, mamba2_spec, resolve_modules

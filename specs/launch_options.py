@@ -16,8 +16,8 @@ import re
 from functools import cache
 from typing import Any
 
-from megatron_gdn.layer import GatedDeltaNet
-from megatron_gdn.observe import log_once
+from megatron_gdn.compat.observe import log_once
+from megatron_gdn.mixers.gdn.layer import GatedDeltaNet
 
 VARIABLE = "MEGATRON_GDN_OPTIONS"
 # What Megatron passes itself; every other keyword of the constructor is an option.

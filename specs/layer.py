@@ -6,9 +6,9 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron_gdn.mixers.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
 
 MODULES = ("auto", "local", "te")
 

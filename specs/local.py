@@ -14,10 +14,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_gdn.loader_layout import AUTO
-from megatron_gdn.local_attention import TorchAttention
-from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.local_self_attention import TorchSelfAttention
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.attention.attention import TorchAttention
+from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.loader_layout import AUTO
 
 # Megatron builds it as it is, though its annotations ask for a class.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)

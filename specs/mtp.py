@@ -23,9 +23,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.loader_layout import AUTO, FollowsLoader, LoaderLayout
-from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 
 
 class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):

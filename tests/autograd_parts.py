@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.base import Parameters
 from megatron_gdn.ops.layout import Layout
-from megatron_gdn.ops.rule import RuleOutput, Saved
+from megatron_gdn.ops.rules.base import RuleOutput, Saved
 from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
@@ -89,7 +89,7 @@ class AutogradFront:
 
 
 class AutogradRule:
-    """A ``Rule`` (``megatron_gdn/ops/rule.py``) whose recurrence decays rows of a state by factors.
+    """A ``Rule`` of ``megatron_gdn.ops.rules.base`` whose recurrence decays a state by factors.
 
     Args:
         name: as errors call it.

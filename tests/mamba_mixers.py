@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
-from megatron_gdn.init import take_share
+from megatron_gdn.mixers.init import take_share
 from tests.ops.ssd.oracle import SSDInputs, token_by_token
 from tests.parallel import group_of_one, make_config
 

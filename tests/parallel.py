@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn import GatedDeltaNet, GDNDims, Layout
-from megatron_gdn.init import take_share
+from megatron_gdn.mixers.init import take_share
 
 SIZES = {
     "hidden_size": 24,

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
-from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.ops.front.gdn_torch import convolve_rows
+from megatron_gdn.mixers.base import RecurrentMixer
+from megatron_gdn.mixers.gdn.out_norm import norm_of
+from megatron_gdn.mixers.tensor_parallel import mark_sharded
+from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
 from megatron_gdn.ops.readout.per_head import PerHead
 from megatron_gdn.ops.state_maps.state_map import StateShape
-from megatron_gdn.out_norm import norm_of
-from megatron_gdn.recurrent_mixer import RecurrentMixer
-from megatron_gdn.tensor_parallel import mark_sharded
 from tests.autograd_parts import AutogradFront, AutogradRule
 
 G, H, K, V, TAPS, HIDDEN = 2, 4, 3, 5, 3, 24

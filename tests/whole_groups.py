@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from megatron_gdn.ops.delta_rule import chunk_table
+from megatron_gdn.ops.rules import chunk_table
 
 
 @contextmanager

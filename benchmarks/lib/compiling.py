@@ -18,9 +18,9 @@ import triton
 import triton.compiler.compiler
 from triton.runtime.jit import JITFunction
 
-from megatron_gdn.mamba2_dims import Mamba2Dims
-from megatron_gdn.ops.front import mamba2_conv
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.mamba2 import front_triton as mamba2_conv
 from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
 from megatron_gdn.warm_up.hopper import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron_gdn.ops.delta_rule.flash_qla_plan import stages
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.flash_qla.plan import stages
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 LINEARS = ("local", "te")
 GATES = ("fast", "slow")
@@ -155,7 +155,7 @@ def our_layer(
 ) -> nn.Module:
     """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same linears."""
     from megatron_gdn import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron_gdn.local_norm import TorchRMSNorm
+    from megatron_gdn.compat.torch_norm import TorchRMSNorm
 
     submodules = _submodules(GatedDeltaNetSubmodules, linears)
     if linears == "local":

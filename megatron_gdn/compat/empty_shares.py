@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..observe import log_once
+from .observe import log_once
 
 
 def with_empty_shares(sharded: Callable) -> Callable:

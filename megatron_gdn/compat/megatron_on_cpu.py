@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from ..local_norm import TorchRMSNorm
+from .torch_norm import TorchRMSNorm
 
 _CPU = torch.device("cpu")
 _installed = False

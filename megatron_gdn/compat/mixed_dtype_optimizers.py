@@ -90,7 +90,7 @@ def restore_mixed_dtype_optimizers() -> None:
 def _log_once(message: str) -> None:
     from megatron.core import __version__
 
-    from ..observe import log_once
+    from .observe import log_once
 
     log_once(f"megatron-core {__version__}: {message}")
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..observe import log_once
+from .observe import log_once
 
 
 def with_padded_buckets(sharded: Callable) -> Callable:

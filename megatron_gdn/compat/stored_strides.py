@@ -3,7 +3,7 @@
 torch 2.15 stores the strides of every tensor among its properties. Megatron hands all properties to
 ``torch.empty``, which has no such argument, so listing the tensors raises a ``TypeError``.
 Megatron lists them for every ``load`` that checks keys (``strict`` other than its default), and the
-layer for :func:`.fp32_masters.load_fp32_masters`.
+layer for :func:`megatron_gdn.fp32_masters.load_fp32_masters`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,10 @@ def map_exchanges(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> dict[str, MapExchange]:
-    """The exchanges of :mod:`.map_exchange` that may be used; arguments as in :func:`price`."""
+    """The exchanges of :mod:`.chunkwise.map_exchange` that may be used.
+
+    Arguments as in :func:`price`.
+    """
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2

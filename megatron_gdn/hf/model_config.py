@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ..dims import GDNDims
+from ..mixers.gdn.sizes import GDNDims
 from .fp32_contract import GDN_FP32_CHECKPOINT_ARCHITECTURES
 from .gdn_layer import Storage
 

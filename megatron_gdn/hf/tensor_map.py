@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..init import take_share
+from ..mixers.init import take_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ These need torch alone. ``context`` (a Megatron context over a pool of requests)
 (:func:`.layer.pool_for` a model) need Megatron.
 """
 
-from ..ops.gdn import gdn_parts as gdn_rows
+from ..mixers.generation.static import MOST_DECODED, roll_back
+from ..ops.gdn.parts import gdn_parts as gdn_rows
 from ..ops.generation.carry import Carry, CarryShape, choose
+from ..ops.generation.requests import Request, RequestPool
 from ..ops.generation.step import decode, prefill
-from ..ops.mamba2 import mamba2_parts as mamba2_rows
+from ..ops.mamba2.parts import mamba2_parts as mamba2_rows
 from ..ops.parts import Parts as RowMixer
-from .requests import Request, RequestPool
-from .static import MOST_DECODED, roll_back
 
 __all__ = [
     "MOST_DECODED",

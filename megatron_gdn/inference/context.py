@@ -8,7 +8,7 @@ from typing import NoReturn
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
-from .requests import Request, RequestPool
+from ..ops.generation.requests import Request, RequestPool
 
 
 class _NoKeys(dict):

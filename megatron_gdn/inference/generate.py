@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..local_self_attention import TorchSelfAttention
+from ..mixers.attention.self_attention import TorchSelfAttention
 
 _SEQUENCE_PARALLEL = (
     "sequence_parallel",

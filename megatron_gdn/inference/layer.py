@@ -6,13 +6,13 @@ from collections.abc import Hashable
 
 import torch
 
+from ..mixers.generation.mixer import GeneratingMixer
 from ..ops.generation.carry import CarryShape
-from .generating import GeneratingMixer
-from .requests import RequestPool
+from ..ops.generation.requests import RequestPool
 
 
 def pool_for(model: torch.nn.Module, slots: int, device: torch.device | None = None) -> RequestPool:
-    """A :class:`.requests.RequestPool` for all recurrent layers of ``model`` on this rank.
+    """The slots of requests for all recurrent layers of ``model`` on this rank.
 
     Args:
         slots: the most requests at a time.

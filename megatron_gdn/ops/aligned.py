@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .delta_rule.base import in_one_row, in_rows
-from .delta_rule.plain import CHUNK, PlainRule
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
 from .readout.base import Readout
-from .rule import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
+from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
+from .rules.chunk_table import CHUNK
+from .rules.rows import in_one_row, in_rows
 from .state_maps.state_map import StateMap
 
 STEP = CHUNK
@@ -123,15 +123,15 @@ class AlignedRule:
     """A plain rule that runs in steps. Its backward and its state maps are the plain rule's.
 
     Args:
-        plain: a rule in plain torch with chunks of 64 tokens; None is the gated delta rule.
+        plain: a rule in plain torch with chunks of 64 tokens.
     """
 
     in_steps = True
     batch_invariant = True
     operand_dtype = None
 
-    def __init__(self, plain: Rule | None = None) -> None:
-        self.plain: Rule = PlainRule() if plain is None else plain
+    def __init__(self, plain: Rule) -> None:
+        self.plain = plain
         self.name, self.reads_again = self.plain.name, self.plain.reads_again
 
     def why_not_heads(self, heads: int) -> str | None:

@@ -183,3 +183,11 @@ def causal_conv1d(
         y = y.index_select(1, tokens)
     final_state = _last_inputs(source, boundaries, taps) if output_final_state else None
     return y, final_state
+
+
+def convolve_rows(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents) -> Tensor:
+    """conv + SiLU; documents, if any, have the same boundaries in every row."""
+    if documents is None:
+        return causal_conv1d(x_BSC, weight_CW, bias_C)[0]
+    rows = [causal_conv1d(x, weight_CW, bias_C, cu_seqlens=documents)[0] for x in x_BSC.split(1)]
+    return torch.cat(rows)

@@ -17,7 +17,7 @@ from .hand_over import HandOver
 from .neighbours import Neighbours
 from .readout.base import Readout
 from .recompute import RefilledOutput
-from .rule import Rule, Saved
+from .rules.base import Rule, Saved
 from .unfilled import leaves_memory_unfilled
 
 

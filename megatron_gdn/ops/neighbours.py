@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .documents import Documents
 from .front.history import HistoryLink
-from .rule import Rule, RuleBackward, RuleForward
+from .rules.base import Rule, RuleBackward, RuleForward
 
 
 class StateLink(Protocol):

@@ -11,7 +11,7 @@ from .aligned import AlignedReadout, rows_before
 from .front.base import Front, GeneratingFront
 from .generation.carry import CarryShape
 from .readout.base import Apart, Readout
-from .rule import Rule
+from .rules.base import Rule
 from .state_maps.state_map import StateShape
 
 

@@ -1,5 +1,8 @@
 """The error of sizes that do not fit."""
 
+from dataclasses import fields
+from typing import Any
+
 
 class SizeError(ValueError, AssertionError):
     """Heads, widths or lengths that cannot be shared or do not fit each other.
@@ -7,3 +10,17 @@ class SizeError(ValueError, AssertionError):
     An AssertionError too, because Megatron's mixers and Automodel's assert such sizes: a caller who
     catches theirs catches this.
     """
+
+
+def require_sizes(dims: Any) -> None:
+    """Refuse a dataclass of sizes with a field that is not an integer of at least 1.
+
+    Raises:
+        ValueError: says which field and what it holds.
+    """
+    for field in fields(dims):
+        size = getattr(dims, field.name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"{field.name}={size!r} is not a size; it must be an integer of at least 1."
+            )

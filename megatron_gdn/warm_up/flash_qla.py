@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from ..ops.delta_rule.base import RuleInputs
-from ..ops.delta_rule.flash_qla import FlashQlaRule
-from ..ops.delta_rule.flash_qla_builds import PARTS, Heads, lock_path
-from ..ops.delta_rule.flash_qla_cache import CacheEntry
-from ..ops.delta_rule.flash_qla_plan import stages
-from ..ops.delta_rule.obstacles import why_not_heads
 from ..ops.documents import Documents
-from ..ops.head_sizes import HeadSizes
+from ..ops.gdn.flash_qla.builds import PARTS, Heads, lock_path
+from ..ops.gdn.flash_qla.cache import CacheEntry
+from ..ops.gdn.flash_qla.plan import stages
+from ..ops.gdn.flash_qla.rule import FlashQlaRule
+from ..ops.gdn.rule.base import RuleInputs
+from ..ops.gdn.sizes import HeadSizes
+from ..ops.rules.obstacles import why_not_heads
 from .hopper import (
     ARCH,
     MULTIPROCESSORS,

@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from ..ops.delta_rule import half_kernels
-from ..ops.delta_rule.base import RuleGrads, RuleInputs
-from ..ops.delta_rule.half import LARGEST_D_FINAL, LARGEST_D_O
 from ..ops.documents import Documents
-from ..ops.front import gdn as prepare
-from ..ops.front.history import EdgeInputs, HistoryTable
-from ..ops.head_sizes import HeadSizes
+from ..ops.front.edges import EdgeInputs, HistoryTable
+from ..ops.gdn import front_triton as prepare
+from ..ops.gdn.rule import half_kernels
+from ..ops.gdn.rule.base import RuleGrads, RuleInputs
+from ..ops.gdn.rule.half import LARGEST_D_FINAL, LARGEST_D_O
+from ..ops.gdn.sizes import HeadSizes
 from ..ops.kernels.builds import watch_triton_builds
 from ..ops.readout.per_head_triton import TritonPerHead
 from ..ops.state_maps import chains, chains_kernels

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ..dims import GDNDims
+from ..mixers.gdn.sizes import GDNDims
 
 _SIZES = {
     "num_key_heads": "linear_num_key_heads",

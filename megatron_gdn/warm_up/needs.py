@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from ..dims import GDNDims
-from ..ops.head_sizes import HeadSizes
+from ..mixers.gdn.sizes import GDNDims
+from ..ops.gdn.sizes import HeadSizes
 from .arguments import PARTS
 from .model_file import Model, read_model
 from .shares import Share, shares_of
@@ -71,7 +71,7 @@ def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
     """
     import torch
 
-    from ..ops.delta_rule.flash_qla_builds import Heads
+    from ..ops.gdn.flash_qla.builds import Heads
     from .hopper import MULTIPROCESSORS
 
     torch.set_num_threads(1)  # a fork of this process would lack its threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..dims import GDNDims
+from ..mixers.gdn.sizes import GDNDims
 
 MODES = ("auto", "headwise", "chunkwise")
 

@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from megatron_gdn.init import take_share
+from megatron_gdn.mixers.init import take_share
 from tests import mamba_mixers
 from tests.distributed.bridge import adapted
 from tests.distributed.layer_laws import build_layer

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.local_attention import TorchAttention
+from megatron_gdn.mixers.attention.attention import TorchAttention
 from megatron_gdn.specs.local import local_attention_spec
 from tests.distributed.layer_laws import thd
 from tests.parallel import assert_close, group_of_one, make_config, parallel

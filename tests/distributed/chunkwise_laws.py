@@ -11,15 +11,16 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn import SequenceLayout, observe
-from megatron_gdn import layer as layer_module
+from megatron_gdn import SequenceLayout
+from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import agreement, local_indices, price
 from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
-from megatron_gdn.ops.delta_rule.half import HalfOperands
-from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.delta_rule.resolve import Choice
+from megatron_gdn.mixers.gdn import layer as layer_module
+from megatron_gdn.ops.gdn.rule.half import HalfOperands
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.rules.choice import Choice
 from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
 from tests.ops.delta_rule.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel

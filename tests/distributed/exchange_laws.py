@@ -20,7 +20,7 @@ from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
 from megatron_gdn.hf.drop_in.exchange import RowExchange
-from megatron_gdn.init import take_share
+from megatron_gdn.mixers.init import take_share
 from tests.distributed.layer_laws import parallel_equals_one_rank
 
 SECTIONS = (8, 4, 12)

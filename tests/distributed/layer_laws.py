@@ -12,8 +12,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import SequenceLayout, micro_batch
+from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices
+from megatron_gdn.mixers import micro_batch
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from megatron_gdn.grouped_norm import GroupedRMSNorm
+from megatron_gdn.mixers.mamba2.grouped_norm import GroupedRMSNorm
 from tests.distributed import mixer_laws
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import groups_of_megatron

@@ -6,8 +6,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gdn import SequenceLayout, micro_batch
+from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.mixers import micro_batch
 from tests.distributed.layer_laws import build_layer, by_way_of, randomise_, thd
 from tests.parallel import group_of_one, make_config, parallel
 

@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.context_parallel import SequenceLayout, local_indices
-from megatron_gdn.local_self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.bridge import eval_cp_context
 from tests.distributed.layer_laws import thd

@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.agreement import SWITCH
-from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.packing import static_documents_of
+from megatron_gdn.mixers.packing import static_documents_of
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.host_reads import no_host_reads

@@ -18,5 +18,5 @@ MOST = {
 def test_a_steady_forward_calls_few_functions(pools, cp, mode, packed):
     for calls, entries in pools(cp).run(laws.steady_way, cp, mode, packed):
         assert calls <= MOST[cp, mode, packed], entries
-        checks = {"forward_arguments.py"} | (set() if packed else {"packing.py"})
+        checks = {"arguments.py"} | (set() if packed else {"packing.py"})
         assert not checks & {name.split(":")[0] for name in entries}, "nothing to look at was given"

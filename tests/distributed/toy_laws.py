@@ -6,7 +6,7 @@ from megatron.core.distributed.finalize_model_grads import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gdn.init import take_share
+from megatron_gdn.mixers.init import take_share
 from tests.distributed import mixer_laws
 from tests.distributed.layer_laws import randomise_
 from tests.parallel import group_of_one, make_config

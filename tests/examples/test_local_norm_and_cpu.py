@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from tests.parallel import make_config
 
 

@@ -19,7 +19,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
-from megatron_gdn import precision
+from megatron_gdn.mixers import precision
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.gpu.parallel_laws import DEVICE, KINDS
 from tests.parallel import make_config, parallel

@@ -179,7 +179,7 @@ def transformer_layer(cp: int = 1, **changes) -> torch.nn.Module:
         TransformerLayerSubmodules,
     )
 
-    from megatron_gdn.local_norm import TorchRMSNorm
+    from megatron_gdn.compat.torch_norm import TorchRMSNorm
     from megatron_gdn.specs import gated_delta_net_spec
 
     config = make_config(context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes)

@@ -14,7 +14,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.init import take_share
+from megatron_gdn.mixers.init import take_share
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
 from tests.distributed.model_laws import global_name

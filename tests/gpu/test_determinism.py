@@ -8,8 +8,8 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
-from megatron_gdn.ops.delta_rule.resolve import resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.testing import check_batch_invariance, check_repeats  # noqa: E402
 from tests.gdn_mixer import gated_delta_mixer

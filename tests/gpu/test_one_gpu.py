@@ -70,7 +70,7 @@ def test_transformer_engines_modules_equal_local_ones_within_bf16_error(
         TransformerLayerSubmodules,
     )
 
-    from megatron_gdn.local_norm import TorchRMSNorm
+    from megatron_gdn.compat.torch_norm import TorchRMSNorm
     from megatron_gdn.specs import gated_delta_net_spec
     from tests.distributed.layer_laws import thd
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gdn.dims import GDNDims
 from megatron_gdn.hf.gdn_layer import (
     fuse_interleaved,
     gdn_layer_from_hf,
@@ -16,6 +15,7 @@ from megatron_gdn.hf.gdn_layer import (
     unfuse_interleaved,
 )
 from megatron_gdn.hf.tensor_map import shard, unshard
+from megatron_gdn.mixers.gdn.sizes import GDNDims
 
 BF16, F32 = torch.bfloat16, torch.float32
 # What the published files hold: Qwen3.5 has two fp32 tensors a layer, the others none.

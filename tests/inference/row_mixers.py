@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.inference import RowMixer, decode, gdn_rows, mamba2_rows, prefill
-from megatron_gdn.mamba2_dims import Mamba2Dims
+from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.aligned import AlignedRule
-from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.layout import Layout
+from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.neighbours import Neighbours
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.ops.rule import Rule
-from megatron_gdn.ops.ssd.plain import PlainSSD
+from megatron_gdn.ops.rules.base import Rule
 from tests.gdn_mixer import gated_delta_mixer
 
 DT_LIMIT = (0.05, 1.5)

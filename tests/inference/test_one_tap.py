@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from tests.inference import test_aligned, test_step
 from tests.inference.row_mixers import gdn_kind, mamba2_kind
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.inference import choose, decode, prefill
-from megatron_gdn.ops.delta_rule.plain import CHUNK
+from megatron_gdn.ops.rules.chunk_table import CHUNK
 from tests.inference.row_mixers import KINDS, documents_of, run_in_parts
 
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200)

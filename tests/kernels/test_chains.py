@@ -11,8 +11,9 @@ import torch
 from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes
 from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_all as share_steps
 from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
-from megatron_gdn.ops.state_maps.chains import IDENTITY, NONE, Steps
+from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts
+from megatron_gdn.ops.state_maps.steps import NONE, Steps
 
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],

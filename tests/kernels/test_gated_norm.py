@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block
 from megatron_gdn.ops.readout.per_head import PerHead
 from megatron_gdn.ops.readout.per_head_triton import TritonPerHead

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.front.mamba2 import Mamba2Front
 from megatron_gdn.ops.layout import Layout, Section
+from megatron_gdn.ops.mamba2.front import Mamba2Front
+from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 from megatron_gdn.ops.readout.grouped import Grouped
 from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
-from megatron_gdn.ops.ssd.base import SSDInputs
 
 from .kernel_cases import assert_close
 

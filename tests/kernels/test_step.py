@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_gdn.inference import Carry, decode, gdn_rows, mamba2_rows
-from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.generation.slots import decode_slots
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.ops.ssd.plain import PlainSSD
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.test_mamba2_kernels import layout_of
 

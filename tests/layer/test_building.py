@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import layer as layer_module
+from megatron_gdn.mixers.gdn import layer as layer_module
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import make_config
 

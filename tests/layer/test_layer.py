@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn import causal_conv1d, observe, torch_chunk_gated_delta_rule
-from megatron_gdn.local_norm import TorchRMSNorm
+from megatron_gdn import causal_conv1d, torch_chunk_gated_delta_rule
+from megatron_gdn.compat import observe
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.chunkwise_laws import forget_tables
@@ -175,7 +176,7 @@ def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused
         run(lambda x: layer(x, None)[0].tanh(), x_in).square().sum().backward()
         return [x_in.grad, *(p.grad for p in layer.parameters())]
 
-    with caplog.at_level(logging.INFO, logger="megatron_gdn.observe"):
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
         plain = grads(lambda block, x: block(x))
         assert not any("recompute" in r.message for r in caplog.records)
         again = grads(lambda block, x: checkpoint(block, x, use_reentrant=False))
@@ -301,7 +302,7 @@ def test_groups_default_to_megatrons_global_ones():
 
 def test_the_chosen_backend_is_logged_once_with_its_reason(caplog):
     observe.log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="megatron_gdn.observe"):
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
         build()
         build()
     lines = [r.message for r in caplog.records if "backend" in r.message]

@@ -11,7 +11,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import GatedDeltaNet, set_documents, static_packed_seq_params
-from megatron_gdn.packing import static_documents_of
+from megatron_gdn.mixers.packing import static_documents_of
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.generation_laws import EXACT
 from tests.distributed.layer_laws import thd

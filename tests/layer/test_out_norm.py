@@ -9,9 +9,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
-from megatron_gdn import observe
-from megatron_gdn.local_norm import TorchRMSNorm
-from megatron_gdn.out_norm import is_plain_rms_norm
+from megatron_gdn.compat import observe
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.gdn.out_norm import is_plain_rms_norm
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import randomise_
 from tests.parallel import assert_close, make_config
@@ -169,7 +169,7 @@ def test_hooks_on_conv1d_that_cannot_run_are_named_once(caplog):
     observe.log_once.cache_clear()
     layer = build()
     layer.conv1d.register_forward_hook(lambda *_: None)
-    with caplog.at_level(logging.INFO, logger="megatron_gdn.observe"):
+    with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
         for _ in range(2):
             layer(torch.randn(7, 2, 24), None)
     assert len([r for r in caplog.records if "never called" in r.message]) == 1

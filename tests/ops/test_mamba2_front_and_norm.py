@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.ops.front.mamba2 import Mamba2Front, time_steps
 from megatron_gdn.ops.layout import Layout, Section
+from megatron_gdn.ops.mamba2.front import Mamba2Front, time_steps
+from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 from megatron_gdn.ops.readout.grouped import GateOnly, Grouped, grouped_rms_norm
-from megatron_gdn.ops.ssd.base import SSDInputs
 
 from .ssd.oracle import documents_of
 

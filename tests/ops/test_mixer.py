@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.ops.conv import causal_conv1d
-from megatron_gdn.ops.delta_rule.recurrent import recurrent_gated_delta_rule
-from megatron_gdn.ops.delta_rule.resolve import resolve_rule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.gates import decay_and_write_gates
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.norm import l2norm, rms_norm_gated
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from megatron_gdn.ops import Documents
-from megatron_gdn.ops.delta_rule.resolve import resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.testing import check_repeats, forward_backward, poison_free_memory
 from tests.gdn_mixer import gated_delta_mixer

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.forward_arguments import require_causal
+from megatron_gdn.mixers.arguments import require_causal
 
 
 def causal(rows, columns):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from megatron.core import utils
 
-from megatron_gdn.observe import span
+from megatron_gdn.compat.observe import span
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gdn import Documents, static_packed_seq_params
-from megatron_gdn.packing import resolve_packed_seq_params
+from megatron_gdn.mixers.packing import resolve_packed_seq_params
 
 CPU = torch.device("cpu")
 

@@ -63,8 +63,9 @@ def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, 
 def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
     from triton.runtime.jit import JITFunction
 
-    from megatron_gdn.ops.delta_rule import half_kernels
-    from megatron_gdn.ops.front import fused_edges, gdn
+    from megatron_gdn.ops.front import fused_edges
+    from megatron_gdn.ops.gdn import front_triton as gdn
+    from megatron_gdn.ops.gdn.rule import half_kernels
     from megatron_gdn.ops.kernels import reduce
     from megatron_gdn.ops.readout import per_head_triton as norm
     from megatron_gdn.ops.state_maps import chains_kernels
@@ -74,7 +75,7 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
     named = [(name, x) for module in modules for name, x in vars(module).items()]
     found = [x for name, x in named if isinstance(x, JITFunction) and name.endswith("_kernel")]
     assert {kernel.__module__.rsplit(".", 1)[1] for kernel in found} == {
-        "half_kernels", "fused_edges_kernels", "gdn_forward_kernels", "gdn_backward_kernels",
+        "half_kernels", "fused_edges_kernels", "front_forward_kernels", "front_backward_kernels",
         "per_head_kernels", "reduce", "chains_kernels",
     }  # fmt: skip
     assert all(hasattr(kernel._do_compile, "__wrapped__") for kernel in found)
@@ -90,7 +91,7 @@ def test_the_mixers_kernels_are_compiled_and_found_again(tmp_path):
 QUICK_KERNELS = """
 from megatron_gdn.warm_up.flash_qla import flash_qla_tasks
 from megatron_gdn.warm_up.tasks import run_tasks
-from megatron_gdn.ops.delta_rule.flash_qla_builds import Heads
+from megatron_gdn.ops.gdn.flash_qla.builds import Heads
 import torch
 tasks = flash_qla_tasks(Heads(2, 4, torch.float16), ("uncut",))
 quick = [task for task in tasks if "cumsum" in task.name]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_gdn.dims import GDNDims
+from megatron_gdn.mixers.gdn.sizes import GDNDims
 from megatron_gdn.warm_up.arguments import parse
 from megatron_gdn.warm_up.model_file import read_model
 from megatron_gdn.warm_up.needs import needs_of

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.front.history import HistoryTable, Transfer, ranges
+from ...ops.front.edges import HistoryTable, ranges
+from ...ops.front.history import Transfer
 from ...ops.host_tables import cached_by_stream, to_device
 from ..layouts import SequenceLayout
 from .map_exchange import exchange_rows

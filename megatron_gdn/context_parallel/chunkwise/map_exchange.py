@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.chains import NONE, Steps, follow
+from ...ops.state_maps.chains import follow
+from ...ops.state_maps.steps import NONE, Steps
 
 
 class Nodes(NamedTuple):

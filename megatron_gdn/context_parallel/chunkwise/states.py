@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...ops import Documents
 from ...ops.host_tables import cached_by_stream, to_device
-from ...ops.rule import Rule, RuleBackward, RuleForward, on_tokens
+from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
 from .map_exchange import Nodes, pack

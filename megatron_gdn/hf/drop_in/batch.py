@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ...context_parallel import SequenceLayout
+from ...mixers.padding import Take, TakeRows, read_mask
 from ...ops.host_tables import to_device
-from ...padding import Take, TakeRows, read_mask
 from .place import Place
 from .sources import Sources, document_ids
 

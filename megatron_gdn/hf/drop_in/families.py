@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 else:
     LinearAttention = TextModel = nn.Module
 
-from ...module_hooks import has_hooks
+from ...mixers.hooks import has_hooks
 
 # Class name -> the module that has it, and the text configs that describe it.
 _FAMILIES = {

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...observe import log_once
+from ...compat.observe import log_once
+from ...mixers.precision import Fp32Parameters
 from ...ops.gates import decay_and_write_gates
-from ...precision import Fp32Parameters
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .families import LinearAttention
 

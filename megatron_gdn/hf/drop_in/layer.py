@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
-from ...dims import GDNDims
-from ...loader_layout import LoaderLayout
-from ...micro_batch import MicroBatches
-from ...module_hooks import require_plain_conv, run_pre_hooks
-from ...ops.delta_rule.resolve import choose_rule
-from ...ops.gdn import gdn_parts
-from ...ops.head_sizes import HeadSizes
+from ...mixers.gdn.sizes import GDNDims
+from ...mixers.hooks import require_plain_conv, run_pre_hooks
+from ...mixers.loader_layout import LoaderLayout
+from ...mixers.micro_batch import MicroBatches
+from ...ops.gdn.parts import gdn_parts
+from ...ops.gdn.rule.resolve import choose_rule
+from ...ops.gdn.sizes import HeadSizes
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm

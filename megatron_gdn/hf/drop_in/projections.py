@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dims import GDNDims
+from ...mixers.gdn.sizes import GDNDims
 from ..gdn_layer import ba_rows, qkvz_rows
 from .families import LinearAttention
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..layout import Layout
-from ..rule import Rule
+from ..rules.base import Rule
 from ..state_maps.state_map import StateShape
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.

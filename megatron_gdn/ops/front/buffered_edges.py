@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .base import Front
-from .history import EdgeInputs, HistoryTable
+from .edges import EdgeInputs, HistoryTable
 
 
 class BufferedEdges(NamedTuple):
@@ -71,7 +71,7 @@ class BufferedEdges(NamedTuple):
 
 
 class BufferedBackward(NamedTuple):
-    """See :class:`.history.EdgesBackward`."""
+    """See :class:`.edges.EdgesBackward`."""
 
     d_history: Tensor
     grads: Any

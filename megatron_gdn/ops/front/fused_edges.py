@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
+from .edges import EdgeInputs, HistoryTable
 from .fused_edges_kernels import add_gradients_kernel, redo_backward_kernel, redo_kernel
-from .history import EdgeInputs, HistoryTable
 
 _CHANNELS = 256  # per program of the kernel that adds gradients
 
@@ -83,7 +83,7 @@ class FusedEdges(NamedTuple):
 
 
 class FusedBackward(NamedTuple):
-    """See :class:`.history.EdgesBackward`."""
+    """See :class:`.edges.EdgesBackward`."""
 
     d_history: Tensor
     grads: Any

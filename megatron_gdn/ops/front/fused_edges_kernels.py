@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
-from .gdn_backward_kernels import _walk_one_token
+from .conv_backward import walk_one_token
 from .walk import convolve, load_taps, push
 
 
@@ -161,7 +161,7 @@ def _redo_head_backward(
             grads = grads + (tl.load(at, mask=ours_1D, other=0.0),)
             # The front's backward over the piece, without history, must not count it again.
             tl.store(at, tl.zeros((1, BLOCK_D), grad_ptr.dtype.element_ty), mask=ours_1D)
-        x_1D, dpre_1D, dx_1D, history, pending = _walk_one_token(
+        x_1D, dpre_1D, dx_1D, history, pending = walk_one_token(
             x_now_1D, grads, factor, 0, bias_1D, taps, history, pending, eps, real_1D,
             W, GROUP, HAS_BIAS, False, NORMALISE, SCALED, PADDED,
         )  # fmt: skip

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..front.history import ContinuedFront, HistoryTable
+from ..front.edges import HistoryTable
+from ..front.history import ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
-from ..rule import on_tokens
+from ..rules.base import on_tokens
 from .aligned import advance
 from .carry import Carry
 

@@ -23,9 +23,9 @@ from ..build_lock import held
 logger = logging.getLogger(__name__)
 
 _MODULES = (
-    "front.gdn_forward_kernels", "front.gdn_backward_kernels", "front.fused_edges_kernels",
+    "gdn.front_forward_kernels", "gdn.front_backward_kernels", "front.fused_edges_kernels",
     "readout.per_head_kernels",
-    "delta_rule.half_kernels", "state_maps.chains_kernels", "kernels.reduce",
+    "gdn.rule.half_kernels", "state_maps.chains_kernels", "kernels.reduce",
 )  # fmt: skip
 _QUICK = 0.5  # seconds; below this nothing is logged: Triton found the kernel on disk
 

@@ -96,12 +96,3 @@ class Grouped(GateOnly):
     def _of(self, o: Tensor, gate: Tensor, gamma: Tensor | None) -> Tensor:
         assert gamma is not None
         return _normalised(super()._of(o, gate, None), gamma, self.groups, self.eps)
-
-
-def grouped(gate: slice, groups: int, eps: float, triton: bool) -> Grouped:
-    """The readout per group, in Triton or in plain torch."""
-    if not triton:
-        return Grouped(gate, groups=groups, eps=eps)
-    from .grouped_triton import TritonGrouped
-
-    return TritonGrouped(gate, groups=groups, eps=eps)

@@ -10,7 +10,6 @@ Legend: S seq, B batch, H heads with a state, V columns of a state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -36,15 +35,3 @@ class PerHead(PlainReadout):
         gate = gate.unflatten(-1, o.shape[2:]).transpose(0, 1)
         y = normed * ACTIVATIONS[self.activation](gate)
         return y.transpose(0, 1).flatten(2)
-
-
-@lru_cache(maxsize=64)
-def per_head(
-    gate: slice, eps: float, zero_centered: bool, triton: bool, activation: str = "silu"
-) -> PerHead:
-    """The readout per head, in Triton or in plain torch."""
-    if not triton:
-        return PerHead(gate, activation, eps, zero_centered)
-    from .per_head_triton import TritonPerHead
-
-    return TritonPerHead(gate, activation, eps, zero_centered)

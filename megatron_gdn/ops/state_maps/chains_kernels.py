@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
-from .chains import Steps
+from .steps import Steps
 
 _COLUMNS = 64  # of a state in one program
 _ZERO, _GIVEN, _IDENTITY = range(3)

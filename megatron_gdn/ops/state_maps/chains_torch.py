@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..fp32_matmul import full_fp32_matmul
-from .chains import NONE, Steps
+from .steps import NONE, Steps
 
 
 def follow(

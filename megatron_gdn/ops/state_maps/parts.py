@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..host_tables import to_device
-from .chains import NONE, Steps
+from .steps import NONE, Steps
 
 CHUNK = 64
 # One sequence alone is cut so that its parts times its heads fill about one H200 of 132

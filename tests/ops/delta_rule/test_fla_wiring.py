@@ -10,8 +10,8 @@ import inspect
 import pytest
 import torch
 
-from megatron_gdn.ops.delta_rule import fla as fla_rule
-from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+from megatron_gdn.ops.gdn.rule import fla as fla_rule
+from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 
 from .states import (
     Oracle,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.ops.build_lock import BuildLock, build_once
-from megatron_gdn.ops.delta_rule.flash_qla_builds import AheadOfRun
+from megatron_gdn.ops.gdn.flash_qla.builds import AheadOfRun
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 30

@@ -13,16 +13,18 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.dims import GDNDims
-from megatron_gdn.loader_layout import LoaderLayout
-from megatron_gdn.micro_batch import MicroBatches
+from megatron_gdn.mixers.gdn.sizes import GDNDims
+from megatron_gdn.mixers.loader_layout import LoaderLayout
+from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.ops.build_lock import BuildLock
-from megatron_gdn.ops.delta_rule import flash_qla, flash_qla_builds, flash_qla_early
-from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaRule
-from megatron_gdn.ops.delta_rule.flash_qla_builds import Heads, lock_path
-from megatron_gdn.ops.delta_rule.flash_qla_cache import CacheEntry, cache_folder
-from megatron_gdn.ops.delta_rule.flash_qla_early import compile_early
-from megatron_gdn.ops.delta_rule.half import HalfOperands
+from megatron_gdn.ops.gdn.flash_qla import builds as flash_qla_builds
+from megatron_gdn.ops.gdn.flash_qla import early as flash_qla_early
+from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.ops.gdn.flash_qla.builds import Heads, lock_path
+from megatron_gdn.ops.gdn.flash_qla.cache import CacheEntry, cache_folder
+from megatron_gdn.ops.gdn.flash_qla.early import compile_early
+from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.ops.gdn.rule.half import HalfOperands
 
 FORK = multiprocessing.get_context("fork")
 HEADS = Heads(16, 32, torch.float16)

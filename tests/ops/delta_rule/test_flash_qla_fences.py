@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_gdn.ops.delta_rule import flash_qla_fences as fences
+from megatron_gdn.ops.gdn.flash_qla import fences
 from megatron_gdn.ops.once import say_once
 
 HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.delta_rule import flash_qla_builds, flash_qla_cache
-from megatron_gdn.ops.delta_rule.flash_qla_builds import Heads, expect, watch_builds
-from megatron_gdn.ops.delta_rule.flash_qla_cache import CacheEntry
+from megatron_gdn.ops.gdn.flash_qla import builds as flash_qla_builds
+from megatron_gdn.ops.gdn.flash_qla import cache as flash_qla_cache
+from megatron_gdn.ops.gdn.flash_qla.builds import Heads, expect, watch_builds
+from megatron_gdn.ops.gdn.flash_qla.cache import CacheEntry
 
 HEADS = Heads(16, 32, torch.float16)
 

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.delta_rule import flash_qla, flash_qla_plan, flash_qla_states
-from megatron_gdn.ops.delta_rule.half import HalfOperands
-from megatron_gdn.ops.delta_rule.resolve import RuleInputs
+from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.ops.gdn.flash_qla import states as flash_qla_states
+from megatron_gdn.ops.gdn.rule.half import HalfOperands
+from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 from megatron_gdn.ops.state_maps.fold import entering_states, leaving_gradients
 from megatron_gdn.ops.state_maps.parts import CHUNK
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.delta_rule.half import HalfOperands
-from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule.half import HalfOperands
+from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from tests.ops.test_gpu_mixer import errors
 
 from .states import (
@@ -47,7 +47,7 @@ SEGMENTS = {
 def rule_named(name: str, **options):
     if name == "flash_qla" and options:
         pytest.importorskip("flash_qla")
-        from megatron_gdn.ops.delta_rule.flash_qla import FlashQlaRule
+        from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
 
         return FlashQlaRule(**options)
     sizes = HeadSizes(*HEADS, 128, 128)

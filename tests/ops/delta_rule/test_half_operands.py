@@ -13,12 +13,12 @@ import weakref
 import pytest
 import torch
 
-from megatron_gdn.ops.delta_rule import resolve
-from megatron_gdn.ops.delta_rule.half import HalfOperands
-from megatron_gdn.ops.delta_rule.half_torch import power_exponent
-from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.delta_rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.head_sizes import HeadSizes
+from megatron_gdn.ops.gdn.rule import resolve
+from megatron_gdn.ops.gdn.rule.half import HalfOperands
+from megatron_gdn.ops.gdn.rule.half_torch import power_exponent
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.norm import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.per_head import PerHead

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.ssd.base import SSDInputs
+from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 
 G, H, K, V = 2, 6, 5, 3
 

@@ -7,9 +7,9 @@ which are independent of each other, so their root mean square stays below 2^-7.
 import pytest
 import torch
 
-from megatron_gdn.ops.ssd.base import SSDInputs
-from megatron_gdn.ops.ssd.plain import PlainSSD
-from megatron_gdn.ops.ssd.resolve import resolve_ssd
+from megatron_gdn.ops.mamba2.rule.base import SSDInputs
+from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
+from megatron_gdn.ops.mamba2.rule.resolve import resolve_ssd
 
 from .oracle import documents_of, random_inputs
 

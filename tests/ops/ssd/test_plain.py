@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_gdn.ops.rule import Saved
-from megatron_gdn.ops.ssd.base import SSDInputs
-from megatron_gdn.ops.ssd.plain import PlainSSD
+from megatron_gdn.ops.mamba2.rule.base import SSDInputs
+from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
+from megatron_gdn.ops.rules.base import Saved
 from tests.whole_groups import whole_groups
 
 from .oracle import H, K, V, documents_of, oracle, random_inputs
@@ -32,7 +32,7 @@ def test_output_final_state_and_gradients_are_those_of_the_recurrence(
     monkeypatch, few_chunks, packed, per_channel_D
 ):
     if few_chunks:  # groups of two chunks, so that states are carried from group to group
-        from megatron_gdn.ops.delta_rule import chunk_table
+        from megatron_gdn.ops.rules import chunk_table
 
         monkeypatch.setattr(chunk_table, "_AT_ONCE", 2 * H)
     lengths = UNEQUAL if packed else (150, 150)

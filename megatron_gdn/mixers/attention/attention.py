@@ -1,0 +1,214 @@
+"""Causal attention in plain torch, over packed documents and with context parallelism.
+
+For machines without Transformer Engine, and on a GPU as the slow twin of its attention.
+
+Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order,
+B batch (1 when packed), H query heads and G key heads of this tensor-parallel rank, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ...context_parallel.layouts import SequenceLayout
+from ..arguments import require_causal
+from ..loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .share import MicroBatchShare, Span
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class TorchAttention(FollowsLoader, DotProductAttention):
+    """Softmax attention for the ``core_attention`` place of Megatron's ``SelfAttention``.
+
+        o_t = sum_j p_tj v_j,   p_t = softmax_j(scale q_t . k_j),   j <= t in t's document
+
+    A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
+    with all its options. With packed documents or context parallelism, every rank gathers the keys
+    and values of all ranks and attends with its own queries, document by document. The backward
+    sums the gradients of keys and values over the ranks and scatters them. So no document's values
+    enter another document, and the number of heads does not limit the number of ranks. Memory for
+    scores: what torch's ``scaled_dot_product_attention`` takes for one document.
+
+    Constructor arguments are those of DotProductAttention, and:
+
+    Args:
+        cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
+
+    Raises:
+        NotImplementedError: context parallelism with a window, a softmax other than ``"vanilla"``,
+            or attention that is not causal self-attention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        cp_layout: str | SequenceLayout = AUTO,
+        **kwargs: Any,
+    ) -> None:
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        alone = copy.copy(config)  # DotProductAttention refuses any other context_parallel_size
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
+        self.config = config
+        self.loader_layout = LoaderLayout(cp_layout, config)
+        self._whole = False  # whether queries and keys are of whole sequences, on every rank
+        if config.context_parallel_size > 1:
+            self._require_plain(f"context_parallel_size={config.context_parallel_size}")
+
+    @property
+    def cp_group(self) -> Any:
+        """``pg_collection.cp``: either may be set, and the next forward uses the later value."""
+        return self.pg_collection.cp
+
+    @cp_group.setter
+    def cp_group(self, group: Any) -> None:
+        if group is not self.pg_collection.cp:
+            self.pg_collection = copy.copy(self.pg_collection)  # others hold that one
+            self.pg_collection.cp = group
+
+    @contextmanager
+    def on_whole_sequences(self) -> Iterator[None]:
+        """Inside, inputs are whole sequences: in generation every rank has all tokens."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend with this rank's queries to the keys of all ranks.
+
+        Args:
+            query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
+            key, value: likewise with G heads. With an inference context these are of all tokens so
+                far, and the queries are of the last of these tokens.
+            attention_mask: None or causal. For a batch that is not packed, on one context-parallel
+                rank, any mask that DotProductAttention takes.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
+                offsets), and the context-parallel group of this micro-batch if it has its own.
+
+        Returns:
+            ``[s, B, H * D]``, or ``[s, H * D]`` when packed, in the dtype of ``query``.
+
+        Raises:
+            ValueError: boundaries or lengths that do not fit.
+            NotImplementedError: packed documents with a setting that the constructor refuses with
+                context parallelism; an attention bias; a mask that is not causal.
+        """
+        group = None if self._whole else self.cp_group
+        micro_batch = MicroBatchShare.of(
+            packed_seq_params, group, self.loader_layout.of, query.shape[0], query.device
+        )
+        if micro_batch.documents is None and micro_batch.size == 1:
+            if self.config.batch_invariant_mode and attention_mask is None:
+                return self._query_by_query(query, key, value)
+            if attention_mask is None and 1 < query.shape[0] < key.shape[0]:
+                attention_mask = _future_of_last(query.shape[0], key.shape[0], query.device)
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias
+            )
+        packed = micro_batch.documents is not None
+        self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
+        if attention_bias is not None:
+            raise NotImplementedError("TorchAttention adds no attention_bias; pass None.")
+        rows = 1 if packed else query.shape[1]
+        tokens = query.shape[0] * micro_batch.size
+        require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key, value = micro_batch.gather(key), micro_batch.gather(value)
+        out_sBHD = torch.cat([self._attend(span, query, key, value) for span in micro_batch.spans])
+        return out_sBHD.flatten(1) if packed else out_sBHD.flatten(2)
+
+    def _attend(self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor):
+        """One document's queries on this rank, over its keys up to the last of them."""
+        query = query_sBHD[span.first : span.last]
+        key, value = (x[span.start : span.end] for x in (key_SBGD, value_SBGD))
+        shared_by = query.shape[2] // key.shape[2]
+        if shared_by > 1:
+            key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
+        mask = None
+        if span.position is not None:
+            position = span.position.to(query.device, non_blocking=True)
+            mask = position[:, None] >= torch.arange(span.end - span.start, device=query.device)
+        rate = self.attention_dropout.p if self.training else 0.0
+        # Where tensor-parallel ranks hold different heads, they draw from their own generator.
+        own = rate and not self.config.sequence_parallel
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
+        with tracker.fork() if own else nullcontext():
+            out_BHsD = F.scaled_dot_product_attention(
+                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                attn_mask=mask,
+                dropout_p=rate,
+                is_causal=mask is None,
+                scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
+            )
+        return out_BHsD.permute(2, 0, 1, 3)
+
+    def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with one query at a time, over the keys up to its own: only these set its bits.
+
+        Slow; for ``config.batch_invariant_mode``, as no kernel here promises that.
+        """
+        self._require_plain("batch_invariant_mode")
+        before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+        rows = []
+        for s in range(query.shape[0]):
+            for b in range(query.shape[1]):
+                k, v = (
+                    x[: before + s + 1, b].repeat_interleave(shared_by, dim=1).transpose(0, 1)
+                    for x in (key, value)
+                )
+                q = query[s, b][:, None]
+                scores = (q * k.contiguous()).sum(-1, keepdim=True) * scale
+                rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
+        return torch.stack(rows).view(*query.shape[:2], -1)
+
+    def _require_plain(self, what: str, mask_type: AttnMaskType | None = None) -> None:
+        mask_type = self.attn_mask_type if mask_type is None else mask_type
+        refused = {
+            f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
+            f"softmax_type={self.config.softmax_type!r}": self.config.softmax_type != "vanilla",
+            f"attn_mask_type={mask_type}": mask_type not in _CAUSAL,
+            f"attention_type={self.attention_type!r}": self.attention_type != "self",
+        }
+        for setting, is_set in refused.items():
+            if is_set:
+                raise NotImplementedError(
+                    f"TorchAttention cannot combine {what} with {setting}: there it is causal "
+                    "self-attention with a plain softmax and no window. Change the setting, or use "
+                    "Transformer Engine's attention."
+                )
+
+
+def _future_of_last(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool ``[1, 1, queries, keys]``: True where a key comes after one of the last queries."""
+    position = torch.arange(keys - queries, keys, device=device)
+    return (torch.arange(keys, device=device) > position[:, None])[None, None]

@@ -1,0 +1,331 @@
+"""The base of the recurrent mixers: ranks, sizes, projections, the forward, fp32 parameters.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, p where the mixer runs, H heads with a state, V columns of a state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from ..compat.observe import log_once, span
+from ..context_parallel import LinearCpMode, SequenceLayout
+from ..ops.mixer import mix
+from ..ops.parts import Parts
+from ..ops.readout.base import Apart
+from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
+from ..ops.rules.base import Rule
+from ..ops.uncompiled import uncompiled
+from .arguments import refuse_unsupported, require_causal, the_context
+from .checkpoint import ShardedBySections
+from .generation.mixer import GeneratingMixer
+from .graphs import refuse_packed
+from .init import InitShare, device_for
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .micro_batch import ChooseRule, MicroBatch, MicroBatches
+from .parameter_marks import MarkedParameters
+from .precision import Fp32Parameters, mark_keep_in_fp32
+from .process_groups import FollowsGroups
+from .tensor_parallel import mark_packed, mark_sharded
+
+
+class RecurrentMixer(
+    FollowsGroups,
+    FollowsLoader,
+    GeneratingMixer,
+    ShardedBySections,
+    MarkedParameters,
+    Fp32Parameters,
+    MegatronModule,
+):
+    """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
+
+    A subclass defines :meth:`parts` and ``conv_weight``. Its constructor calls :meth:`_choose_by`,
+    then builds the parameters in the order in which files and optimizers list them
+    (:meth:`_build_in_proj`, :meth:`_add_fp32`, :meth:`_build_out_proj`), then calls
+    :meth:`remember_marks`, and then fills the parameters.
+
+    Args:
+        config: Megatron's.
+        dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
+            projection row, the ``state`` of its heads. ``shard(n)`` gives the sizes of one of n
+            ranks, ``check_fp8_alignment(n)`` refuses a width that FP8 cannot take.
+        layer_number, pg_collection, pp_layer_offset, cp_layout: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
+
+    Attributes:
+        global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
+        micro_batches: how each micro-batch runs.
+        in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
+        gates_own_rows: the readout runs after all heads are back on this rank, and reads this
+            rank's own rows.
+        recompute_norm_out: drop the rows for out_proj after the forward and compute them again for
+            its backward; not where saved-tensor hooks keep them.
+        norm_out_checkpoint: of the last forward; under upstream's name, for tools.
+
+    Raises:
+        ValueError: sizes that ``tp`` ranks cannot share or FP8 cannot take, an unknown layout.
+    """
+
+    in_proj: Any
+    out_proj: Any
+    micro_batches: MicroBatches
+    in_layer_graphs: ClassVar[bool] = False
+    gates_own_rows: bool = False
+    recompute_norm_out: bool = False
+    norm_out_checkpoint: RefilledOutput | None = None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        dims: Any,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = 0,
+        cp_layout: str | SequenceLayout = AUTO,
+    ) -> None:
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
+        self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.tp_size = pg_collection.tp.size()
+        self.loader_layout = LoaderLayout(cp_layout, config)
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)
+        if config.fp8:
+            from megatron.core.fp8_utils import get_fp8_align_size
+
+            recipe: Any = config.fp8_recipe
+            self.dims.check_fp8_alignment(get_fp8_align_size(recipe))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the mixer over a batch of sequences, or over packed documents.
+
+        Args:
+            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
+                documents are packed.
+            attention_mask: None or causal (True where attention is forbidden), or True everywhere,
+                which Megatron's tests pass for "no mask". The mixer is causal by itself.
+            inference_context, inference_params: continue from the states in this context instead
+                of from zero, see :meth:`.GeneratingMixer.generate`; no gradients.
+            sequence_len_offset: not supported.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
+                offsets), and the context-parallel group of this micro-batch if it has its own.
+            pg_collection: process groups of this forward; ``cp`` may differ from the mixer's. A
+                group in ``packed_seq_params`` is used before it.
+            kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
+                by name and unused. Anything else is refused.
+
+        Returns:
+            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
+
+        Raises:
+            ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
+                be fp32 and is not.
+            NotImplementedError: a mask that is not causal, a context of another kind, packed
+                documents inside Megatron's CUDA graph of the layer.
+            TypeError: a keyword that no mixer knows.
+        """
+        if kwargs or sequence_len_offset is not None:
+            refuse_unsupported(sequence_len_offset, kwargs)
+        context = inference_context
+        if inference_params is not None:
+            context = the_context(inference_context, inference_params)
+        cp_group = self._pg_collection.cp
+        if pg_collection is not None:
+            cp_group = self.cp_group_of(pg_collection, context)
+        graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
+        if graphs and packed_seq_params is not None and context is None:
+            refuse_packed(self._config)
+        with span(self, "in_proj"):
+            rows, _ = self.in_proj(hidden_states)
+        if context is not None:
+            return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
+        batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
+        if attention_mask is not None:
+            require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
+        own = rows
+        if batch.scheme.moves_rows:
+            own = rows if self.gates_own_rows else None
+            with span(self, "to_heads"):
+                rows = batch.passage.open(rows)
+        with span(self, "mixer"):
+            mixed_sBV, refilled = self._mix(rows, batch, own)
+        with span(self, "out_proj"):
+            out_sBD, out_bias = self.out_proj(mixed_sBV)
+        if refilled is not None:
+            refilled.drop_until_backward_of(out_sBD)
+        return out_sBD, out_bias
+
+    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
+    def _mix(
+        self, rows: Tensor, batch: MicroBatch, own: Tensor | None
+    ) -> tuple[Tensor, RefilledOutput | None]:
+        """Opened rows ``[S, B, p]`` to rows for out_proj.
+
+        Args:
+            own: this rank's rows before they were opened, where :attr:`gates_own_rows`.
+
+        Returns:
+            ``[s, B, H * V]``; and ``refilled``, to call ``drop_until_backward_of(out_proj's
+            output)`` on: None if nothing is computed again.
+        """
+        recompute = self.recompute_norm_out and self.training
+        if recompute and saved_tensors_are_hooked():
+            log_once(
+                "GatedDeltaNet: recompute_norm_out drops nothing where saved-tensor hooks are on "
+                "(a checkpoint with use_reentrant=False, an offload): they keep what is saved."
+            )
+            recompute = False
+        refilled = RefilledOutput() if recompute else None
+        if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
+            self.norm_out_checkpoint = refilled
+        parts = self.parts(rows, batch)
+        mixed = mix(rows, parts, batch.passage.neighbours, refilled)
+        if batch.scheme.moves_rows:
+            opened, close = mixed, batch.passage.close
+            mixed = close(opened)
+            if refilled is not None:
+                refilled.passed_on(mixed, close)  # this is what out_proj saves
+        readout = parts.readout
+        if isinstance(readout, Apart) and readout.closed:
+            mixed = readout.call(mixed, rows if own is None else own)
+        return mixed, refilled
+
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        """What this mixer is made of, for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
+        raise NotImplementedError
+
+    def _choose_by(
+        self, choose_rule: ChooseRule, mode: str | LinearCpMode | None, **names: str
+    ) -> None:
+        """Set ``micro_batches``; arguments as of :class:`.micro_batch.MicroBatches`."""
+        dims, group = self.dims, self.pg_collection.cp
+        self.micro_batches = MicroBatches(
+            self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.loader_layout,
+            mode=mode, choose_rule=choose_rule, **names,
+        )  # fmt: skip
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's. If it is replaced or changed, the next forward uses its new modes.
+
+        The modes are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``.
+        Sizes, parts and their options stay those that the mixer was built with.
+        """
+        return self._config
+
+    @config.setter
+    def config(self, config: TransformerConfig) -> None:
+        self._config = config
+        if "micro_batches" in vars(self):
+            self.micro_batches.follow(config)
+
+    @property
+    def aligned(self) -> bool:
+        return self._config.batch_invariant_mode
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of the last forward; before the first forward, the expected rule."""
+        return self.micro_batches.latest_rule
+
+    @property
+    def backend(self) -> str:
+        return self.rule.name
+
+    def _build_in_proj(self, spec: ModuleSpec | type, name: str | None, bias: bool = False) -> None:
+        """Set ``in_proj``, D -> P.
+
+        Args:
+            name: path of this mixer in the model.
+        """
+        self.in_proj = build_module(
+            spec,
+            self.global_dims.hidden_size,
+            self.global_dims.layout.width,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+            name=None if name is None else f"{name}.in_proj",
+        )
+        mark_packed(self.in_proj, self.dims.layout.widths)
+
+    def _build_out_proj(
+        self, spec: ModuleSpec | type, name: str | None, bias: bool = False
+    ) -> None:
+        """Set ``out_proj``, H V -> D; the forward returns its bias, and Megatron adds it."""
+        state = self.global_dims.state
+        self.out_proj = build_module(
+            spec,
+            state.heads * state.columns,
+            self.global_dims.hidden_size,
+            config=self.config,
+            init_method=self.config.output_layer_init_method,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+            name=None if name is None else f"{name}.out_proj",
+        )
+
+    def _init_projections(self, init: InitShare) -> None:
+        """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""
+        config: Any = self.config
+        if not config.perform_initialization:
+            return
+        in_weight, out_weight = (
+            getattr(projection, "weight", None) for projection in (self.in_proj, self.out_proj)
+        )
+        init(in_weight, config.init_method, 0, self.global_dims.layout.widths)
+        if out_weight is not None:
+            columns = out_weight.shape[1] * self.tp_size
+            init(out_weight, config.output_layer_init_method, 1, (columns,))
+
+    @property
+    def norm_group(self) -> Any:
+        """The group over which our backward sums the norm's gradients; None if it does not sum.
+
+        Every tensor-parallel rank sees its own heads only, so the gradient of a norm that all ranks
+        hold whole is the sum over the ranks. With sequence parallelism Megatron takes this sum,
+        once a step for all norms with the mark ``sequence_parallel``. Without sequence parallelism
+        Megatron expects that the backward gives the whole gradient of a replicated parameter.
+        (megatron-core 0.19's own layer does not sum then, and its norm weights drift apart.)
+        """
+        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
+
+    def _add_fp32(self, **rows: int) -> None:
+        """Add fp32 parameters ``[rows]``, this rank's share each."""
+        for name, count in rows.items():
+            empty = torch.empty(count, dtype=torch.float32, device=device_for(self.config))
+            parameter = nn.Parameter(empty)
+            mark_sharded(parameter, (count,))
+            mark_keep_in_fp32(parameter)
+            self.register_parameter(name, parameter)

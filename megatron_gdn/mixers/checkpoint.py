@@ -1,0 +1,180 @@
+"""How the layer's parameters appear in Megatron's distributed checkpoints.
+
+The fused projection and the convolution are stored section by section (``in_proj.weight.query``,
+``conv1d.weight.value``, ...). A checkpoint describes each tensor as one regular grid of shards, and
+only the shards of a single section form such a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+from megatron.core.transformer.utils import (
+    cat_with_oom_fallback,
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+from ..compat.upstream_bias import read_upstream_bias
+from ..ops.layout import Layout
+
+# Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj.
+_ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
+# Tensors with the projection's rows that megatron-core's layer stores without sections.
+_WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
+
+
+def _split_tensor_factory(
+    orig_sh_ten: ShardedTensor,
+    split_sections: Sequence[int],
+    split_names: Sequence[str],
+    split_dim: int,
+) -> ShardedTensorFactory:
+    """Store one sharded tensor as several, one per section of ``split_dim``.
+
+    Args:
+        orig_sh_ten: the tensor-parallel shard with all sections end to end.
+        split_sections: the sections' sizes on this rank.
+        split_names: appended to the key, after a dot.
+        split_dim: the dimension that holds the sections.
+
+    Returns:
+        A factory that builds the section tensors when saving and joins them when loading.
+
+    Raises:
+        ValueError: the sections do not add up to the dimension, or names are missing.
+
+    Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
+    """
+    template = orig_sh_ten.without_data()
+    size = template.local_shape[split_dim]
+    if sum(split_sections) != size or len(split_sections) != len(split_names):
+        raise ValueError(
+            f"{orig_sh_ten.key}: sections {dict(zip(split_names, split_sections, strict=False))} "
+            f"must add up to its dimension {split_dim}, which has {size} rows on this rank."
+        )
+
+    @torch.no_grad()
+    def build(
+        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        whole = replace(
+            template,
+            key=key,
+            data=tensor,
+            dtype=tensor.dtype,
+            replica_id=replica_id,
+            flattened_range=flattened_range,
+        )
+        parts, start = [], 0
+        for section, name in zip(split_sections, split_names, strict=True):
+            for part in whole.narrow(split_dim, start, section):
+                part.key = f"{key}.{name}"
+                parts.append(part)
+            start += section
+        if key.endswith(_WHOLE_UPSTREAM):
+            read_upstream_bias(key, parts)
+        return parts
+
+    data, builder = cast(Tensor, orig_sh_ten.data), cast(Any, build)  # a list is legal too
+    return ShardedTensorFactory(
+        orig_sh_ten.key, data, builder, cat_with_oom_fallback, orig_sh_ten.replica_id
+    )
+
+
+# For a mixer without a conv1d module, as Megatron's MambaMixer since 0.19: its convolution
+# parameters and their keys in files. The keys are those of the former module.
+_CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
+
+
+class ShardedBySections:
+    """Mixin of a mixer: its parameters as Megatron's sharded tensors.
+
+    The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
+    the tensors that an adapter around ``in_proj`` holds per row. So a checkpoint loads at any
+    tensor-parallel size. Upstream splits neither the projection's bias nor adapters. This mixin
+    still reads upstream's files (see :mod:`megatron_gdn.compat.upstream_bias`). With
+    ``metadata["gdn_whole_bias"] = True`` it writes a bias that upstream reads, but only without
+    tensor parallelism.
+
+    The mixer has ``in_proj``, ``tp_group``, ``dims.layout`` (the columns of its projection on this
+    rank) and fp32 parameters with one row per state head each. It has a module ``conv1d``, or the
+    parameters ``conv1d_weight`` and ``conv1d_bias``, which are stored under the module's keys.
+    """
+
+    def sharded_state_dict(
+        self: Any,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's distributed checkpoints, under Megatron's own mixer's keys.
+
+        Raises:
+            ValueError: ``gdn_whole_bias`` with tensor parallelism.
+        """
+        layout: Layout = self.dims.layout
+        per_head = self._keep_in_float32_parameter_names
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        tp_group = self.tp_group if tp_group is None else tp_group
+
+        def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
+            return make_sharded_tensors_for_checkpoint(
+                state,
+                at,
+                split_over_tp,
+                sharded_offsets,
+                tp_group=tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        result = sharded(own, prefix, dict.fromkeys((*per_head, *_CONV_PARAMETERS), 0))
+        for name, stored in _CONV_PARAMETERS.items():
+            if name in own:
+                result[f"{prefix}{name}"].key = f"{prefix}{stored}"
+        for name, child in self.named_children():
+            at = f"{prefix}{name}."
+            if name == "conv1d":
+                state = child.state_dict(prefix="", keep_vars=True)
+                result.update(sharded(state, at, {"weight": 0, "bias": 0}))
+            else:
+                result.update(
+                    sharded_state_dict_default(
+                        child, at, sharded_offsets, metadata, tp_group=tp_group
+                    )
+                )
+
+        split = {
+            "in_proj.weight": (layout.widths, layout.names),
+            "in_proj.bias": (layout.widths, layout.names),
+            "conv1d.weight": (layout.conv_widths, layout.conv_names),
+            "conv1d.bias": (layout.conv_widths, layout.conv_names),
+            **dict.fromkeys(_CONV_PARAMETERS, (layout.conv_widths, layout.conv_names)),
+        }
+        if metadata.get("gdn_whole_bias"):
+            if tp_group.size() > 1:
+                raise ValueError(
+                    f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
+                    f"sections of an undivided in_proj.bias have another order at every size. "
+                    f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
+                )
+            del split["in_proj.bias"]
+        for key, tensor in result.items():
+            of_adapter = key.startswith(f"{prefix}in_proj.") and key.endswith(_ADAPTER_ROWS)
+            if of_adapter and tensor.data.shape[0] == layout.width:
+                split[key.removeprefix(prefix)] = (layout.widths, layout.names)
+        for name, (widths, names) in split.items():
+            key = f"{prefix}{name}"
+            if isinstance(result.get(key), ShardedTensor):
+                result[key] = _split_tensor_factory(result[key], widths, names, 0)
+        return result

@@ -1,0 +1,206 @@
+"""Megatron's dynamic batching: requests come and go, and their states lie in a context's buffers.
+
+A ``DynamicInferenceContext`` lays the tokens of a step end to end: first those of requests that
+decode, s = 1 + num_speculative_tokens each, then the prompts, or chunks of them, then padding. Its
+buffers hold for each slot the last W inputs of the convolution, ``[C, W]``, and the states. A slot
+number of -1 marks a request that only pads the step.
+
+Legend: N requests, M slots, t tokens, P projection width, C conv channels, W conv taps, H heads
+with a state, K rows of a state, V columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.documents import Documents
+from ...ops.generation.carry import Carry
+from ...ops.generation.step import decode, last_rows, prefill
+from ...ops.parts import Parts
+
+
+class SlotBuffers(NamedTuple):
+    """One layer's part of a context's buffers.
+
+    Attributes:
+        conv: ``[M, C, W]``, the last inputs of the convolution, oldest first.
+        states: ``[M, H, K, V]``, or ``[M, H, V, K]``.
+        transposed: whether states are ``[M, H, V, K]``.
+    """
+
+    conv: Tensor
+    states: Tensor
+    transposed: bool
+
+    def windows(self, slots: Tensor) -> Tensor:
+        """``[N, C, W]``."""
+        return self.conv.index_select(0, slots)
+
+    def carry(self, slots: Tensor, windows: Tensor, dtype: torch.dtype) -> Carry:
+        """The carry of the requests in these slots; ``windows`` are their windows."""
+        states = self.states.index_select(0, slots)
+        states = states.mT.contiguous() if self.transposed else states
+        return Carry(windows[..., 1:].to(dtype), states)
+
+    def states_of(self, carry: Carry) -> Tensor:
+        """A carry's states in the layout and dtype of these buffers."""
+        states = carry.state.to(self.states.dtype)
+        return states.mT.contiguous() if self.transposed else states
+
+    def check(self, parts: Parts, dtype: torch.dtype) -> None:
+        """Refuse buffers of another layer, or of a dtype that would round their content.
+
+        Raises:
+            ValueError: wrong shapes or dtypes; the message has the right ones.
+        """
+        shape = parts.shape
+        H, K, V = shape.state
+        wanted = {
+            "conv": ((shape.channels, parts.past + 1), dtype),
+            "states": (
+                (H, V, K) if self.transposed else (H, K, V),
+                torch.promote_types(dtype, torch.float32),
+            ),
+        }
+        for name, (of_request, least) in wanted.items():
+            buffer = getattr(self, name)
+            if tuple(buffer.shape[-len(of_request) :]) != of_request:
+                raise ValueError(
+                    f"the context holds {name} of {tuple(buffer.shape)}, and this layer's are "
+                    f"{of_request} per request. A dynamic context has room for recurrent layers of "
+                    f"one kind and size; generate with this model through "
+                    f"StaticInferenceContext or RequestsContext."
+                )
+            if torch.promote_types(buffer.dtype, least) != buffer.dtype:
+                raise ValueError(
+                    f"the context holds {name} in {buffer.dtype}, which would round them at every "
+                    f"token; they must be {least}. Build the context with "
+                    f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
+                    f"ssm_states_dtype={wanted['states'][1]})."
+                )
+
+
+@torch.no_grad()
+def decode_requests(
+    rows: Tensor,
+    parts: Parts,
+    buffers: SlotBuffers,
+    slots: Tensor | None,
+    intermediate: SlotBuffers | None = None,
+) -> Tensor:
+    """The next tokens of N requests; it does not wait for the device.
+
+    Args:
+        rows: ``[N, s, P]``.
+        slots: integers ``[N]`` on the device, -1 for padding; None: request n is in slot n.
+        intermediate: ``[M, s, C, W]`` and ``[M, s, ...]``, which receive the windows and states
+            after each token; the context later chooses among them.
+
+    Returns:
+        ``[N, s, H V]``, zero for padding.
+
+    Raises:
+        ValueError: see :meth:`SlotBuffers.check`; several tokens without ``intermediate``.
+    """
+    buffers.check(parts, rows.dtype)
+    N, s, _ = rows.shape
+    if s > 1 and intermediate is None:
+        raise ValueError(
+            f"{s} tokens at once need buffers for the states after each, so that tokens which are "
+            f"not accepted can be taken back; set num_speculative_tokens={s - 1} in the "
+            f"InferenceConfig."
+        )
+    if slots is None:
+        slots = torch.arange(N, device=rows.device)
+    read = slots.clamp(min=0).long()
+    windows = buffers.windows(read)
+    proj = rows.transpose(0, 1)
+    mixed, after = decode(proj, parts, buffers.carry(read, windows, rows.dtype))
+    convolved = proj[..., parts.front.layout.conv_columns].to(windows.dtype)
+    for token, carry in enumerate(after):
+        windows = last_rows(convolved[token : token + 1], windows, None)
+        if intermediate is not None:
+            _write(intermediate.conv[:, token], slots, windows)
+            _write(intermediate.states[:, token], slots, buffers.states_of(carry))
+    _write(buffers.conv, slots, windows)
+    _write(buffers.states, slots, buffers.states_of(after[-1]))
+    return torch.where((slots >= 0)[:, None, None], mixed.transpose(0, 1), 0)
+
+
+@torch.no_grad()
+def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata: Any) -> Tensor:
+    """Run prompts, or chunks that continue them, each from the carry in its slot.
+
+    Args:
+        rows: ``[t, 1, P]``, sequences end to end and then padding.
+        metadata: Megatron's ``MambaMetadata`` of the step.
+
+    Returns:
+        ``[t, 1, H V]``, zero in the padding.
+
+    Raises:
+        ValueError: see :meth:`SlotBuffers.check`.
+        NotImplementedError: while a CUDA graph is captured.
+    """
+    buffers.check(parts, rows.dtype)
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "prompts are cut by lengths that the host knows, which a CUDA graph would freeze; set "
+            "use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
+        )
+    offsets = tuple(metadata.cu_seqlens_list)  # of the requests that are not padding
+    mixed = rows.new_zeros(*rows.shape[:2], parts.state.heads * parts.state.columns)
+    if len(offsets) < 2:
+        return mixed
+    documents = Documents(offsets, rows.device)
+    slots = metadata.batch_indices_prefill[: len(offsets) - 1].long()
+    windows, real = buffers.windows(slots), rows[: offsets[-1]]
+    carry = buffers.carry(slots, windows, rows.dtype)
+    mixed[: offsets[-1]], carry = prefill(real, parts, carry, documents)
+    convolved = real[..., parts.front.layout.conv_columns].to(windows.dtype)
+    buffers.conv.index_copy_(0, slots, last_rows(convolved, windows, documents))
+    buffers.states.index_copy_(0, slots, buffers.states_of(carry))
+    return mixed
+
+
+def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+    """``buffer[slots] = values`` except where a slot is -1."""
+    if buffer.is_cuda:  # without a host read of slots
+        from megatron.core.inference.contexts.attention_context.triton import tensor_ops
+
+        tensor_ops.tensor_masked_update(buffer, slots, values)
+        return
+    real = slots >= 0
+    buffer[slots[real].long()] = values[real]
+
+
+def refuse(context: Any, name: str, aligned: bool) -> None:
+    """Refuse a dynamic context that has no room for what this mixer carries.
+
+    Args:
+        name: of the mixer's class.
+        aligned: whether the mixer is aligned, see :mod:`megatron_gdn.ops.aligned`.
+
+    Raises:
+        ValueError: no buffers for states.
+        NotImplementedError: prefix caching of states, an aligned mixer.
+    """
+    if not getattr(context, "is_hybrid_model", False):
+        raise ValueError(
+            f"this {type(context).__name__} has no buffers for recurrent states; give its "
+            f"InferenceConfig a mamba_inference_state_config."
+        )
+    if getattr(context, "mamba_slot_allocator", None) is not None:
+        raise NotImplementedError(
+            f"{name} does not store states at the ends of cached prefixes; set "
+            f"prefix_caching_mamba_gb=None."
+        )
+    if aligned:
+        raise NotImplementedError(
+            f"in config.batch_invariant_mode a {name} needs the projection rows of up to 63 tokens "
+            f"before, which a dynamic context has no buffers for; generate through "
+            f"StaticInferenceContext or RequestsContext, or leave the mode off."
+        )

@@ -1,0 +1,241 @@
+"""The interface that a mixer implements to generate.
+
+Legend: s tokens, B batch rows, t tokens of a step, P projection width, H heads with a state, V
+columns of a state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...compat.observe import span
+from ...ops.generation.carry import CarryShape
+from ...ops.layout import Layout
+from ...ops.parts import Parts
+from ...ops.state_maps.state_map import StateShape
+from ...ops.uncompiled import uncompiled
+from ..arguments import require_causal
+from ..micro_batch import MicroBatch, MicroBatches
+from ..packing import resolve_packed_seq_params
+from .dynamic import SlotBuffers, decode_requests, prefill_requests, refuse
+from .pooled import mix_requests
+from .static import mix_static
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+class GeneratingMixer:
+    """A Megatron mixer that continues sequences from a :class:`...ops.generation.carry.Carry`.
+
+    A mixer defines the sizes of its states and its parts between the projections. What a step of
+    Megatron's contexts does is in this folder and the same for every mixer.
+
+    Attributes:
+        pp_layer_offset: layers on the pipeline stages before.
+        chunk_size: where Megatron's dynamic context may cut prompts. Results do not depend on it;
+            the context needs the same value in all recurrent layers of a model.
+        state_transposed: whether Megatron stores this mixer's states as ``[H, V, K]``.
+        aligned: a token's bits depend on its sequence alone, see :mod:`megatron_gdn.ops.aligned`.
+        dims: of this tensor-parallel rank: the ``layout`` of a projection row, the ``state`` of its
+            heads.
+    """
+
+    config: Any
+    pg_collection: Any
+    tp_group: Any
+    backend: str
+    layer_number: int | None
+    pp_layer_offset: int = 0
+    chunk_size: int = 128
+    state_transposed: ClassVar[bool] = False
+    aligned: bool
+    dims: Any
+    micro_batches: MicroBatches
+
+    @property
+    def state_shape(self) -> StateShape:
+        """The states of this rank's heads."""
+        return self.dims.state
+
+    @property
+    def conv_weight(self) -> Tensor:
+        """``[C, 1, W]``, in the dtype and on the device of the projection's rows."""
+        raise NotImplementedError
+
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        """What the mixer is made of between its projections."""
+        raise NotImplementedError
+
+    def whole_parts(self, rows: Tensor) -> Parts:
+        """The parts for whole sequences on this rank, rows ``[s, B, P]``."""
+        return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
+
+    @uncompiled  # one kernel after the other, from tables cached by value
+    def generate(
+        self,
+        rows: Tensor,
+        context: Any,
+        attention_mask: Tensor | None,
+        packed: PackedSeqParams | None,
+    ) -> Tensor:
+        """Projection rows of the next tokens to rows for out_proj; updates the carries.
+
+        Args:
+            rows: ``[s, B, P]``, all tokens, also under sequence parallelism.
+            context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
+                :class:`megatron_gdn.inference.context.RequestsContext`.
+            attention_mask: None or causal.
+            packed: boundaries of the requests; with a ``RequestsContext`` only.
+
+        Returns:
+            ``[s, B, H * V]``.
+
+        Raises:
+            ValueError: see :func:`.static.mix_static`, :func:`.pooled.mix_requests` and
+                :class:`.dynamic.SlotBuffers`.
+            NotImplementedError: context parallelism, a call that wants gradients; see also
+                :mod:`.dynamic`.
+        """
+        self._refuse_generation(rows, context)
+        assert self.layer_number is not None
+        if not context.is_static_batching():
+            if attention_mask is not None or packed is not None:
+                raise NotImplementedError(
+                    "a dynamic context says itself which tokens belong to which request; pass "
+                    "neither an attention_mask nor packed_seq_params."
+                )
+            with span(self, "mixer"):
+                return self._dynamic_step(rows, context)
+        parts = self.whole_parts(rows)
+        s, B = rows.shape[:2]
+        with span(self, "mixer"):
+            if getattr(context, "pool", None) is not None:
+                require_causal(attention_mask, B, s, lambda: range(s))
+                return mix_requests(rows, parts, context, self.layer_number, packed)
+            if packed is not None and resolve_packed_seq_params(packed, s, rows.device) is not None:
+                raise NotImplementedError(
+                    "a StaticInferenceContext holds one batch of equal lengths; packed requests go "
+                    "through megatron_gdn.inference.context.RequestsContext."
+                )
+            offset = context.sequence_len_offset
+            require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
+            return mix_static(rows, parts, context, self.layer_number)
+
+    def _refuse_generation(self, rows: Tensor, context: Any) -> None:
+        static = getattr(context, "is_static_batching", None)
+        if static is None or not (static() or hasattr(context, "mamba_states_cache")):
+            raise NotImplementedError(
+                f"{type(self).__name__} generates with Megatron's StaticInferenceContext and "
+                f"DynamicInferenceContext or with megatron_gdn.inference.context.RequestsContext, "
+                f"not with a {type(context).__name__}."
+            )
+        if self.layer_number is None:
+            raise ValueError(
+                "a layer keeps its state under its layer_number; build it with layer_number=1, 2, "
+                "..."
+            )
+        cp_size = self.pg_collection.cp.size()
+        if cp_size > 1 and not getattr(context, "whole_on_every_rank", False):
+            raise NotImplementedError(
+                f"generation runs on whole sequences, and this layer was built with "
+                f"context_parallel_size={cp_size}; build the model with 1 and load the "
+                f"checkpoint there, or let every rank run all tokens, with a context from "
+                f"megatron_gdn.inference.generate.static_context."
+            )
+        if torch.is_grad_enabled() and rows.requires_grad:
+            raise NotImplementedError(
+                "generation has no backward; call the model under torch.inference_mode() or "
+                "torch.no_grad(), or without an inference context to train it."
+            )
+
+    def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
+        """One step of a ``DynamicInferenceContext``; updates the slots of its requests.
+
+        Args:
+            rows: ``[t, 1, P]``, the tokens of the step, padding included.
+
+        Returns:
+            ``[t, 1, H V]``, zero in the padding.
+        """
+        refuse(context, type(self).__name__, self.aligned)
+        assert self.layer_number is not None
+        number = self.layer_number - self.pp_layer_offset
+        buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
+        s = 1 + context.num_speculative_tokens
+        intermediate: tuple[Tensor | None, Tensor | None] = (None, None)
+        if s > 1:
+            intermediate = context.mamba_states_cache(number, intermediate=True)
+        padded, real = context.padded_batch_dimensions, context.batch_dimensions
+        heads, _, columns, _ = self.state_shape
+        mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
+        if padded.decode_req_count:
+            count = padded.decode_req_count * s
+            of_requests = rows[:count, 0].unflatten(0, (-1, s))
+            slots = context.mamba_metadata.batch_indices_decode
+            out = self.ssm_decode(of_requests, *buffers, slots, *intermediate)
+            mixed[:count, 0] = out.flatten(0, 1)
+        if padded.prefill_req_count:
+            begin = real.decode_req_count * s
+            mixed[begin:] = self.ssm_prefill(rows[begin:], *buffers, context)
+        return mixed
+
+    @property
+    def carry_shape(self) -> CarryShape:
+        """What one sequence carries from call to call in generation, on this rank."""
+        layout: Layout = self.dims.layout
+        taps, tp = self.conv_weight.shape[-1], self.tp_group
+        return CarryShape.of(layout, self.state_shape, taps, self.aligned, tp.rank(), tp.size())
+
+    # Megatron's dynamic inference calls the methods below by these names.
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``)."""
+        heads, rows, columns, _ = self.state_shape
+        states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
+        channels, _, taps = self.conv_weight.shape
+        return (channels, taps), states
+
+    def ssm_decode(
+        self,
+        projected: Tensor,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        batch_indices: Tensor | None = None,
+        intermediate_conv_state: Tensor | None = None,
+        intermediate_ssm_state: Tensor | None = None,
+    ) -> Tensor:
+        """``[N, s, P]``, s tokens each of N requests, to ``[N, s, H V]``.
+
+        See :func:`.dynamic.decode_requests`.
+        """
+        intermediate = None
+        if intermediate_conv_state is not None and intermediate_ssm_state is not None:
+            intermediate = self._in_slots(intermediate_conv_state, intermediate_ssm_state)
+        return decode_requests(
+            projected,
+            self.whole_parts(projected.transpose(0, 1)),
+            self._in_slots(conv_state, ssm_state),
+            batch_indices,
+            intermediate,
+        )
+
+    def ssm_prefill(
+        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
+    ) -> Tensor:
+        """``[t, 1, P]``, prompts end to end and then padding, to ``[t, 1, H V]``.
+
+        See :func:`.dynamic.prefill_requests`.
+        """
+        return prefill_requests(
+            projected,
+            self.whole_parts(projected),
+            self._in_slots(conv_state, ssm_state),
+            context.mamba_metadata,
+        )
+
+    def _in_slots(self, conv_state: Tensor, ssm_state: Tensor) -> SlotBuffers:
+        return SlotBuffers(conv_state, ssm_state, self.state_transposed)

@@ -1,0 +1,124 @@
+"""CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..ops import StaticDocuments
+from .packing import give_static_documents, static_documents_of
+
+
+def static_packed_seq_params(
+    total_tokens: int,
+    max_documents: int,
+    *,
+    max_seqlen: int | None = None,
+    device: torch.device | str = "cuda",
+) -> PackedSeqParams:
+    """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
+
+    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
+    there is one document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an
+    example.
+
+    Args:
+        total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
+            micro-batch (make padding at the end a document of its own).
+        max_documents: the most documents of a micro-batch. Kernels run for all of them and skip the
+            empty ones.
+        max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
+            embeddings read on the host; no document may be longer. None is ``total_tokens``.
+        device: where the layers run.
+
+    Returns:
+        ``PackedSeqParams``: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor
+        ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
+
+    Raises:
+        ValueError: no token, no document, or documents that are too few and short for the tokens.
+    """
+    documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
+    longest = total_tokens if max_seqlen is None else max_seqlen
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=documents.boundaries, cu_seqlens_kv=documents.boundaries,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
+    give_static_documents(params, documents)
+    return params
+
+
+def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -> None:
+    """Give the buffers of :func:`static_packed_seq_params` other boundaries.
+
+    The host waits for nothing. One set of buffers serves one micro-batch in flight, since its
+    backward reads them too. Call it on the stream of the replay, or inside the captured region with
+    a ``cu_seqlens`` that is itself a fixed buffer on the GPU.
+
+    Args:
+        cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
+            ``total_tokens``; padded offsets if documents have padded slots.
+
+    Raises:
+        TypeError: ``params`` of another kind.
+        ValueError: too many or too long documents, or offsets that do not fit. Offsets on the GPU
+            are checked there, by an assertion.
+    """
+    documents = static_documents_of(params)
+    if documents is None:
+        raise TypeError(
+            "these packed_seq_params have no fixed buffers; make them with "
+            "megatron_gdn.static_packed_seq_params(total_tokens, max_documents)."
+        )
+    documents.fill(cu_seqlens)
+
+
+def in_layer_graph(config: TransformerConfig) -> bool:
+    """Whether Megatron captures the mixer of a transformer layer in a graph of the layer.
+
+    Raises:
+        ValueError: Megatron captures it, and micro-batches bring their own context-parallel groups
+            and packed documents, which no graph of a layer takes.
+    """
+    if config.cuda_graph_impl not in ("local", "transformer_engine"):
+        return False
+    modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
+    if not modules and config.cuda_graph_impl == "local":
+        captured = cast(Any, config.inference_cuda_graph_scope).name != "block"
+    else:
+        captured = not modules or "attn" in modules
+    if captured and config.hybrid_context_parallel:
+        raise ValueError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} captures this layer, and "
+            f"hybrid_context_parallel packs documents, with a group of ranks for each micro-batch; "
+            f"a graph would replay those of the first. {_LEAVE_OUT}"
+        )
+    return captured
+
+
+def refuse_packed(config: TransformerConfig) -> None:
+    """Refuse packed documents if Megatron captures the layer in a CUDA graph.
+
+    Raises:
+        NotImplementedError: Megatron captures the layer.
+    """
+    if not in_layer_graph(config):
+        return
+    raise NotImplementedError(
+        f"packed_seq_params with cuda_graph_impl={config.cuda_graph_impl!r}: Megatron's graph of a "
+        f"layer takes tensors alone and would replay the boundaries of the first micro-batch. "
+        f"{_LEAVE_OUT} Or capture forward and backward with torch.cuda.graph and "
+        f"megatron_gdn.static_packed_seq_params (docs/cuda_graphs.md)."
+    )
+
+
+_LEAVE_OUT = (
+    "Leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
+    "sequences."
+)

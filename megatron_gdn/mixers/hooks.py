@@ -1,0 +1,113 @@
+"""Modules whose parameters are read without a call of the module: their hooks, their forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+
+from ..compat.observe import log_once
+
+_CONV_FORWARD = nn.Conv1d.forward
+_HOOKS_OF_ALL = (  # torch never binds these names again
+    of_all_modules._global_forward_pre_hooks,
+    of_all_modules._global_forward_hooks,
+    of_all_modules._global_backward_pre_hooks,
+    of_all_modules._global_backward_hooks,
+)
+_MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+def _waits_for_parameters(hook: Callable) -> bool:
+    return getattr(hook, "__module__", None) == _MEGATRON_DDP
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of ``module`` would run any hook, its own or torch's for all modules."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(_HOOKS_OF_ALL)
+    )
+
+
+def only_waits_for_parameters(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs no hook but those of :func:`wait_for_parameters`."""
+    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    before = module._forward_pre_hooks.values()
+    return not any(own + _HOOKS_OF_ALL) and all(map(_waits_for_parameters, before))
+
+
+def wait_for_parameters(module: nn.Module) -> None:
+    """Run the pre-hooks by which Megatron's data-parallel wrapper waits for a gather.
+
+    With ``overlap_param_gather`` a module's parameters hold the last step's values until the gather
+    is complete. These hooks read only the module, not its inputs.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        if _waits_for_parameters(hook):
+            hook(module, ())
+
+
+def require_plain_conv(conv: nn.Module) -> None:
+    """Refuse a ``conv1d`` that is not torch's ``Conv1d`` with stride and dilation 1.
+
+    The mixer reads its weight and bias (parametrised ones too) and computes the convolution itself,
+    so the result would lack what an adapter or another forward adds. accelerate's forward is
+    accepted: it only moves inputs between devices.
+
+    Raises:
+        NotImplementedError: names the class.
+    """
+    own = vars(conv)
+    plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
+    if not plain or not conv.dilation == conv.stride == (1,):
+        raise NotImplementedError(
+            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "
+            f"mixer reads its weight and computes the convolution itself. Leave conv1d out of "
+            f"adapters, quantization and patches, or parametrise its weight."
+        )
+
+
+def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
+    """Run all pre-hooks of a module that is computed elsewhere, with the input of a real call.
+
+    Args:
+        rows: makes that input; called only if there are pre-hooks.
+
+    Raises:
+        NotImplementedError: a hook returned another input, which would be ignored.
+    """
+    name = type(module).__name__
+    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(own + _HOOKS_OF_ALL):
+        log_once(
+            f"GatedDeltaNet: its {name} is computed inside the mixer and never called, so the "
+            f"forward hooks and the backward hooks on it do not run, nor do those of all modules; "
+            f"its forward pre-hooks do."
+        )
+    if not module._forward_pre_hooks:
+        return
+    given = (rows(),)
+    for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
+        if key in module._forward_pre_hooks_with_kwargs:
+            returned: Any = hook(module, given, {})
+            same = returned is None or (_same(returned[0], given) and not returned[1])
+        else:
+            returned = hook(module, given)
+            same = returned is None or _same(returned, given)
+        if not same:
+            raise NotImplementedError(
+                f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned another input. "
+                f"The mixer computes this module from the projection's rows, so a hook may read "
+                f"them and return None; to change them, hook in_proj's output."
+            )
+
+
+def _same(returned: Any, given: tuple[Tensor]) -> bool:
+    one = returned[0] if isinstance(returned, tuple) and len(returned) == 1 else returned
+    return one is given[0]

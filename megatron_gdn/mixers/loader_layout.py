@@ -1,0 +1,205 @@
+"""How the data loader cut packed documents over context-parallel ranks, and who says so.
+
+A rank sees only its own tokens, which do not show where they were cut. These sources may say it:
+
+| source                                     | says                                                |
+|--------------------------------------------|-----------------------------------------------------|
+| ``packed_seq_params.cp_partition_mode``    | the cut of this micro-batch                         |
+| Megatron's arguments, in a launch          | the cut of its scripts' ``get_batch``, by the flags |
+| ``config.cp_partition_mode``               | ``"contiguous"``                                    |
+| the layer's option ``cp_layout``           | what the user knows                                 |
+
+Both ``cp_partition_mode`` are fields of newer Megatrons. Their default, ``"zigzag"``, says nothing,
+except that a micro-batch with it contradicts a config with ``"contiguous"``. If a micro-batch says
+its cut, Megatron's arguments are not read: Megatron's ``get_batch`` sets no mode, so another loader
+made this micro-batch. Sources that contradict each other are refused. If none says anything, every
+document is cut by itself.
+
+Every loader of Megatron cuts batches that are not packed in zigzag. For these batches only
+``cp_layout`` is read; all other sources are about packed documents.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ..compat.observe import log_once
+from ..context_parallel.layouts import SequenceLayout
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+AUTO = "auto"
+_LEGAL = (AUTO, *SequenceLayout)
+_ARGUMENTS = (
+    "sequence_packing_scheduler",
+    "hybrid_context_parallel",
+    "sft",
+    "dataloader_inter_document_masking",
+)
+
+
+class _Said(NamedTuple):
+    source: str
+    layout: SequenceLayout
+
+
+class LoaderLayout:
+    """The layout of every micro-batch that a layer is given.
+
+    Args:
+        option: ``cp_layout`` as the user gave it, ``"auto"`` or one of
+            :class:`..context_parallel.SequenceLayout`.
+        config: Megatron's; may be replaced.
+
+    Raises:
+        ValueError: an option that is none of these.
+    """
+
+    _option: str | SequenceLayout
+    _of_batches: SequenceLayout
+    _found: dict[tuple, SequenceLayout]
+
+    def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
+        self.config, self._found = config, {}
+        self.option = option
+
+    @property
+    def option(self) -> str | SequenceLayout:
+        """``cp_layout``; may be set.
+
+        Raises:
+            ValueError: as the constructor; the option stays what it was.
+        """
+        return self._option
+
+    @option.setter
+    def option(self, option: str | SequenceLayout) -> None:
+        if option not in _LEGAL:
+            raise ValueError(
+                f"unknown context-parallel layout {option!r}; use one of "
+                f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
+            )
+        self._option = AUTO if option == AUTO else SequenceLayout(option)
+        self._of_batches = SequenceLayout.ZIGZAG if self._option == AUTO else self._option
+        self._found.clear()
+
+    def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
+        """How this micro-batch was cut.
+
+        Args:
+            packed: the boundaries of its documents; None for a batch that is not packed.
+
+        Raises:
+            ValueError: two sources contradict each other, or an unknown ``cp_partition_mode``.
+        """
+        if packed is None:
+            return self._of_batches
+        return self._of_mode(getattr(packed, "cp_partition_mode", None))
+
+    def expected(self) -> SequenceLayout:
+        """How packed micro-batches without ``cp_partition_mode`` are cut; errors as :meth:`of`."""
+        return self._of_mode(None)
+
+    def _of_mode(self, mode: str | None) -> SequenceLayout:
+        key = mode, getattr(self.config, "cp_partition_mode", None), _arguments()
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._resolve(*key)
+        return found
+
+    def _resolve(
+        self, mode: str | None, by_config: str | None, arguments: tuple[Any, ...]
+    ) -> SequenceLayout:
+        said = []
+        if self.option != AUTO:
+            said.append(_Said(f"cp_layout={str(self.option)!r}", SequenceLayout(self.option)))
+        contiguous = by_config == SequenceLayout.CONTIGUOUS
+        if contiguous:
+            said.append(_Said("config.cp_partition_mode='contiguous'", SequenceLayout.CONTIGUOUS))
+        if mode is not None and (mode != SequenceLayout.ZIGZAG or contiguous):
+            said.append(_Said(f"packed_seq_params.cp_partition_mode={mode!r}", _parse_mode(mode)))
+        elif (by_launch := _said_by(arguments)) is not None:
+            said.append(by_launch)
+        for one in said[1:]:
+            if one.layout is not said[0].layout:
+                raise ValueError(_complaint(said[0], one))
+        layout, why = SequenceLayout.ZIGZAG, "nothing says otherwise"
+        if said:
+            layout, why = said[0].layout, ", ".join(one.source for one in said)
+        log_once(
+            f"cp_layout {str(self.option)!r}: packed documents are taken as cut {str(layout)!r} "
+            f"over context-parallel ranks ({why})"
+        )
+        return layout
+
+
+class FollowsLoader:
+    """Mixin of a module with the option ``cp_layout``: how tokens were cut."""
+
+    loader_layout: LoaderLayout
+
+    @property
+    def cp_layout(self) -> str | SequenceLayout:
+        """The option; a new value is used from the next forward. Give all layers the same.
+
+        Raises:
+            ValueError: an unknown layout.
+        """
+        return self.loader_layout.option
+
+    @cp_layout.setter
+    def cp_layout(self, option: str | SequenceLayout) -> None:
+        self.loader_layout.option = option
+
+
+def _parse_mode(mode: str) -> SequenceLayout:
+    if mode not in tuple(SequenceLayout):
+        raise ValueError(
+            f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
+            f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
+        )
+    return SequenceLayout(mode)
+
+
+def _arguments() -> tuple[Any, ...]:
+    """Values of the Megatron arguments that decide the cut; () outside a launch of Megatron."""
+    module = sys.modules.get("megatron.training.global_vars")
+    args = getattr(module, "_GLOBAL_ARGS", None)
+    if args is None:
+        return ()
+    given = vars(args).get
+    return tuple([given(name) for name in _ARGUMENTS])
+
+
+def _said_by(arguments: tuple[Any, ...]) -> _Said | None:
+    """The cut of packed documents in ``get_batch`` of pretrain_hybrid.py and pretrain_gpt.py."""
+    if not arguments:
+        return None
+    scheduler, hybrid, sft, whole_buffer = arguments
+    if scheduler is not None:  # in newer Megatrons; it cuts by config.cp_partition_mode
+        return None
+    if hybrid:
+        return _Said("--hybrid-context-parallel", SequenceLayout.ZIGZAG_BUFFER)
+    if sft:
+        return _Said("--sft", SequenceLayout.ZIGZAG)
+    if whole_buffer:
+        return _Said("--dataloader-inter-document-masking", SequenceLayout.ZIGZAG_BUFFER)
+    return None
+
+
+def _complaint(one: _Said, other: _Said) -> str:
+    def words(said: _Said) -> str:
+        if not said.source.startswith("--"):
+            return said.source
+        return f"{said.source} (with which Megatron's loader cuts {str(said.layout)!r})"
+
+    return (
+        f"{words(one)} and {words(other)} contradict each other about how packed documents were "
+        f"cut over context-parallel ranks; tokens would be taken for others. Leave the layer's "
+        f"option cp_layout at 'auto', and let config and packed_seq_params name what the loader "
+        f"does."
+    )

@@ -1,0 +1,112 @@
+"""Every size of a Mamba2 mixer, computed and checked in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...ops.layout import Layout, Section
+from ...ops.size_error import SizeError, require_sizes
+from ...ops.state_maps.state_map import StateShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Dims:
+    """Sizes of a Mamba2 mixer, or of the share of it that one tensor-parallel rank holds.
+
+    Attributes:
+        hidden_size: of the model; never split.
+        num_heads: heads with a state of their own.
+        num_groups: each serves ``num_heads / num_groups`` neighbouring heads with one B and one C.
+        head_dim: channels of x per head, columns of its state.
+        state_dim: width of B and C, rows of a state.
+        conv_kernel_dim: taps of the convolution.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        require_sizes(self)
+        if self.num_heads % self.num_groups:
+            raise SizeError(
+                f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}; "
+                f"every group must serve the same number of heads. Change mamba_num_heads or "
+                f"mamba_num_groups."
+            )
+
+    @classmethod
+    def from_config(cls, config: Any, d_model: int, d_conv: int, expand: int | float) -> Mamba2Dims:
+        """Read the sizes from a Megatron ``TransformerConfig`` (its ``mamba_*`` fields).
+
+        Raises:
+            ValueError: a size is missing, or they do not fit each other.
+        """
+        heads = config.mamba_num_heads
+        if heads is None:
+            inner = int(expand * d_model)
+            if not config.mamba_head_dim or inner % config.mamba_head_dim:
+                raise SizeError(
+                    f"expand={expand} times d_model={d_model} gives {inner} channels, which do "
+                    f"not divide into heads of mamba_head_dim={config.mamba_head_dim}. Set "
+                    f"mamba_num_heads, or sizes that divide."
+                )
+            heads = inner // config.mamba_head_dim
+        return cls(
+            hidden_size=d_model,
+            num_heads=heads,
+            num_groups=config.mamba_num_groups,
+            head_dim=config.mamba_head_dim,
+            state_dim=config.mamba_state_dim,
+            conv_kernel_dim=d_conv,
+        )
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the input projection."""
+        return Layout(
+            (
+                Section("z", "head", self.head_dim),
+                Section("x", "head", self.head_dim, conv=True),
+                Section("B", "group", self.state_dim, conv=True),
+                Section("C", "group", self.state_dim, conv=True),
+                Section("dt", "head", 1),
+            ),
+            (("head", self.num_heads), ("group", self.num_groups)),
+        )
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
+
+    def shard(self, ranks: int) -> Mamba2Dims:
+        """The sizes one of ``ranks`` tensor-parallel ranks holds: whole groups and their heads.
+
+        Raises:
+            ValueError: the groups do not divide; the message lists the sizes that do.
+        """
+        if ranks < 1 or self.num_groups % ranks:
+            legal = [n for n in range(1, self.num_groups + 1) if self.num_groups % n == 0]
+            raise SizeError(
+                f"tensor_model_parallel_size={ranks} cannot split {self.num_groups} groups of "
+                f"{self.num_heads} Mamba2 heads evenly; use one of {', '.join(map(str, legal))}."
+            )
+        return replace(self, num_heads=self.num_heads // ranks, num_groups=self.num_groups // ranks)
+
+    def check_fp8_alignment(self, alignment: int) -> None:
+        """Refuse a local projection width that FP8 GEMMs cannot take."""
+        if self.layout.width % alignment:
+            raise SizeError(
+                f"FP8 needs the local projection width to be a multiple of {alignment}, but z, x, "
+                f"B, C and dt of {self.num_heads} heads and {self.num_groups} groups have "
+                f"{self.layout.width} columns. Use a smaller tensor_model_parallel_size, or keep "
+                f"this layer out of FP8."
+            )

@@ -1,0 +1,286 @@
+"""Packed micro-batches: Megatron's ``PackedSeqParams`` in, one resolved ``Documents`` out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..ops import Documents, StaticDocuments
+from ..ops.documents import changed_before_recomputation
+from ..ops.host_tables import stream_of_tables
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_RESOLVED = "_megatron_gdn_documents"
+_STATIC = "_megatron_gdn_static_documents"
+_BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
+_UNPACKED = ("sbhd", "bshd")
+
+
+class _Look(NamedTuple):
+    """Offsets as they were."""
+
+    tensor: torch.Tensor | None
+    version: int | None
+    values: torch.Tensor | None  # None on a GPU, where comparing would wait for the device
+
+    @classmethod
+    def at(cls, tensor: torch.Tensor | None) -> _Look:
+        if tensor is None:
+            return cls(None, None, None)
+        return cls(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
+
+    def still_holds(self, tensor: torch.Tensor | None) -> bool:
+        if tensor is not self.tensor or tensor is None:
+            return tensor is self.tensor
+        if tensor._version != self.version:
+            return False
+        return self.values is None or torch.equal(tensor, self.values)
+
+
+class _Resolved(NamedTuple):
+    """What the first layer of a micro-batch found, for the later layers."""
+
+    layout: str | None  # qkv_format
+    looks: tuple[_Look, ...]  # at _BOUNDARIES
+    documents: Documents
+    of_streams: dict[int, Documents]  # the same, for every stream that asked
+
+    def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
+        """Whether the same tensors hold the same offsets, for the same rows."""
+        return (
+            params.qkv_format == self.layout
+            and all(
+                look.still_holds(getattr(params, name))
+                for name, look in zip(_BOUNDARIES, self.looks, strict=True)
+            )
+            and self.documents.total_tokens == tokens
+            and self.documents.device == device
+        )
+
+    def here(self) -> Documents:
+        stream = stream_of_tables()
+        found = self.of_streams.get(stream)
+        if found is None:
+            found = Documents(self.documents.offsets, self.documents.device)
+            self.of_streams[stream] = found
+        return found
+
+
+def resolve_packed_seq_params(
+    params: PackedSeqParams | None, total_tokens: int, device: torch.device
+) -> Documents | None:
+    """The document boundaries of a packed micro-batch; None when it is not packed.
+
+    The first layer of a micro-batch resolves and checks them, which reads ``cu_seqlens`` from the
+    device once; the result is kept on ``params``, where all other layers (and recomputation)
+    find it. They check that the offsets are still the same: on the CPU by value, on a GPU by
+    torch's version counter. Collectives and writes to ``.data`` do not raise this counter: give
+    every micro-batch a PackedSeqParams of its own, or at least new tensors. A recomputed forward
+    (Megatron's or torch's checkpoint) must find the same boundaries as the first forward.
+
+    Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
+    before any context-parallel split. Padding is at the end of a document's slot, so the document's
+    tokens do not see it in a causal layer. Padding rows must be finite (gradients of the weights
+    are sums over all rows, and 0 * NaN is NaN). Their outputs mean nothing: mask the loss.
+
+    Args:
+        params: as Megatron passes it to a layer. ``qkv_format="thd"`` is packed, and so is None
+            (Megatron's default) if there are boundaries; ``"sbhd"`` and ``"bshd"`` have none.
+        total_tokens: tokens of the whole packed buffer, over all context-parallel ranks.
+        device: where the layer runs.
+
+    Raises:
+        RuntimeError: a recomputed forward finds other boundaries than the first.
+        TypeError: boundaries that are not tensors.
+        ValueError: another ``qkv_format``, or one that contradicts the boundaries; boundaries on
+            the meta device; no boundaries, boundaries that do not start at 0, decrease or end
+            elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
+            document longer than its padded slot.
+        ValueError: a field of ``params`` no longer holds the fixed buffer that it was given.
+        NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
+            every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
+            be captured.
+    """
+    if params is None:
+        return None
+    static = static_documents_of(params)
+    known: _Resolved | None = params.__dict__.get(_RESOLVED)
+    if (
+        known is not None
+        and static is None
+        and not _is_captured(device)
+        and known.still_holds(params, total_tokens, device)
+    ):
+        return known.here()
+    if not _is_packed(params):
+        return None
+    if static is not None:
+        return _fitting(static, params, total_tokens, device)
+    if _is_captured(device):
+        raise NotImplementedError(
+            "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
+            "host, and a replay would use those of the captured micro-batch. Pass "
+            "megatron_gdn.static_packed_seq_params(...), whose boundaries lie in fixed buffers; or "
+            "leave this layer out of the graphs, or train on unpacked sequences."
+        )
+    sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
+    if any(source is not None and source.is_inference() for source in sources):
+        # torch does not record writes to such a tensor, so nothing is remembered.
+        return _resolve(sources, total_tokens, device)
+    documents = _resolve(sources, total_tokens, device)
+    if known is not None and _is_recomputed() and documents.offsets != known.documents.offsets:
+        found = f"{list(documents.offsets)} after {list(known.documents.offsets)}"
+        raise RuntimeError(changed_before_recomputation(found))
+    looks = tuple(_Look.at(source) for source in sources)
+    known = _Resolved(params.qkv_format, looks, documents, {stream_of_tables(): documents})
+    params.__dict__[_RESOLVED] = known
+    return documents
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _is_recomputed() -> bool:
+    """Whether this is a forward in a backward: a checkpoint computes it again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:
+    """Attach documents in fixed buffers to ``params``; layers then use these."""
+    params.__dict__[_STATIC] = documents
+
+
+def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
+    """The documents in fixed buffers that ``params`` was given; None if it was given none."""
+    return params.__dict__.get(_STATIC)
+
+
+def _fitting(
+    documents: StaticDocuments, params: PackedSeqParams, total_tokens: int, device: torch.device
+) -> StaticDocuments:
+    if documents.total_tokens != total_tokens or documents.device != device:
+        raise ValueError(
+            f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
+            f"{documents.device}, and the layer has {total_tokens} tokens (over all "
+            f"context-parallel ranks) on {device}; make them for these with "
+            f"megatron_gdn.static_packed_seq_params."
+        )
+    for name in _slots_of(params):
+        if getattr(params, name) is not documents.boundaries:
+            raise ValueError(
+                f"packed_seq_params.{name} is no longer the fixed buffer that these "
+                f"packed_seq_params were made with, and a graph would replay that one. Leave the "
+                f"field as it is and write boundaries with megatron_gdn.set_documents, or make "
+                f"another PackedSeqParams."
+            )
+    documents.read_by_forward(_is_recomputed())
+    return documents
+
+
+def _slots_of(params: PackedSeqParams) -> tuple[str, ...]:
+    """The fields that say where documents lie in the buffer."""
+    if params.cu_seqlens_q_padded is not None:
+        queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
+    else:
+        queries = "cu_seqlens_q"
+        keys = "cu_seqlens_kv" if params.cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
+    return (queries,) if getattr(params, keys) is None else (queries, keys)
+
+
+def _is_packed(params: PackedSeqParams) -> bool:
+    """Whether documents are packed. Boundaries that are given are never ignored."""
+    layout = params.qkv_format
+    if layout == "thd":
+        return True
+    if layout is not None and layout not in _UNPACKED:
+        raise ValueError(
+            f"packed_seq_params has qkv_format={layout!r}; legal are 'thd' (packed documents, with "
+            f"cu_seqlens_q), 'sbhd' and 'bshd' (not packed), and None (packed if there are "
+            f"cu_seqlens_*)."
+        )
+    given = [name for name in _BOUNDARIES if getattr(params, name) is not None]
+    if given and layout is not None:
+        raise ValueError(
+            f"packed_seq_params has qkv_format={layout!r}, which is not packed, and gives "
+            f"{', '.join(given)}. Set qkv_format='thd' to keep the documents apart, or leave the "
+            f"boundaries None."
+        )
+    if not given and params.seq_idx is not None:
+        raise ValueError(
+            "packed_seq_params gives seq_idx but no cu_seqlens_q, from which this layer reads the "
+            "documents' boundaries. Set qkv_format='thd' and cu_seqlens_q."
+        )
+    return bool(given)
+
+
+def _tensor(params: PackedSeqParams, name: str) -> torch.Tensor | None:
+    offsets = getattr(params, name)
+    if offsets is not None and not isinstance(offsets, torch.Tensor):
+        raise TypeError(
+            f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
+            f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
+        )
+    return offsets
+
+
+def _resolve(
+    sources: Sequence[torch.Tensor | None], total_tokens: int, device: torch.device
+) -> Documents:
+    q_padded, q, kv_padded, kv = sources
+    boundaries = q if q_padded is None else q_padded
+    if boundaries is None:
+        raise ValueError(
+            "packed_seq_params has neither cu_seqlens_q_padded nor cu_seqlens_q, so the documents' "
+            "boundaries are unknown."
+        )
+    documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
+
+    if kv_padded is not None and q_padded is None:
+        q_padded = q  # keys in padded slots need queries in the same ones
+    for name, queries, keys in (("_padded", q_padded, kv_padded), ("", q, kv)):
+        if queries is None or keys is None or queries is keys:
+            continue
+        if queries.tolist() != keys.tolist():
+            raise ValueError(
+                f"packed_seq_params gives cu_seqlens_q{name}={queries.tolist()} and "
+                f"cu_seqlens_kv{name}={keys.tolist()}; this layer reads and writes one sequence, "
+                f"so they must agree."
+            )
+    if q_padded is not None and q is not None and q is not q_padded:
+        offsets = q.tolist()
+        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        if len(lengths) != len(documents.lengths) or any(
+            not 0 <= length <= slot for length, slot in zip(lengths, documents.lengths, strict=True)
+        ):
+            raise ValueError(
+                f"cu_seqlens_q gives documents of {lengths} tokens, cu_seqlens_q_padded slots of "
+                f"{list(documents.lengths)}; there must be one slot per document, at least as "
+                f"long as it."
+            )
+    return documents
+
+
+def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
+    """The context-parallel group of a micro-batch: its own if it brings one, else ``group``.
+
+    Returns:
+        a process group, or None: this rank alone.
+
+    Raises:
+        ValueError: ``local_cp_size`` is not the size of ``cp_group``.
+    """
+    if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
+        return group
+    group, size = packed.cp_group, packed.local_cp_size
+    if size is not None and size != (1 if group is None else group.size()):
+        given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+        raise ValueError(
+            f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
+            f"of 1 needs no group)."
+        )
+    return group

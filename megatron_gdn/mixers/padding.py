@@ -1,0 +1,245 @@
+"""Padded batches with a mask of documents: packed into one row, end to end, and unpacked again.
+
+A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding. A plain
+0/1 mask is the case of one document per row.
+
+Legend: B batch, S tokens of a padded row, N documents, T tokens that are not padding, P rows of the
+packed sequence (T, or more if documents have padded slots).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.host_tables import to_device
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
+    """The lengths of the documents of a mask: those of the first row, then of the next.
+
+    ``[[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] -> (2, 3, 1, 2, 3)``. Reads the mask on the host.
+
+    Args:
+        mask: integers ``[B, S]``: document ids, 0 at padding, increasing along a row. Ids may be
+            skipped, and padding may be before, between and after documents.
+
+    Raises:
+        ValueError: not a tensor of integers ``[B, S]``, or one on the meta device; negative ids,
+            ids that decrease along a row, or padding inside a document.
+    """
+    return read_mask(mask).lengths
+
+
+def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Where the tokens of a padded batch are, in the form that variable-length kernels take.
+
+    Args and errors: as in :func:`seqlens_of_mask`.
+
+    Returns:
+        int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the
+        documents' cumulative lengths; and the longest length. The tensors are on the mask's device.
+    """
+    token_T, _, lengths = read_mask(mask)
+    device = mask.device
+    return to_device(token_T, device), _cu_seqlens(lengths, device), max(lengths, default=0)
+
+
+def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
+    """Lay the documents of a padded batch end to end, in the order of the rows.
+
+    Padding is never read, so its values (NaN included) do not matter; its gradient is 0. The host
+    reads the mask once, and one gather moves the rows.
+
+    With context parallelism the packed rows are those of all ranks, and every document's slot must
+    have a multiple of ``2 * context_parallel_size`` rows. Each rank then takes its own rows:
+
+        packed, params = pack_rows(x, mask, multiple_of=2 * cp)
+        slots = params.cu_seqlens_q_padded.diff().tolist()
+        mine = packed[local_indices(slots, cp, cp_rank)]
+
+    Args:
+        x: ``[S, B, ...]``: hidden states in Megatron's layout, or tokens, labels, a loss mask.
+        mask: ``[B, S]`` as in :func:`seqlens_of_mask`.
+        multiple_of: every document's slot is filled up with zeros to a multiple of it.
+
+    Returns:
+        ``[P, 1, ...]`` and the boundaries for all layers of the micro-batch (``"thd"``, int32, on
+        x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
+        ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch of nothing but padding
+        gives one empty document.
+
+    Raises:
+        ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    layout = _layout(mask, multiple_of)
+    if x.shape[:2] != mask.shape[::-1]:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
+            f"be [S, B, ...] (sequence first), the mask [B, S]."
+        )
+    pack, unpack = layout.tables(x.device)
+    packed = TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
+    cu_seqlens = _cu_seqlens(layout.lengths, x.device)
+    cu_padded: Any = None if multiple_of == 1 else _cu_seqlens(layout.slots, x.device)
+    longest = max(layout.slots)
+    return packed, PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_padded,
+        cu_seqlens_kv_padded=cu_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
+    """Move packed rows back to their places in the padded batch; padding is exactly 0.
+
+    The inverse of :func:`pack_rows` wherever the mask is not 0. The host reads the mask once, and
+    one gather moves the rows.
+
+    Args:
+        packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
+        mask, multiple_of: as they were given to :func:`pack_rows`.
+
+    Returns:
+        ``[S, B, ...]``.
+
+    Raises:
+        ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
+    """
+    layout = _layout(mask, multiple_of)
+    pack, unpack = layout.tables(packed.device)
+    rows = sum(layout.slots)
+    if packed.shape[:2] != (rows, 1):
+        raise ValueError(
+            f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose documents fill "
+            f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of that the rows "
+            f"were packed with, and with context parallelism the rows of all ranks."
+        )
+    x = TakeRows.apply(packed.squeeze(1), unpack, pack)
+    return x.unflatten(0, mask.shape[::-1])
+
+
+class MaskOnHost(NamedTuple):
+    token_T: Tensor  # int64, positions in the flattened mask
+    document_T: Tensor  # int64, the document of each token, counted over the whole batch
+    lengths: tuple[int, ...]
+
+
+def read_mask(mask: Tensor) -> MaskOnHost:
+    if not isinstance(mask, Tensor) or mask.is_meta:
+        what = "on the meta device" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"a mask of documents must be a tensor of integers [B, S] with values on the CPU or a "
+            f"GPU; this one is {what}."
+        )
+    if mask.dim() != 2 or mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool:
+        raise ValueError(
+            f"a mask of documents must be integers [B, S] (ids from 1, 0 at padding), got shape "
+            f"{tuple(mask.shape)} and dtype {mask.dtype}. A bool mask may mean tokens or padding: "
+            f"pass keep.int() or (~padding).int()."
+        )
+    id_BS = mask.detach().to("cpu", torch.int64)
+    if (id_BS < 0).any():
+        raise ValueError(
+            f"a mask of documents holds {int(id_BS.min())}; ids count from 1, padding is 0."
+        )
+    first_BS = (id_BS != F.pad(id_BS[:, :-1], (1, 0))) & (id_BS > 0)
+    row_N, column_N = first_BS.nonzero(as_tuple=True)
+    id_N = id_BS[row_N, column_N]
+    wrong = ((row_N[1:] == row_N[:-1]) & (id_N[1:] <= id_N[:-1])).nonzero()
+    if len(wrong):
+        before = int(wrong[0])
+        (last, this), row = id_N[before : before + 2].tolist(), int(row_N[before])
+        column = int(column_N[before + 1])
+        what = (
+            f"goes on with document {this} after padding inside it"
+            if this == last
+            else f"has document {this} after document {last}"
+        )
+        raise ValueError(
+            f"row {row} of the mask {what}, at position {column}. Ids must increase along a row "
+            f"and a document must not be interrupted: number the documents in the order in which "
+            f"they come, or move the padding to a document's end."
+        )
+    token_T = (id_BS > 0).flatten().nonzero().flatten()
+    document_T = first_BS.flatten().cumsum(0)[token_T] - 1
+    return MaskOnHost(token_T, document_T, tuple(document_T.bincount().tolist()))
+
+
+def _cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    offsets = list(accumulate(lengths, initial=0))
+    return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
+
+
+class Take(NamedTuple):
+    """``y[i] = x[source[i]]``, and 0 for the i in ``holes``."""
+
+    source: Tensor
+    holes: Tensor
+
+    @classmethod
+    def along(cls, source: Tensor, device: torch.device) -> Take:
+        holes = (source < 0).nonzero().flatten()
+        return cls(to_device(source.clamp(min=0), device), to_device(holes, device))
+
+    def of(self, x: Tensor) -> Tensor:
+        if not len(x):  # only holes, and index_select has no row to read
+            return x.new_zeros(len(self.source), *x.shape[1:])
+        y = x.index_select(0, self.source)
+        return y.index_fill_(0, self.holes, 0) if len(self.holes) else y
+
+
+class _Layout(NamedTuple):
+    """Which row goes where; -1 means no row."""
+
+    lengths: tuple[int, ...]
+    slots: tuple[int, ...]
+    row_of_packed_P: Tensor  # int64: which of the S * B rows of x
+    packed_of_row_R: Tensor  # int64: the inverse, R = S * B
+
+    def tables(self, device: torch.device) -> tuple[Take, Take]:
+        return Take.along(self.row_of_packed_P, device), Take.along(self.packed_of_row_R, device)
+
+
+def _layout(mask: Tensor, multiple_of: int) -> _Layout:
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no gaps).")
+    token_T, document_T, lengths = read_mask(mask)
+    lengths = lengths or (0,)
+    slots = tuple(-(-length // multiple_of) * multiple_of for length in lengths)
+    length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
+    gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # padding rows before each document
+    packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
+
+    B, S = mask.shape
+    row_T = token_T % S * B + token_T // S if S else token_T  # x has the sequence first
+    row_of_packed_P = torch.full((sum(slots),), -1, device="cpu")
+    packed_of_row_R = torch.full((S * B,), -1, device="cpu")
+    row_of_packed_P[packed_T], packed_of_row_R[row_T] = row_T, packed_T
+    return _Layout(lengths, slots, row_of_packed_P, packed_of_row_R)
+
+
+class TakeRows(torch.autograd.Function):
+    """A gather of rows, each at most once: its gradient is the gather back, and sums nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, there: Take, back: Take) -> Tensor:
+        ctx.there, ctx.back = there, back
+        return there.of(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return TakeRows.apply(grad, ctx.back, ctx.there), None, None

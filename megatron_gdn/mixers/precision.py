@@ -1,0 +1,147 @@
+"""Keeps the decay parameters in fp32 when the module around them is cast.
+
+``A_log`` is in an exponent, and the recurrence compounds the decay over the sequence: rounding
+it to bf16 changes the decay rate by up to 0.8%. Megatron's ``Float16Module`` (and ``.bfloat16()``,
+``.half()``, ``.to(dtype)``) casts every floating-point parameter, so the module itself must keep
+these in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
+
+logger = logging.getLogger(__name__)
+
+# torch passes one list of missing keys to all modules of one load_state_dict.
+_missing_keys_of_warned_load: list[str] | None = None
+
+
+def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
+    """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for.
+
+    From the first mark on, Megatron's optimizers save and load such parameters beside 16-bit ones,
+    see :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
+    """
+    assert parameter.dtype == torch.float32, parameter.dtype
+    vars(parameter)["keep_in_fp32"] = True
+    repair_mixed_dtype_optimizers()
+
+
+class Fp32Parameters(nn.Module):
+    """Mixin for modules: the parameters named below follow moves but not casts.
+
+    ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
+    """
+
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, or the tensor that a wrapper puts in its place."""
+        if name in self._keep_in_float32_parameter_names:
+            require_gathered_alone(name, param)
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and the like change only the device."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        names = self._keep_in_float32_parameter_names
+        kept = [parameters[name] for name in names if name in parameters]
+        protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
+
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(apply, recurse)
+
+    def require_wide_gates(self) -> None:
+        """Refuse fp32 parameters that were rounded before they reached the layer.
+
+        Casts of the module leave these parameters in fp32. But sharded data parallelism with its
+        own dtype replaces them by other tensors, and only this check notices that.
+
+        Raises:
+            ValueError: one of them is narrower than fp32.
+        """
+        for name in self._keep_in_float32_parameter_names:
+            dtype = getattr(self, name).dtype
+            if dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): "
+                    f"the recurrence compounds what it rounds. Under torch's "
+                    f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
+                    f"elsewhere, do not replace the layer's parameters by rounded ones."
+                )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        """Load as torch does; warn if the values of the named parameters were rounded."""
+        keys = [f"{prefix}{name}" for name in self._keep_in_float32_parameter_names]
+        dtypes = {
+            key: state_dict[key].dtype for key in keys if hasattr(state_dict.get(key), "dtype")
+        }
+        _warn_of_rounded({k: d for k, d in dtypes.items() if d != torch.float32}, missing_keys)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *args
+        )
+
+
+def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
+    """Refuse Megatron-FSDP where gloo would gather ``parameter`` together with other dtypes.
+
+    Megatron-FSDP gathers the parameters of a layer in one coalesced collective. Gloo concatenates
+    its inputs into one buffer of one dtype and cuts that by the outputs' bytes, without an error.
+
+    Args:
+        parameter: registered under ``name``: the module's own, or Megatron-FSDP's share of it.
+
+    Raises:
+        NotImplementedError: gloo gathers it with another dtype.
+    """
+    fsdp = getattr(parameter, "_megatron_fsdp_model", None)
+    original = getattr(parameter, "orig_param", None)
+    if fsdp is None or original is None:
+        return
+    buffer = fsdp.param_and_grad_buffer
+    groups, own = buffer.parameter_groups, buffer.param_to_param_group[original]
+    dtypes = {str(groups[i].dtype) for i in buffer.bucket_to_bucket_group[own]}
+    backend = torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group())
+    if backend == "gloo" and len(dtypes) > 1:
+        raise NotImplementedError(
+            f"Megatron-FSDP would gather {name} ({original.dtype}) in one collective of "
+            f"{' and '.join(sorted(dtypes))}, from which gloo returns wrong numbers. Use the nccl "
+            f"backend, parameters of one dtype, DistributedDataParallel, or a "
+            f"data_parallel_sharding_strategy other than 'optim_grads_params'."
+        )
+
+
+def _warn_of_rounded(dtypes: dict[str, torch.dtype], missing_keys: list[str]) -> None:
+    """Warn once per ``load_state_dict``, at its first module with such parameters."""
+    global _missing_keys_of_warned_load
+    if not dtypes or missing_keys is _missing_keys_of_warned_load:
+        return
+    _missing_keys_of_warned_load = missing_keys
+    found = ", ".join(f"{key} ({str(dtype)[6:]})" for key, dtype in dtypes.items())
+    logger.warning(
+        "load_state_dict: %s: the layer keeps these in fp32, the state dict does not, so their "
+        "values are rounded; those of the layers after it are not listed. Where the checkpoint's "
+        "optimizer holds fp32 masters, megatron_gdn.fp32_masters.load_fp32_masters(model, folder) "
+        "brings them back.",
+        found,
+    )

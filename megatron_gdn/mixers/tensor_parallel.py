@@ -1,0 +1,102 @@
+"""What tensor parallelism needs to know about the layer's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..ops.first_derivative import first_derivative_only
+
+
+def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
+    """Mark a parameter as split over tensor-parallel ranks along dimension 0.
+
+    ``partition_sizes`` names the sections that are each split by themselves; tools that regather
+    weights across tensor-parallel sizes read it.
+    """
+    vars(parameter).update(
+        tensor_model_parallel=True,
+        partition_dim=0,
+        partition_stride=1,
+        partition_sizes=list(sections),
+    )
+
+
+def mark_packed(linear: nn.Module, sections: Sequence[int]) -> None:
+    """Mark a column-parallel linear whose rows are several sections, each split by itself.
+
+    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). ``use_muon`` is read by
+    Megatron-LM's main branch: Muon would orthogonalise the sections as one matrix.
+    """
+    for parameter in (getattr(linear, "weight", None), getattr(linear, "bias", None)):
+        if isinstance(parameter, nn.Parameter):
+            vars(parameter).update(partition_sizes=list(sections), use_muon=False)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, gradient: Tensor):
+        # A copy, because others may hold this gradient; in fp32, so that the sum is rounded once.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None
+
+
+def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The same values; the gradient is the sum over ``group`` (None: nothing is summed).
+
+    For a replicated parameter that each tensor-parallel rank uses on its own heads. The sum is part
+    of the backward, so it needs no hook or mark on the parameter and no help from Megatron.
+    """
+    if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    return _SumGradient.apply(parameter, group)
+
+
+@contextmanager
+def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
+
+    Raises:
+        RuntimeError: something else replaced the parameters meanwhile, as ``fully_shard`` of
+            ``module`` itself does; their gradients would not be summed.
+    """
+    if group is None or not torch.is_grad_enabled():
+        yield
+        return
+    slots: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+        (part._parameters, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    summed = {parameter: sum_gradient(parameter, group) for _, _, parameter in slots}
+    for parameters, name, parameter in slots:
+        parameters[name] = summed[parameter]
+    replaced = []
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in slots:
+            if parameters.get(name) is summed[parameter]:
+                parameters[name] = parameter
+            else:
+                replaced.append(name)
+    if replaced:
+        raise RuntimeError(
+            f"{type(module).__name__}: {', '.join(replaced)} changed during the forward, so the "
+            f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
+            f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
+        )

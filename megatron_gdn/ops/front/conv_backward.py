@@ -1,0 +1,206 @@
+"""The backward of :mod:`.conv_forward`, of one head along the sequence (Triton device functions).
+
+Legend: S seq, D dim of the head at hand, W taps; in tile names R segments walked side by side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..kernels.elementwise import sigmoid
+from .walk import (
+    UNROLL,
+    at_an_edge,
+    convolve,
+    forget,
+    load_history,
+    load_row,
+    load_taps,
+    push,
+    store_row,
+)
+
+
+@triton.jit
+def _load_grads(
+    at_RD, real_R, real_1D, D: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the GROUP value heads that share this head, as a tuple of rows."""
+    rows = ()
+    for member in tl.static_range(GROUP):
+        rows = rows + (load_row(at_RD + member * D, real_R, real_1D, PADDED, EDGE),)
+    return rows
+
+
+@triton.jit
+def walk_one_token(
+    x_RD, grads, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+    W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    NORMALISE: tl.constexpr, SCALED: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
+
+    The true gradients are ``grads`` times ``factor`` if SCALED; otherwise factor is not read.
+
+    ``history`` holds the last W - 1 inputs, newest first. ``pending`` holds dx of the last W - 1
+    tokens as far as it is known, newest first: each waits for the tokens that still read it.
+    """
+    x_RD = x_RD.to(tl.float32)
+    if PACKED:
+        history = forget(history, seen_R, W)
+    pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
+    sig_RD = sigmoid(pre_RD)
+    act_RD = pre_RD * sig_RD
+
+    dact_RD = grads[0].to(tl.float32)
+    for member in tl.static_range(1, GROUP):
+        dact_RD += grads[member].to(tl.float32)
+    if SCALED:
+        dact_RD = dact_RD * factor
+    if NORMALISE:
+        if PADDED:
+            act_RD = tl.where(real_1D, act_RD, 0.0)
+        r_R = tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)
+        along_R = tl.sum(dact_RD * act_RD, axis=1) * r_R * r_R * r_R
+        dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
+    dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
+
+    # What token t sends back to t - delay; a token of another document receives nothing.
+    waiting = (taps[W - 1] * dpre_RD,)
+    for delay in tl.static_range(1, W):
+        sent_RD = dpre_RD
+        if PACKED:
+            # Masked before the product, so that product and sum can be one fused operation here
+            # too, as without a mask: a document's bits must not depend on whether a boundary is
+            # near.
+            sent_RD = tl.where((seen_R >= delay)[:, None], dpre_RD, 0.0)
+        waiting = waiting + (pending[delay - 1] + taps[W - 1 - delay] * sent_RD,)
+    return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
+
+
+@triton.jit(noinline=True)  # for the compiler's sake, see walk.py
+def _walk_head_backward(
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+    column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
+    D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
+
+    A token's dx needs the d(pre) of the W - 1 tokens after it. Walking keeps those in registers,
+    so every input is read once; only W - 1 tokens past each segment are computed twice.
+    """
+    LOOK_OUT: tl.constexpr = PACKED and EDGE
+    PADDED: tl.constexpr = D != BLOCK_D
+    d_D = tl.arange(0, BLOCK_D)
+    real_D = d_D < D
+    d_1D = d_D[None, :]
+    real_1D = real_D[None, :]
+    first_R = tl.arange(0, ROWS) * steps  # relative to start, which the pointers include
+    base = tl.cast(start, tl.int64)
+    x_ptr = proj_ptr + base * stride_s + column
+    dx_ptr = d_proj_ptr + base * d_stride_s + column
+    grad_ptr += base * grad_stride
+    room_R = S - start - first_R  # tokens from a segment's first to the end of the sequence
+
+    taps = load_taps(weight_ptr, column, d_D, real_D, W)
+    if HAS_BIAS:
+        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+        bias_1D = bias_D[None, :]
+    else:
+        bias_1D = tl.zeros((1, BLOCK_D), tl.float32)
+
+    if LOOK_OUT:
+        seen_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
+    else:
+        seen_R = start + first_R
+    x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
+    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, EDGE)
+    pending = ()
+    for _delay in tl.static_range(1, W):
+        pending = pending + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+    d_taps = ()
+    for _tap in tl.static_range(W):
+        d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+    d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+
+    # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
+    # the stages load later steps to shared memory: there are too few registers for them.
+    for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
+        for turn in tl.static_range(UNROLL):
+            step = lap + turn
+            t_R = first_R + step
+            x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
+            x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, EDGE)
+            grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
+            grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
+            if LOOK_OUT:
+                seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
+            x_RD, dpre_RD, dx_RD, history, pending = walk_one_token(
+                x_now, grads_now, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+                W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
+            )  # fmt: skip
+            summed = ()
+            for tap in tl.static_range(W - 1):
+                summed = summed + (d_taps[tap] + dpre_RD * history[W - 2 - tap],)
+            d_taps = summed + (d_taps[W - 1] + dpre_RD * x_RD,)
+            if HAS_BIAS:
+                d_bias_RD += dpre_RD
+            dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
+            dx_RD = dx_RD.to(d_proj_ptr.dtype.element_ty)
+            ready_1D = (step >= W - 1) & real_1D
+            store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, EDGE)
+            history = push(x_RD, history, W - 1)
+
+    for past in tl.static_range(W - 1):
+        step = steps + past
+        t_R = first_R + step
+        x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
+        x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, EDGE)
+        grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
+        grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
+        if LOOK_OUT:
+            seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
+        x_RD, dpre_RD, dx_RD, history, pending = walk_one_token(
+            x_now, grads_now, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+            W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
+        )  # fmt: skip
+        dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
+        dx_RD = dx_RD.to(d_proj_ptr.dtype.element_ty)
+        store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, PADDED, EDGE)
+        history = push(x_RD, history, W - 1)
+
+    for tap in tl.static_range(W):
+        tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)
+    if HAS_BIAS:
+        tl.store(partial_ptr + CHANNELS * W + column + d_D, tl.sum(d_bias_RD, axis=0), mask=real_D)
+
+
+@triton.jit
+def conv_head_backward(
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+    column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
+    D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """:func:`_walk_head_backward`, with masks only where needed, with ONE_PATH everywhere."""
+    if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
+        _walk_head_backward(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+            column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
+            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, True, NORMALISE,
+            SCALED,
+        )  # fmt: skip
+    else:
+        _walk_head_backward(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
+            column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
+            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, NORMALISE,
+            SCALED,
+        )  # fmt: skip

@@ -1,0 +1,169 @@
+"""The first tokens of pieces, their *edges*: which they are, and how they are computed again.
+
+Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
+have a history, R rows of history, M tokens that get further gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..host_tables import to_device
+from .base import Parameters
+
+
+class Places(NamedTuple):
+    """The small buffer of :mod:`.buffered_edges`: indices on the device.
+
+    Attributes:
+        documents: its short sequences.
+        history, arrived: its rows of history, and their places in the history as it arrived.
+        again, redone: its other rows, and the tokens of the batch that they copy.
+        slots: the places of these other rows among N (W - 1).
+    """
+
+    documents: Documents
+    history: Tensor
+    arrived: Tensor
+    again: Tensor
+    redone: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HistoryTable:
+    """The tokens that are computed again, and the places of their gradients.
+
+    Attributes:
+        lines: int64 ``[N, W + 1]`` on the host. A piece's first token; how many of its tokens are
+            computed again, at most W - 1; the row of history that lies 1, 2, .. W - 1 before it,
+            -1 where its sequence begins.
+        pieces: the same in int32 on the device.
+        additions: int32 ``[M, 1 + most]``: a token, then the sources of its further gradients, -1
+            for none. Below N (W - 1): a token computed again, W - 1 places for every piece. From
+            there on: a row that was sent, whose gradient came back.
+    """
+
+    lines: Tensor
+    pieces: Tensor
+    additions: Tensor
+
+    @classmethod
+    def build(
+        cls, first: Tensor, redone: Tensor, history: Tensor, sent: Tensor, device: torch.device
+    ) -> HistoryTable:
+        """From int64 tensors on the host: the columns of ``lines``, and the tokens to send."""
+        N, past = history.shape
+        numbers = torch.arange(N, device="cpu")
+        rows, sources = _by_row(
+            torch.cat([ranges(first, redone), sent]),
+            torch.cat([ranges(numbers * past, redone),
+                       N * past + torch.arange(len(sent), device="cpu")]),
+        )  # fmt: skip
+        lines = torch.cat([first[:, None], redone[:, None], history], dim=1)
+        additions = torch.cat([rows[:, None], sources], dim=1)
+        return cls(lines, to_device(lines.int(), device), to_device(additions.int(), device))
+
+    @cached_property
+    def count(self) -> int:
+        """N."""
+        return len(self.lines)
+
+    @cached_property
+    def buffer(self) -> Places:
+        """The small buffer; needs at least one piece."""
+        first, redone, history = self.lines[:, 0], self.lines[:, 1], self.lines[:, 2:]
+        device, past = self.pieces.device, history.shape[1]
+        known = (history >= 0).sum(1)
+        ends = (known + redone).cumsum(0)
+        starts = ends - known - redone
+        # Oldest first, as rows follow each other in the buffer.
+        arrived = history.flip(1)[history.flip(1) >= 0]
+
+        def table(index: Tensor) -> Tensor:
+            return to_device(index, device)
+
+        return Places(
+            Documents((0, *ends.tolist()), device),
+            table(ranges(starts, known)),
+            table(arrived),
+            table(ranges(starts + known, redone)),
+            table(ranges(first, redone)),
+            table(ranges(torch.arange(self.count, device="cpu") * past, redone)),
+        )
+
+
+def ranges(start: Tensor, count: Tensor) -> Tensor:
+    """``start[0] .. start[0] + count[0] - 1, start[1] .., ...``"""
+    first = count.cumsum(0) - count
+    return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
+
+
+def _by_row(rows: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+    """Group (row, source) pairs by row: the distinct rows; their sources, filled up with -1."""
+    order = rows.argsort(stable=True)
+    rows, count = rows[order].unique_consecutive(return_counts=True)
+    table = sources.new_full((len(rows), int(count.max()) if len(rows) else 0), -1)
+    line = torch.arange(len(rows), device="cpu").repeat_interleave(count)
+    table[line, ranges(torch.zeros_like(count), count)] = sources[order]
+    return rows, table
+
+
+class EdgeInputs(NamedTuple):
+    """What edges are computed from."""
+
+    table: HistoryTable
+    proj: Tensor  # [s, B, P]
+    parameters: Parameters  # the front's; conv weight and bias come first
+    history: Tensor  # [R, B, C], any strides
+
+
+class EdgesBackward(Protocol):
+    """The backward of the edges: gradients to send; :meth:`add` takes those that come back.
+
+    Attributes:
+        d_history: ``[R, B, C]``, at least fp32.
+        grads: of the rule's inputs for the front's backward over the batch. Those that the
+            convolution makes are zero at the tokens that were computed again.
+    """
+
+    @property
+    def d_history(self) -> Tensor: ...
+    @property
+    def grads(self) -> Any: ...
+
+    def add(
+        self, d_proj: Tensor, returned: Tensor, of_parameters: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Add the further gradients to rows of ``d_proj`` and to the parameters'.
+
+        Args:
+            d_proj: ``[s, B, P]``, as the front's backward left it. A row is rounded once more.
+            returned: ``[rows sent, B, C]``, the gradients of the rows that this rank sent.
+            of_parameters: from the front's backward; conv weight and bias come first.
+        """
+        ...
+
+
+class Edges(Protocol):
+    """How the first tokens of pieces are computed with their history."""
+
+    def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
+        """Overwrite the rule's inputs ``names``, in ``made``, at the first tokens of pieces.
+
+        Args:
+            inputs: with a table of at least one piece.
+            names: neighbours in the front's ``convolved``.
+        """
+        ...
+
+    def backward(self, inputs: EdgeInputs, grads: Any) -> EdgesBackward:
+        """From ``grads`` of the rule's inputs; it may overwrite these at the first tokens."""
+        ...

@@ -1,0 +1,366 @@
+"""FlashQLA's stages on Hopper, kernels held: the same kernels and results, less host time.
+
+In each call FlashQLA's own functions look a kernel up by some twenty arguments. They allocate
+memory for every argument, also for those that the kernel does not read. :mod:`.held`
+says what is done instead.
+
+Functions have FlashQLA's names and its order of calls, see
+``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of flash-qla 0.1.3.
+
+Legend: B batch, S tokens, G key heads, H value heads, K key dim, V value dim, P parts.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .held import HeldKernels
+
+_F32 = torch.float32
+
+
+class HopperStages(HeldKernels):
+    """FlashQLA's stages for Hopper.
+
+    Args:
+        library: FlashQLA's module of stages.
+        homes: its modules for Hopper, by the stage's name there.
+    """
+
+    CHUNK_SIZE = 64
+
+    def __init__(self, library: ModuleType, homes: dict[str, ModuleType]) -> None:
+        super().__init__(homes)
+        self._library = library
+        self.build_cp_context = library.build_cp_context
+        self.FlashQLACPContext = library.FlashQLACPContext
+
+    @cached_property
+    def _cache_of_parts(self) -> type:
+        from flash_qla.ops.gated_delta_rule.chunk.cp import CPCache  # pyright: ignore[reportMissingImports]
+
+        return CPCache
+
+    @cached_property
+    def _many_programs(self) -> int:
+        return self._homes["fused_gdr_fwd"].TARGET_NUM_CTAS
+
+    def chunk_local_cumsum(
+        self,
+        g: Tensor,
+        chunk_size: int = CHUNK_SIZE,
+        cu_seqlens: Tensor | None = None,
+        reverse: bool = False,
+        zero_last_chunk: bool = False,
+    ) -> Tensor:
+        """fp32 ``[B, S, H]``. The sequences cover all S tokens, so nothing is filled with zeros."""
+        B, S, H = g.shape
+        out = torch.empty_like(g)
+        varlen = cu_seqlens is not None
+        lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
+        run = self._kernel(
+            "chunk_local_cumsum", "tilelang_chunk_local_cumsum",
+            H, chunk_size, "float32", g.dtype, lengths, varlen, reverse, zero_last_chunk,
+        )  # fmt: skip
+        if cu_seqlens is None:
+            run(g, out, B * -(-S // chunk_size))
+        else:
+            run(g, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, chunk_size), out)
+        return out
+
+    def kkt_solve(
+        self, k: Tensor, b: Tensor, chunk_size: int = CHUNK_SIZE, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        B, S, G, K = k.shape
+        H = b.shape[2]
+        a = k.new_empty(B, S, H, chunk_size)
+        lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
+        run = self._kernel(
+            "kkt_solve", "tilelang_kkt_solve",
+            H, G, K, chunk_size, "float32", k.dtype, b.dtype, lengths, cu_seqlens is not None,
+        )  # fmt: skip
+        if cu_seqlens is None:
+            run(k, b, a, B * -(-S // chunk_size))
+        else:
+            run(k, b, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, chunk_size), a)
+        return a
+
+    def get_warmup_chunks_bidi(
+        self,
+        g: Tensor,
+        cu_seqlens: Tensor,
+        ht_mask_fwd: Tensor,
+        ht_mask_bwd: Tensor,
+        chunk_size: int = CHUNK_SIZE,
+        threshold: float = -10.0,
+        seq_map_r2c: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        P, H = ht_mask_fwd.shape[0], g.shape[2]
+        run = self._kernel(
+            "get_warmup_chunks_bidi", "tilelang_get_warmup_chunks_bidi",
+            H, chunk_size, threshold, "float32", g.dtype, ht_mask_fwd.dtype, cu_seqlens.dtype,
+            False,
+        )  # fmt: skip
+        # The kernel reads only boundaries between ranks from the map, and there are none here.
+        of = cu_seqlens if seq_map_r2c is None else seq_map_r2c
+        made = (
+            cu_seqlens.new_empty(P, H), cu_seqlens.new_empty(P, H),
+            ht_mask_fwd.new_empty(P, H), ht_mask_fwd.new_empty(P, H),
+        )  # fmt: skip
+        run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, of, *made)
+        return made
+
+    def fused_gdr_h(
+        self,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        g: Tensor,
+        b: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = True,
+        output_h: bool = True,
+        cu_seqlens: Tensor | None = None,
+        num_warmup_chunks: Tensor | None = None,
+        final_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """States at chunks, ``local`` and ``through`` of parts.
+
+        ``final_dtype``: of the last two; None is FlashQLA's, that of k with
+        ``num_warmup_chunks``, else fp32.
+        """
+        B, _, G, K = k.shape
+        H, V = v.shape[2:]
+        chunk_size, warm = a.shape[-1], num_warmup_chunks is not None
+        N, boundaries, first, chunks = self._places(k, cu_seqlens, chunk_size)
+        if final_dtype is None:
+            final_dtype = k.dtype if warm else _F32
+        upto = num_warmup_chunks
+        if not warm and cu_seqlens is not None:
+            upto = self._blank((N, H), boundaries.dtype, k.device)
+        if output_h:
+            h = k.new_empty(B, chunks, H, K, V)
+        else:
+            h = self._blank((B, 0, H, K, V), k.dtype, k.device)
+        final = None
+        if output_final_state:
+            final = k.new_empty(N, H, K, V, dtype=final_dtype)
+        # The kernel always writes it, with zeros if it was not asked for.
+        through = k.new_empty(N, H, K, K, dtype=final_dtype)
+        start = initial_state
+        if start is None:  # not read: any memory of that shape
+            start = final if final_dtype is _F32 and final is not None else None
+            start = k.new_empty(N, H, K, V, dtype=_F32) if start is None else start
+        run = self._kernel(
+            "fused_gdr_h", "tilelang_prepare_h",
+            H, G, K, V, chunk_size, "float32", k.dtype, g.dtype, b.dtype, start.dtype, final_dtype,
+            k.dtype, boundaries.dtype, initial_state is not None, output_final_state, output_h,
+            cu_seqlens is not None, warm, False,
+        )  # fmt: skip
+        # Without ``output_final_state`` the kernel does not write the final state's argument.
+        run(
+            k, v, a, g, b, start, boundaries, first, upto, h, start if final is None else final,
+            through,
+        )  # fmt: skip
+        return h if output_h else None, final, through if output_final_state else None
+
+    def correct_states(
+        self, local: Tensor, through: Tensor, fallback: Tensor, first: Tensor,
+        given: Tensor | None, backward: bool,
+    ) -> Tensor:  # fmt: skip
+        """``[P, H, K, V]``: the states that enter parts, or the gradients of those that leave."""
+        P, H, K, V = local.shape
+        dtype = _F32 if given is None else given.dtype
+        run = self._kernel(
+            "correct_initial_states", "tilelang_correct_h0",
+            H, K, V, dtype, "float32", local.dtype, through.dtype, first.dtype, fallback.dtype,
+            given is not None, False, backward, backward,
+        )  # fmt: skip
+        out = local.new_empty(P, H, K, V, dtype=dtype)
+        raw = () if given is None else (given,)
+        run(*raw, local, through, fallback, first, out)
+        return out
+
+    def fused_gdr_fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        g: Tensor,
+        b: Tensor,
+        scale: float,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = True,
+        cu_seqlens: Tensor | None = None,
+        cp_seq_map: Tensor | None = None,
+        raw_cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, None, Tensor | None]:
+        B, _, G, K = k.shape
+        H, V = v.shape[2:]
+        N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
+        whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1
+        if raw_cu_seqlens is None:
+            raw_cu_seqlens = self._blank((N + 1,), boundaries.dtype, k.device)
+        owner = cp_seq_map
+        if owner is None:
+            owner = self._blank((N,), boundaries.dtype, k.device)
+        final = None
+        if output_final_state or initial_state is None:
+            final = k.new_empty(whole, H, K, V, dtype=_F32)
+        if initial_state is not None:
+            start = initial_state
+        else:  # not read
+            start = final if whole == N else None
+            start = k.new_empty(N, H, K, V, dtype=_F32) if start is None else start
+        ending = start[:whole] if final is None else final
+        programs = N * H
+        block = 128
+        if programs < self._many_programs:
+            block = 64 if programs * 2 >= self._many_programs else 32
+        o = torch.empty_like(v)
+        run = self._kernel(
+            "fused_gdr_fwd", "tilelang_fused_chunk_gdr_fwd",
+            H, G, K, V, a.shape[-1], scale, "float32", q.dtype, g.dtype, b.dtype, start.dtype, _F32,
+            k.dtype, o.dtype, boundaries.dtype, initial_state is not None, output_final_state,
+            False, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
+        )  # fmt: skip
+        h = self._blank((B, 0, H, K, V), k.dtype, k.device)
+        run(
+            q, k, v, a, g, b, start, boundaries, first, owner, raw_cu_seqlens, o, h, ending
+        )  # fmt: skip
+        return o, None, final if output_final_state else None
+
+    def fused_gdr_dh(
+        self,
+        q: Tensor,
+        k: Tensor,
+        a: Tensor,
+        g: Tensor,
+        b: Tensor,
+        do: Tensor,
+        scale: float,
+        cu_seqlens: Tensor,
+        num_warmup_chunks: Tensor,
+        dht: None = None,
+        output_dh0: bool = True,
+        output_dh: bool = False,
+    ) -> tuple[None, Tensor]:
+        """Gradient of the states that enter parts; that of the states that leave them is zero."""
+        assert dht is None and output_dh0 and not output_dh
+        B, _, G, K = k.shape
+        H, V = do.shape[2:]
+        N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
+        run = self._kernel(
+            "fused_gdr_dh", "tilelang_prepare_dh_ws",
+            H, G, K, V, a.shape[-1], scale, "float32", k.dtype, g.dtype, b.dtype, _F32, k.dtype,
+            do.dtype, boundaries.dtype, False, True, False, True, True, False,
+        )  # fmt: skip
+        d_first = k.new_empty(N, H, K, V, dtype=_F32)
+        d_states = self._blank((B, 0, H, K, V), k.dtype, k.device)
+        run(
+            q, k, a, g, b, do, d_first, boundaries, first, num_warmup_chunks, d_states, d_first
+        )  # fmt: skip
+        return None, d_first
+
+    def fused_gdr_bwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        g: Tensor,
+        b: Tensor,
+        do: Tensor,
+        dht: Tensor | None,
+        h: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None = None,
+        overwrite_dht: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the inputs and of the first states.
+
+        ``overwrite_dht`` saves memory: the gradient of a first state is written over its dht. One
+        program does both, and it reads the dht first.
+        """
+        _, _, G, K = k.shape
+        H, V = v.shape[2:]
+        N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
+        dq, dk, dv = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
+        dg, db = torch.empty_like(g), torch.empty_like(b)
+        if overwrite_dht and dht is not None:
+            d_first = dht
+        else:
+            d_first = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
+        run = self._kernel(
+            "fused_gdr_bwd", "tilelang_fused_chunk_gdr_bwd",
+            H, G, K, V, a.shape[-1], scale, "float32", q.dtype, g.dtype, b.dtype, h.dtype, do.dtype,
+            boundaries.dtype, cu_seqlens is not None, dht is not None, False,
+        )  # fmt: skip
+        d_last = d_first if dht is None else dht
+        run(do, d_last, q, k, v, a, g, b, h, boundaries, first, dq, dk, dv, dg, db, d_first)
+        return dq, dk, dv, dg, db, d_first
+
+    def chunk_gated_delta_rule_fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
+        cu_seqlens: Tensor | None, output_final_state: bool, enable_fwd_cp_cache: bool,
+        cp_context: Any, is_train: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """FlashQLA's driver of the forward, from initial states of zero."""
+        context, size = cp_context, self.CHUNK_SIZE
+        g_sum = self.chunk_local_cumsum(g, size, context.cu_seqlens)
+        A = self.kkt_solve(k, beta, size, context.cu_seqlens)
+        entering = kept = None
+        if context.is_intra:
+            parts = context.intra_cp_cu_seqlens
+            if enable_fwd_cp_cache:
+                chunks, chunks_back, mask, mask_back = self.get_warmup_chunks_bidi(
+                    g_sum, parts, context.ht_mask, context.ht_mask_bwd, size,
+                    seq_map_r2c=context.seq_map_r2c,
+                )  # fmt: skip
+            else:
+                chunks, mask = self._library.get_warmup_chunks(
+                    g=g_sum, cu_seqlens=parts, ht_mask=context.ht_mask, chunk_size=size
+                )
+                chunks_back = mask_back = None
+            _, local, through = self.fused_gdr_h(
+                k, v, A, g_sum, beta, output_h=False, cu_seqlens=parts, num_warmup_chunks=chunks
+            )
+            assert local is not None and through is not None
+            first = context.seq_map_r2c
+            entering = self.correct_states(local, through, mask, first, None, backward=False)
+            if enable_fwd_cp_cache:
+                kept = self._cache_of_parts(
+                    h0=entering, mt=through, fallback_bwd=mask_back, num_warmup_bwd=chunks_back
+                )
+        o, _, final = self.fused_gdr_fwd(
+            q, k, v, A, g_sum, beta, scale, entering, output_final_state,
+            context.intra_cp_cu_seqlens if context.is_intra else context.cu_seqlens,
+            context.seq_map_c2r, context.cu_seqlens,
+        )  # fmt: skip
+        return g_sum, A, o, None, final, kept
+
+    def cp_preprocess_bwd(
+        self, context: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, beta: Tensor,
+        do: Tensor, dht: Tensor | None, scale: float, initial_state: Tensor | None,
+        state_v_first: bool, cp_cache: Any,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """States that enter parts, and gradients of those that leave them."""
+        if not context.is_intra:
+            return initial_state, dht
+        parts = context.intra_cp_cu_seqlens
+        if cp_cache is None or cp_cache.h0.shape[0] != parts.shape[0] - 1:
+            return self._library.cp_preprocess_bwd(
+                context, q=q, k=k, v=v, a=a, g=g, beta=beta, do=do, dht=dht, scale=scale,
+                initial_state=initial_state, state_v_first=state_v_first, cp_cache=cp_cache,
+            )  # fmt: skip
+        _, d_local = self.fused_gdr_dh(q, k, a, g, beta, do, scale, parts, cp_cache.num_warmup_bwd)
+        leaving = self.correct_states(
+            d_local, cp_cache.mt, cp_cache.fallback_bwd, context.seq_map_r2c, dht, backward=True
+        )
+        return cp_cache.h0, leaving

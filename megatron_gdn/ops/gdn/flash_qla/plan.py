@@ -1,0 +1,164 @@
+"""FlashQLA's cut of a batch's sequences into parts, made from host offsets and kept by value."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...host_tables import cached_by_stream
+from ...state_maps.parts import Parts, parts_by_length
+from ...state_maps.static_parts import StaticParts
+from .builds import watch_builds
+from .fences import fence_bulk_stores
+from .hopper import HopperStages
+
+_STAGES = (
+    "chunk_gated_delta_rule_fwd", "build_cp_context", "FlashQLACPContext", "cp_preprocess_bwd",
+    "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
+    "get_warmup_chunks_bidi", "chunk_local_cumsum", "correct_initial_states", "CHUNK_SIZE",
+)  # fmt: skip
+# Stages whose kernels lack fences -> the function in the stage's module that tilelang compiles.
+UNFENCED = {
+    "kkt_solve": "tilelang_kkt_solve",
+    "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
+    "fused_gdr_bwd": "tilelang_fused_chunk_gdr_bwd",
+}
+
+
+@cache
+def stages() -> Any:
+    """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
+    chunk = own_stages()
+    homes = {name: sys.modules[fn.__module__] for name, fn in _functions_of(chunk)}
+    if ".hopper." in homes["fused_gdr_fwd"].__name__:
+        return HopperStages(chunk, homes)
+    return chunk
+
+
+def _functions_of(chunk: ModuleType) -> list[tuple[str, Any]]:
+    found = ((name, getattr(chunk, name)) for name in _STAGES)
+    return [(name, fn) for name, fn in found if hasattr(fn, "__module__")]
+
+
+@cache
+def own_stages() -> ModuleType:
+    """FlashQLA's own module of stages, which picked them for this architecture."""
+    from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
+
+    missing = [name for name in _STAGES if not hasattr(chunk, name)]
+    if missing:
+        raise ImportError(
+            f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
+            f"Install that, or choose backend='fla'."
+        )
+    modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
+    if all(".hopper." in module.__name__ for module in modules.values()):
+        try:
+            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
+        except (AttributeError, TypeError, ImportError) as error:
+            raise ImportError(
+                f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
+                f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
+                f"those, or choose backend='fla'."
+            ) from error
+    watch_builds(_kernels(chunk))
+    return chunk
+
+
+def _kernels(chunk: ModuleType) -> list[Any]:
+    """What tilelang compiles in the modules of the stages."""
+    from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
+
+    homes = {getattr(getattr(chunk, name), "__module__", __name__) for name in _STAGES}
+    found = (x for home in sorted(homes) for x in vars(sys.modules[home]).values())
+    return list({id(x): x for x in found if isinstance(x, JITImpl)}.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One batch on one device.
+
+    Attributes:
+        context: FlashQLA's own description of it.
+        parts: the same cut; None for uncut batch rows that FlashQLA runs side by side.
+    """
+
+    context: Any
+    parts: Parts | StaticParts | None
+
+    @property
+    def cut(self) -> Parts:
+        """:attr:`parts` of a plan for states, which always has them."""
+        assert isinstance(self.parts, Parts), "states do not enter documents in fixed buffers"
+        return self.parts
+
+    def part(self, states: bool) -> str:
+        """Which of FlashQLA's kernels it takes, as ``megatron_gdn.warm_up`` names them."""
+        if states:
+            return "states"
+        if self.parts is None:
+            return "rows"
+        return "cut" if self.context.is_intra else "uncut"
+
+    @property
+    def part_offsets(self) -> Tensor | None:
+        """The ``cu_seqlens`` of kernels that take each part as a sequence."""
+        return None if self.parts is None else self.parts.offsets
+
+
+def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | None:
+    """FlashQLA's cut for the batch as a whole; None if it cuts no sequence.
+
+    It depends on lengths and heads only, never on data, so it repeats.
+    """
+    with torch.device("cpu"):
+        context = stages().build_cp_context(
+            torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
+            chunk_size=stages().CHUNK_SIZE, is_train=True,
+        )  # fmt: skip
+    return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
+
+
+@cached_by_stream(64)
+def plan_of(
+    sequences: tuple[int, ...] | None,
+    value_heads: int,
+    batch_invariant: bool,
+    device: torch.device,
+) -> Plan:
+    """The plan of sequences that begin at these offsets; None: of uncut batch rows.
+
+    Keyed by value: equal batches share one, on every layer and in the backward.
+    """
+    if sequences is None:
+        return Plan(stages().build_cp_context(None), None)
+    choose = parts_by_length if batch_invariant else _cut_by_cost
+    cut = choose(sequences, value_heads)
+    parts = Parts.build(sequences, sequences if cut is None else cut, device)
+    _remember_chunks(parts.sequences, sequences)
+    _remember_chunks(parts.offsets, sequences if cut is None else cut)
+    if cut is None:
+        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
+    # With batch_invariant also if no sequence is long enough to be cut. A long sequence needs the
+    # kernels that carry states between parts. A short one always takes them too, so that its bits
+    # do not depend on a long one beside it.
+    context = stages().FlashQLACPContext(
+        is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
+        seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
+        ht_mask_bwd=parts.opens,
+    )  # fmt: skip
+    return Plan(context, parts)
+
+
+def _remember_chunks(on_device: Tensor, offsets) -> None:
+    """Store the chunks, so that the kernels' wrappers do not read lengths back from the device."""
+    from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
+
+    with torch.device("cpu"):
+        index.prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))

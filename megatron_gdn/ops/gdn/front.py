@@ -1,0 +1,173 @@
+"""The front of a Gated DeltaNet: conv + SiLU, l2norm and gates in one launch each way.
+
+    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+    g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
+
+:mod:`.front_triton` has the Triton kernels, :mod:`.front_torch` their plain twins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..front.base import Parameters
+from ..kernels.builds import watch_triton_builds
+from ..kernels.obstacles import why_not_triton
+from ..layout import Layout
+from ..once import say_once
+from ..state_maps.state_map import StateShape
+from . import front_torch
+from .front_torch import GDNParameterGrads
+from .rule.base import RuleGrads, RuleInputs
+from .rule.step import RecurrentRule
+from .sizes import HeadSizes
+
+if TYPE_CHECKING:
+    from ..front.edges import Edges
+
+
+@dataclass(frozen=True, eq=False)
+class GDNFront:
+    """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``.
+
+    Attributes:
+        sizes: the heads of a projection row.
+        kernels: :mod:`.front_triton` or :mod:`.front_torch`.
+        normalise_qk: scale q and k to unit length.
+        dtype: of q, k and v; None is the projection's.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+        again: inputs that the backward computes again. Of q, k and v, computing q again costs the
+            least per byte that it frees.
+    """
+
+    sizes: HeadSizes
+    kernels: ModuleType
+    normalise_qk: bool = True
+    dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    again: tuple[str, ...] = ("q",)
+
+    names = RuleInputs._fields
+    convolved = ("q", "k", "v")
+
+    step_rule = RecurrentRule()
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(
+        device: str,
+        dtype: torch.dtype,
+        taps: int,
+        sizes: HeadSizes,
+        operands: torch.dtype | None = None,
+        batch_invariant: bool = False,
+        normalise_qk: bool = True,
+        recompute_qkv: bool = False,
+        kernels: str = "auto",
+    ) -> GDNFront:
+        """The front of rows in ``dtype`` on a type of device.
+
+        Args:
+            operands, batch_invariant: the rule's ``operand_dtype`` and ``batch_invariant``.
+
+        Raises:
+            ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
+        """
+        if operands is not None and not normalise_qk:
+            raise ValueError(
+                f"this rule takes q and k in {operands}, whose range they may leave without unit "
+                f"length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
+            )
+        return GDNFront(
+            sizes, kernels_for(device, dtype, taps, kernels), normalise_qk, operands,
+            batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
+        )  # fmt: skip
+
+    @property
+    def layout(self) -> Layout:
+        return self.sizes.layout
+
+    @property
+    def state(self) -> StateShape:
+        return self.sizes.state
+
+    @cached_property
+    def triton(self) -> bool:
+        return self.kernels is not front_torch
+
+    def for_step(self, dtype: torch.dtype) -> GDNFront:
+        wide = torch.promote_types(dtype, torch.float32)
+        return GDNFront(self.sizes, self.kernels, self.normalise_qk, wide)
+
+    def in_slots(
+        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        from .step import step_slots
+
+        weight, bias, A_log, dt_bias = parameters
+        return step_slots(
+            rows, weight, bias, A_log, dt_bias, *memory, slots, self.sizes,
+            normalise_qk=self.normalise_qk,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> RuleInputs:
+        return self.kernels.prepare_forward(
+            proj, *parameters, self.sizes,
+            documents=documents, normalise_qk=self.normalise_qk, dtype=self.dtype,
+            batch_invariant=self.batch_invariant, parts="qkvg" if only is None else "".join(only),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: RuleGrads,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> GDNParameterGrads:
+        *of_inputs, factor = grads
+        return self.kernels.prepare_backward(
+            proj, *parameters, self.sizes, *of_inputs, d_proj,
+            documents=documents, factor=factor, normalise_qk=self.normalise_qk,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+
+    def edges(self) -> Edges | None:
+        return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
+
+
+def kernels_for(device: str, dtype: torch.dtype, taps: int, kernels: str = "auto") -> ModuleType:
+    """The front's module: our Triton kernels or their plain-torch twins.
+
+    Args:
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
+            or ``"torch"``.
+    """
+    if kernels not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    if kernels == "auto":
+        why = why_not_triton(device, dtype, taps)
+        kernels = "triton" if why is None else "torch"
+        if why is not None:
+            say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
+                     device)  # fmt: skip
+    if kernels == "triton":
+        from . import front_triton
+
+        if device == "cuda":
+            watch_triton_builds()
+        return front_triton
+    return front_torch

@@ -1,0 +1,87 @@
+"""Triton kernel before the delta rule: conv + SiLU + l2norm + gates, in one launch.
+
+Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
+hand, W taps; in tile names R segments walked side by side, T tokens of a span.
+
+The kernel reads the projection rows where they lie: element (t, b, column) of ``proj`` is at
+``t * stride_s + b * stride_b + column``. Arithmetic is fp32, with one rounding at the store.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..front.conv_forward import conv_head
+from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
+
+
+@triton.jit
+def _gates(
+    raw_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, start, S, tokens, stride_s,
+    H: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All value heads of ``tokens`` tokens. ``raw_ptr`` is at the beta column of (0, b)."""
+    SPAN: tl.constexpr = 32
+    end = min(start + tokens, S) - start
+    h_H = tl.arange(0, BLOCK_H)
+    real_H = h_H < H
+    A_log_H = tl.load(A_log_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
+    dt_bias_H = tl.load(dt_bias_ptr + h_H, mask=real_H, other=0.0).to(tl.float32)
+    rate_H = minus_rate(A_log_H)
+    base = tl.cast(start, tl.int64)
+    raw_ptr += base * stride_s
+    g_ptr += base * H
+    beta_ptr += base * H
+    for span in tl.range(0, end, SPAN):
+        t_T = span + tl.arange(0, SPAN)
+        real_TH = (t_T < end)[:, None] & real_H[None, :]
+        raw_TH = raw_ptr + t_T[:, None] * stride_s + h_H[None, :]
+        b_TH = tl.load(raw_TH, mask=real_TH, other=0.0).to(tl.float32)
+        alpha_TH = tl.load(raw_TH + H, mask=real_TH, other=0.0).to(tl.float32)
+        out_TH = t_T[:, None] * H + h_H[None, :]
+        g_TH = rate_H[None, :] * softplus(alpha_TH + dt_bias_H[None, :])
+        g_TH = tl.where(g_TH < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_TH)  # NaN stays NaN
+        tl.store(g_ptr + out_TH, g_TH, mask=real_TH)
+        tl.store(beta_ptr + out_TH, sigmoid(b_TH), mask=real_TH)
+
+
+@triton.jit(do_not_specialize=["S", "steps", "first_slot"])
+def prepare_forward_kernel(
+    proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
+    S, steps, first_slot, stride_s, stride_b, eps,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """grid (heads, token tiles, B). Slot 0 .. 2G+H-1 is a head; slot 2G+H computes the gates.
+
+    Heads are the fastest axis, so that programs that run together read whole rows. ``first_slot``
+    skips slots.
+    """
+    slot = tl.program_id(0) + first_slot
+    tokens = ROWS * steps
+    start = tl.program_id(1) * tokens
+    b = tl.cast(tl.program_id(2), tl.int64)
+    proj_ptr += b * stride_b
+    if slot < 2 * G:
+        out_ptr = q_ptr + slot * K if slot < G else k_ptr + (slot - G) * K
+        conv_head(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
+            slot * K, start, S, steps, stride_s, G * K, eps,
+            K, ROWS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, ONE_PATH, NORMALISE,
+        )  # fmt: skip
+    elif slot < 2 * G + H:
+        h = slot - 2 * G
+        conv_head(
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, v_ptr + b * S * (H * V) + h * V,
+            2 * G * K + h * V, start, S, steps, stride_s, H * V, eps,
+            V, ROWS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, ONE_PATH, False,
+        )  # fmt: skip
+    else:
+        _gates(
+            proj_ptr + 2 * G * K + 2 * H * V, A_log_ptr, dt_bias_ptr, g_ptr + b * S * H,
+            beta_ptr + b * S * H, start, S, tokens, stride_s, H, BLOCK_H,
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""The parts of a Gated DeltaNet, from its tensors.
+
+Legend: S seq, B batch, P projection width, C conv channels, W conv taps, G key heads, H value
+heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..parts import GatedNorm, Parts
+from ..readout.base import Apart
+from ..readout.choose import per_head
+from ..rules.base import Rule
+from .front import GDNFront
+from .sizes import HeadSizes
+
+
+def gdn_parts(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    *,
+    rule: Rule,
+    norm: GatedNorm | Apart,
+    normalise_qk: bool = True,
+    recompute_qkv: bool = False,
+    kernels: str = "auto",
+) -> Parts:
+    """The :class:`Parts` of a Gated DeltaNet.
+
+    Args:
+        rows: ``[S, B, P]``, query | key | value | z | beta | alpha. Their device and dtype choose
+            the kernels.
+        conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, fp32.
+        rule: from :func:`.rule.resolve.resolve_rule`.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
+        normalise_qk: scale q and k to unit length.
+        recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
+            ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
+        kernels: see :func:`.front.kernels_for`.
+
+    Raises:
+        ValueError: rows of other heads, see :meth:`.HeadSizes.check_projection`; a convolution of
+            other channels or one that is not contiguous; fp16 operands without ``normalise_qk``,
+            unknown ``kernels``.
+    """
+    sizes.check_projection(rows)
+    if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
+        raise ValueError(
+            f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "
+            f"shape {tuple(conv_weight.shape)} and strides {conv_weight.stride()}."
+        )
+    front = GDNFront.of(
+        rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
+        rule.batch_invariant, normalise_qk, recompute_qkv, kernels,
+    )  # fmt: skip
+    readout, gamma = norm, None
+    if isinstance(readout, GatedNorm):
+        gamma, eps, zero_centered = readout
+        readout = per_head(sizes.layout.gate_columns, eps, zero_centered, front.triton)
+    return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, gamma))

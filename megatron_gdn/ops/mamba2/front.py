@@ -1,0 +1,221 @@
+"""The front of a Mamba2 mixer: conv + SiLU, time steps and decays.
+
+    x, B, C = SiLU(conv(x, B, C))
+    dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
+
+Nothing is saved between forward and backward: the backward computes again from the rows.
+
+Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G groups, V head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ..conv import convolve_rows
+from ..documents import Documents
+from ..elementwise import softplus
+from ..front.base import Front, FrontAround, Parameters
+from ..gates import largest_A_log, least_log_decay
+from ..layout import Layout
+from ..state_maps.state_map import StateShape
+from .rule.base import UNLIMITED, SSDInputs
+from .rule.step import RecurrentSSD
+
+if TYPE_CHECKING:
+    from ..front.edges import Edges
+
+
+def time_steps(
+    dt_H: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, limit: tuple[float, float] = UNLIMITED
+) -> tuple[Tensor, Tensor]:
+    """Raw columns to time steps ``dt >= 0`` and log-decays ``g = -exp(A_log) dt <= 0``, in fp32.
+
+    g is clamped at :func:`~..gates.least_log_decay` from below, ``A_log`` at
+    :func:`~..gates.largest_A_log` from above. The decay exp(g) is 0 there with or without the
+    clamp, and so is its gradient.
+
+    Args:
+        dt_H: ``[..., H]``, the dt section of the projection.
+        A_log_H, dt_bias_H: ``[H]``.
+        limit: least and greatest time step.
+
+    Returns:
+        dt and g, both ``[..., H]`` in fp32 (fp64 for fp64).
+    """
+    wide = torch.promote_types(A_log_H.dtype, torch.float32)
+    dt_H = softplus(dt_H.to(wide) + dt_bias_H.to(wide))
+    if tuple(limit) != UNLIMITED:
+        dt_H = dt_H.clamp(*limit)
+    rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()
+    return dt_H, (-rate_H * dt_H).clamp(min=least_log_decay(wide))
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2Front:
+    """A :class:`~..front.base.Front` of projection rows z | x | B | C | dt.
+
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
+    ``[H]``, D ``[H]`` or ``[H V]``. The rule gets D for every token, as a view of the parameter.
+
+    Attributes:
+        layout: the columns of a projection row.
+        dt_limit: least and greatest time step.
+        triton: convolve with the kernels of :mod:`.front_triton`, not in plain torch.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+    """
+
+    layout: Layout
+    dt_limit: tuple[float, float] = UNLIMITED
+    triton: bool = False
+    batch_invariant: bool = False
+
+    names = SSDInputs._fields
+    convolved = ("x", "B", "C")
+    again = cast(tuple[str, ...], ())
+
+    step_rule = RecurrentSSD()
+
+    @property
+    def state(self) -> StateShape:
+        widths = {section.name: section.width for section in self.layout.sections}
+        return StateShape(self.layout.heads("head"), widths["B"], widths["x"], diagonal=True)
+
+    def for_step(self, dtype: torch.dtype) -> Front:
+        return _WideFront(self)
+
+    def in_slots(
+        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        from .step import mamba2_step_slots
+
+        weight, bias, A_log, dt_bias, D = parameters
+        return mamba2_step_slots(
+            rows, weight, bias, A_log, dt_bias, D, *memory, slots, self.layout,
+            dt_limit=self.dt_limit,
+        )  # fmt: skip
+
+    def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """``[Bt, S, C]`` to x, B and C with heads."""
+        kinds = ("head", "group", "group")
+        sections = rows.split(self.layout.conv_widths, dim=-1)
+        return tuple(
+            x.unflatten(-1, (self.layout.heads(kind), -1))
+            for x, kind in zip(sections, kinds, strict=True)
+        )
+
+    def _conv_rows(self, proj: Tensor) -> Tensor:
+        return proj.transpose(0, 1)[..., self.layout.conv_columns]
+
+    def _dt_rows(self, proj: Tensor) -> Tensor:
+        return proj.transpose(0, 1)[..., self.layout.columns("dt")]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> SSDInputs:
+        weight, bias, A_log, dt_bias, D = parameters
+        wanted = self.names if only is None else only
+        made: dict[str, Any] = dict.fromkeys(self.names)
+        if any(name in wanted for name in self.convolved):
+            made.update(
+                zip(self.convolved, self._convolve(proj, weight, bias, documents), strict=True)
+            )
+        if "dt" in wanted or "g" in wanted:
+            dt, g = time_steps(self._dt_rows(proj), A_log, dt_bias, self.dt_limit)
+            made.update(dt=dt.contiguous(), g=g.contiguous())
+        if "D" in wanted:
+            wide = torch.promote_types(D.dtype, torch.float32)
+            D = D.to(wide).view(self.layout.state_heads, -1)
+            made["D"] = D.expand(proj.shape[1], proj.shape[0], -1, -1)
+        kept: dict[str, Any] = {n: x if n in wanted else None for n, x in made.items()}
+        return SSDInputs(**kept)
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: SSDInputs,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        weight, bias, A_log, dt_bias, D = parameters
+        with torch.enable_grad():
+            of_gates = _leaves(self._dt_rows(proj), A_log, dt_bias)
+            of_dt, of_A_log, of_dt_bias = of_gates
+            dt, g = time_steps(of_dt, of_A_log, of_dt_bias, self.dt_limit)
+        d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
+        self._dt_rows(d_proj).copy_(d_dt)
+        d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
+        d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
+        return d_weight, d_bias, d_A_log, d_dt_bias, d_D
+
+    def edges(self) -> Edges | None:
+        if not self.triton:
+            return None
+        from .front_triton import edges_of
+
+        return edges_of(self.layout, self.batch_invariant)
+
+    def _convolve(
+        self, proj: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents | None
+    ) -> tuple[Tensor, ...]:
+        """x, B and C."""
+        if self.triton:
+            from .front_triton import conv_forward
+
+            return conv_forward(proj, weight, bias, self.layout, documents, self.batch_invariant)
+        rows = convolve_rows(self._conv_rows(proj), weight.flatten(1), bias, documents)
+        return tuple(x.contiguous() for x in self._cut(rows))
+
+    def _convolve_backward(
+        self,
+        proj: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grads: tuple[Tensor, Tensor, Tensor],
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of weight and bias; writes the convolved columns of ``d_proj``."""
+        if self.triton:
+            from .front_triton import conv_backward
+
+            return conv_backward(
+                proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant
+            )
+        with torch.enable_grad():
+            leaves = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
+            of_rows, of_weight, of_bias = leaves
+            rows = convolve_rows(of_rows, of_weight, of_bias, documents)
+        d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(rows.dtype)
+        given = [x for x in leaves if x is not None]
+        d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
+        self._conv_rows(d_proj).copy_(d_conv)
+        return d_weight.view(weight.shape), d_bias[0] if d_bias else None
+
+
+class _WideFront(FrontAround):
+    """Mamba2's front with x, B and C in the dtype of the state."""
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> SSDInputs:
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        return self._front.forward(proj.to(wide), parameters, documents, only)
+
+
+def _leaves(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.detach().requires_grad_() for x in tensors)

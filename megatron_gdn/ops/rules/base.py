@@ -1,0 +1,148 @@
+"""The interface of a recurrence: staged plain calls, with states in and out.
+
+    forward = rule.begin(inputs, documents)      backward = rule.begin_backward(d_o, inputs, ...)
+    forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in where dS_out is 0
+    forward.run(initial)    o and S_out          backward.run(initial, d_final)        the rest
+
+A stage keeps what its calls share, so a call of ``state_map`` before ``run`` costs little. No call
+waits for the device. Between forward and backward only the tensors that the mixer saves are kept.
+
+States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. N counts sequences:
+the batch rows, or the non-empty documents. Documents of several batch rows lie end to end, row
+after row. Without a state a sequence starts at zero.
+
+Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..layout import Layout
+from ..state_maps.state_map import StateMap
+
+
+def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
+    return type(inputs)(*(None if x is None else change(x) for x in inputs))
+
+
+class Saved(NamedTuple):
+    """What a forward keeps for its backward beside the inputs.
+
+    Attributes:
+        tensors: saved by autograd, None among them where a rule has no tensor to save.
+        plan: how the batch was run, in the rule's own type; None if the documents determine it.
+    """
+
+    tensors: tuple[Any, ...] = ()
+    plan: Any = None
+
+
+class RuleOutput(NamedTuple):
+    """The result of one forward."""
+
+    o: Tensor  # [B, S, H, V]
+    final: Tensor | None  # [N, H, K, V], if asked for
+    saved: Saved  # no tensors if keep is False
+
+
+class RuleForward(Protocol):
+    """A forward that has begun."""
+
+    def state_map(self) -> StateMap:
+        """The map of each of the N sequences, ``local`` and ``through`` ``[N, H, K, .]``."""
+        ...
+
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        """The output, from the states that enter the sequences.
+
+        Args:
+            initial: ``[N, H, K, V]``; None is zero.
+            keep: whether a backward will come.
+            final: also return the states after the last tokens.
+        """
+        ...
+
+
+class RuleBackward(Protocol):
+    """A backward that has begun."""
+
+    def d_initial(self) -> Tensor:
+        """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.
+
+        With a ``d_final`` the gradient is this plus ``through^T @ d_final``.
+        """
+        ...
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+        """The gradients of the inputs, in the rule's own tuple.
+
+        Args:
+            initial: the forward's.
+            d_final: ``[N, H, K, V]``, the gradient of the final states; None is zero.
+        """
+        ...
+
+
+class ScalableBackward(RuleBackward, Protocol):
+    """A backward whose d_o may be scaled between its calls, see :mod:`..gdn.rule.half`."""
+
+    def d_o_was_scaled(self, by: Tensor) -> None:
+        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""
+        ...
+
+
+class Rule(Protocol):
+    """A recurrence over the inputs that a front makes.
+
+    Attributes:
+        name: the ``backend`` that selects it.
+        batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
+        operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
+            projection's dtype.
+        reads_again: names of the inputs that the backward reads. It gets None for the others.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+    @property
+    def operand_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reads_again(self) -> frozenset[str]: ...
+
+    def why_not_heads(self, heads: int) -> str | None:
+        """Why the rule cannot run this many heads on a rank; None if it can."""
+        ...
+
+    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward: ...
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+    ) -> RuleBackward:
+        """Begin a backward. The rule owns ``d_o`` and may free it."""
+        ...
+
+
+@runtime_checkable
+class PreparedRule(Protocol):
+    """A rule with work to do before its first call, such as compiling kernels."""
+
+    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
+        """Called when a layer is built that will run this rule. Returns at once.
+
+        Args:
+            layout: the projection columns on the rank where the rule runs, with the rule's heads.
+            dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
+            states: whether states enter and leave it.
+        """
+        ...

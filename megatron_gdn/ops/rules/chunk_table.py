@@ -1,0 +1,178 @@
+"""The places of a batch's tokens in chunks, and the groups that chunks are computed in.
+
+Legend: N sequences, n chunks, C tokens of a chunk, T tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ..host_tables import cached_by_stream, to_device
+
+CHUNK = 64  # tokens
+# Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the GPU, and to keep
+# the host ahead of it. Not a power of two: documents in a buffer of, say, 2^15 tokens have a few
+# chunks more than a power of two, and would need one more group that is almost empty.
+_AT_ONCE = 1536
+
+
+def chunks_at_once(heads: int) -> int:
+    return max(1, _AT_ONCE // heads)
+
+
+def fills_up(device: torch.device) -> bool:
+    """Whether the last group is filled up with empty chunks to the size of the others."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkGroup:
+    """Some consecutive chunks.
+
+    Attributes:
+        slots: which slots of the table these chunks are.
+        token: int64 ``[slots]``, the token in each; empty slots repeat some token. A slice when
+            the tokens follow each other.
+        empty: bool ``[slots]``, or None when no slot is empty.
+        begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
+        begin_index, end_index: the same as two int64 tensors each, chunks and sequences; None when
+            there are none.
+        chunks: how many chunks there are; the rest, up to the group's size, is empty.
+    """
+
+    slots: slice
+    token: Tensor | slice
+    empty: Tensor | None
+    begins: dict[int, int]
+    ends: dict[int, int]
+    begin_index: tuple[Tensor, Tensor] | None
+    end_index: tuple[Tensor, Tensor] | None
+    chunks: int
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """The chunks of N sequences, sequence after sequence.
+
+    On a GPU all groups have one size; the last is filled up with empty chunks. So every matrix
+    product has one shape for any batch, the library takes one kernel for it, and no bit of a
+    sequence depends on its neighbours.
+
+    Attributes:
+        slot: int64 ``[T]``, the slot of each token; None when slots are tokens.
+    """
+
+    chunk_size: int
+    sequences: int
+    groups: tuple[ChunkGroup, ...]
+    slot: Tensor | None
+
+    @staticmethod
+    def build(
+        lengths: tuple[int, ...], chunk_size: int, heads: int, device: torch.device
+    ) -> ChunkTable:
+        return _build(tuple(lengths), chunk_size, chunks_at_once(heads), device, fills_up(device))
+
+    def to_chunks(
+        self,
+        x: Tensor,
+        group: ChunkGroup,
+        heads: tuple[int, ...],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, *heads, C]`` or ``[n, *heads, C, D]``.
+
+        Empty slots are zero, which makes them tokens that write nothing and do not decay.
+        """
+        rows = x.flatten(0, 1)
+        if isinstance(group.token, slice):
+            rows = rows[group.token]
+        else:
+            rows = rows.index_select(0, group.token)
+        if group.empty is not None:
+            rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
+        chunks = rows.view(-1, self.chunk_size, *heads, *rows.shape[2:]).movedim(1, 1 + len(heads))
+        if out is None:
+            out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
+        return out.copy_(chunks)
+
+    def rows_like(self, x: Tensor) -> Tensor:
+        """Room for every slot's row of a tensor like ``x``, to be filled by :meth:`put`."""
+        last = self.groups[-1].slots.stop if self.groups else 0
+        return x.new_empty(last, *x.shape[2:])
+
+    def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
+        """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's slots."""
+        tokens = rows[group.slots]
+        tokens = tokens.view(-1, self.chunk_size, *tokens.shape[1:])
+        tokens.copy_(chunks.unflatten(0, (-1, tokens.shape[2])).movedim(2, 1))
+
+    def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
+        """The rows of the tokens, in the shape of ``like``."""
+        return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
+
+
+def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    if not sequences:
+        return None
+    table = torch.tensor([list(sequences), list(sequences.values())], device="cpu")
+    chunks, numbers = to_device(table, device)
+    return chunks, numbers
+
+
+def _slots(lengths: tuple[int, ...], first_chunk: list[int], C: int) -> Tensor:
+    """int64 ``[T]``, the slot of each token. A sequence begins at its first chunk's first slot."""
+    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    start = length.cumsum(0) - length
+    moved = torch.tensor(first_chunk[:-1], dtype=torch.int64, device="cpu") * C - start
+    return torch.arange(int(length.sum()), device="cpu") + moved.repeat_interleave(length)
+
+
+@cached_by_stream(32)
+def _build(
+    lengths: tuple[int, ...], C: int, at_once: int, device: torch.device, fill_up: bool
+) -> ChunkTable:
+    first_chunk = [0, *accumulate(-(-length // C) for length in lengths)]
+    n, total = first_chunk[-1], sum(lengths)
+    padded = -(-n // at_once) * at_once if fill_up else n
+
+    slot = _slots(lengths, first_chunk, C)
+    token = torch.zeros(padded * C, dtype=torch.int64, device="cpu")
+    empty = torch.ones(padded * C, dtype=torch.bool, device="cpu")
+    token[slot] = torch.arange(total, device="cpu")
+    empty[slot] = False
+    # By group, so that building a group reads only the sequences that begin or end in it.
+    begins: dict[int, dict[int, int]] = defaultdict(dict)
+    ends: dict[int, dict[int, int]] = defaultdict(dict)
+    for sequence, (first, stop) in enumerate(pairwise(first_chunk)):
+        if first < stop:
+            begins[first // at_once][first % at_once] = sequence
+            ends[(stop - 1) // at_once][(stop - 1) % at_once] = sequence
+
+    groups = []
+    for start in range(0, n, at_once):
+        stop = min(start + at_once, padded)
+        slots = slice(start * C, stop * C)
+        full = not empty[slots].any()
+        first, last = token[slots][0].item(), token[slots][-1].item()
+        first_chunks, last_chunks = begins[start // at_once], ends[start // at_once]
+        groups.append(
+            ChunkGroup(
+                slots=slots,
+                token=slice(first, last + 1) if full else to_device(token[slots], device),
+                empty=None if full else to_device(empty[slots], device),
+                begins=first_chunks,
+                ends=last_chunks,
+                begin_index=_index(first_chunks, device),
+                end_index=_index(last_chunks, device),
+                chunks=min(stop, n) - start,
+            )
+        )
+    identity = total == padded * C
+    return ChunkTable(C, len(lengths), tuple(groups), None if identity else to_device(slot, device))

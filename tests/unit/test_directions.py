@@ -1,0 +1,102 @@
+"""Imports of the package run in one direction and in no circle, lazy ones and types included."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# From the bottom to the top. A file imports from its own room and from rooms below, never from a
+# neighbour in the same row. A room holds what lies in it, save what has a row of its own.
+ROOMS = [
+    ["ops"],
+    ["ops.gdn", "ops.mamba2"],
+    ["ops.__init__"],
+    ["context_parallel"],
+    ["compat"],
+    ["mixers"],
+    ["mixers.gdn", "mixers.mamba2", "mixers.attention"],
+    ["inference"],
+    ["specs"],
+    ["hf"],
+    ["fp32_masters", "testing", "warm_up"],
+    ["__init__"],
+]
+ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every file by its name within megatron_gdn; ``specs`` lies beside it."""
+    found = {}
+    for home in (root / "megatron_gdn", root / "specs"):
+        for path in sorted(home.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            if parts[:2] != ("megatron_gdn", "specs"):  # a link to specs
+                found[".".join(parts[1:] if parts[0] == "megatron_gdn" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    package = name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = package[: len(package) + 1 - node.level]
+        elif node.module and node.module.split(".")[0] == "megatron_gdn":
+            base = []
+        else:
+            continue
+        base = [*base, *(node.module or "").split(".")[0 if node.level else 1 :]]
+        for alias in node.names:
+            whole = ".".join(part for part in [*base, alias.name] if part)
+            above = ".".join(part for part in base if part)
+            candidates = [whole, f"{whole}.__init__", above, f"{above}.__init__".lstrip(".")]
+            yield next(candidate for candidate in candidates if candidate in known)
+
+
+def room(name: str) -> str:
+    while name not in ROW:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def wrong(root: Path) -> list[str]:
+    known = modules(root)
+    graph = {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+    said = [
+        f"{name} imports {other}: {room(other)} is not below {room(name)}"
+        for name, others in sorted(graph.items())
+        for other in sorted(others)
+        if room(name) != room(other) and ROW[room(other)] >= ROW[room(name)]
+    ]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        said.append(" -> ".join(error.args[1]))
+    return said
+
+
+def test_imports_run_down_and_in_no_circle():
+    assert wrong(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("ops/documents.py", "def f():\n    from ..mixers import packing\n"),
+        ("ops/mamba2/front.py", "from ..gdn.front_torch import prepare_forward\n"),
+        ("mixers/base.py", "if 1:\n    from megatron_gdn.hf.plan import Plan\n"),
+        ("mixers/packing.py", "from .micro_batch import MicroBatch\n"),
+    ],
+)
+def test_an_import_that_climbs_or_closes_a_circle_is_found(tmp_path, file, line):
+    for name, path in modules(ROOT).items():
+        here = tmp_path / ("" if name.startswith("specs.") else "megatron_gdn")
+        copy = here / Path(*name.split(".")).with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text() + (line if f"{name.replace('.', '/')}.py" == file else ""))
+    name = file.removesuffix(".py").replace("/", ".")
+    assert any(name in line for line in wrong(tmp_path))
