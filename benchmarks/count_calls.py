@@ -25,9 +25,9 @@ import torch.multiprocessing as mp
 # wrapper that takes the place of torch's own, which is not counted either.
 ARITHMETIC = (
     "ops/conv.py", "ops/norm.py", "ops/gates.py", "ops/elementwise.py", "ops/fp32_matmul.py",
-    "ops/gdn/front_torch.py", "ops/readout/p", "ops/gated_norm/norm_torch.py",
-    "ops/gdn/rule/chunk", "ops/gdn/rule/triangular.py", "ops/state_maps/chains_torch.py",
-    "ops/head_sizes.py", "ops/layout.py", "ops/uncompiled.py",
+    "ops/gdn/front_torch.py", "ops/gdn/rule/chunk", "ops/gdn/rule/triangular.py",
+    "ops/gdn/sizes.py", "ops/rules/chunk_table.py", "ops/state_maps/chains_torch.py", "ops/readout/p",
+    "ops/layout.py", "ops/uncompiled.py",
 )  # fmt: skip
 SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}
 TOKENS = 128
