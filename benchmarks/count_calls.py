@@ -26,8 +26,8 @@ import torch.multiprocessing as mp
 ARITHMETIC = (
     "ops/conv.py", "ops/norm.py", "ops/gates.py", "ops/elementwise.py", "ops/fp32_matmul.py",
     "ops/gdn/front_torch.py", "ops/gdn/rule/chunk", "ops/gdn/rule/triangular.py",
-    "ops/gdn/sizes.py", "ops/rules/chunk_table.py", "ops/state_maps/chains_torch.py", "ops/readout/p",
-    "ops/layout.py", "ops/uncompiled.py",
+    "ops/gdn/sizes.py", "ops/rules/chunk_table.py", "ops/state_maps/chains_torch.py",
+    "ops/readout/p", "ops/layout.py", "ops/uncompiled.py",
 )  # fmt: skip
 SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}
 TOKENS = 128
