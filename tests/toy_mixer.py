@@ -20,6 +20,7 @@ from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.gdn.out_norm import norm_of
+from megatron_gdn.mixers.init import take_share
 from megatron_gdn.mixers.tensor_parallel import mark_sharded
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
@@ -127,6 +128,7 @@ class ToyMixer(RecurrentMixer):
         self._add_fp32(decay_bias=layout.state_heads)
         nn.init.zeros_(self.decay_bias)
         self.out_norm = TorchRMSNorm(config, V)
+        self.out_norm.weight.sequence_parallel = config.sequence_parallel
         self._build_out_proj(RowParallelLinear, None)
         self.remember_marks()
 
@@ -137,10 +139,22 @@ class ToyMixer(RecurrentMixer):
     def parts(self, rows, batch):
         layout = batch.scheme.layout
         parameters = local_parameters(batch.scheme, self.conv1d.weight, None, self.decay_bias)
-        gamma, eps, zero_centered = norm_of(self.out_norm, None, layout)
+        gamma, eps, zero_centered = norm_of(self.out_norm, self.norm_group, layout)
         return Parts(
             AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
             batch.rule,
             PerHead(layout.gate_columns, eps=eps, zero_centered=zero_centered),
             (*parameters, gamma),
         )
+
+
+def share_of(name: str, whole: Tensor, mixer: ToyMixer) -> Tensor:
+    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
+    split = {
+        "in_proj.weight": (0, LAYOUT.widths),
+        "conv1d.weight": (0, LAYOUT.conv_widths),
+        "decay_bias": (0, (H,)),
+        "out_proj.weight": (1, (H * V,)),
+    }.get(name)
+    tp = mixer.tp_group
+    return whole if split is None else take_share(whole, *split, tp.rank(), tp.size())

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -17,11 +18,14 @@ from megatron_gdn.context_parallel import agreement, local_indices, price
 from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.mixers import micro_batch
 from megatron_gdn.mixers.gdn import layer as layer_module
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.rules.choice import Choice
-from tests.distributed.layer_laws import build_layer, parallel_equals_one_rank, randomise_, thd
+from tests.distributed.layer_laws import build_layer, by_way_of, randomise_, thd
+from tests.distributed.mixer_laws import parallel_equals_one_rank
+from tests.distributed.mixers import GDN
 from tests.ops.delta_rule.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel
 
@@ -60,7 +64,21 @@ def fp16_operands_equal_one_rank(cp: int, **options) -> None:
     """
     choice = Choice(HalfOperands(InHalf()), "fp16 operands")
     with patch.object(layer_module, "choose_rule", lambda *_, **__: choice):
-        parallel_equals_one_rank(1, cp, tolerance=2 * 8 * 2**-12, **options)
+        parallel_equals_one_rank(replace(GDN, tolerance=2 * 8 * 2**-12), 1, cp, **options)
+
+
+def either_exchange_equals_one_rank(exchange: str, *args, **options) -> None:
+    with patch.object(micro_batch, "Chunkwise", by_way_of(exchange)):
+        parallel_equals_one_rank(GDN, *args, mode="chunkwise", **options)
+
+
+def the_mode_of_the_config_equals_one_rank(mode: str) -> None:
+    def config(**changes):
+        made = make_config(**changes)
+        made.linear_cp_mode = mode
+        return made
+
+    parallel_equals_one_rank(replace(GDN, config=config), 1, 2)
 
 
 def _layer(cp: int, **options):

@@ -21,7 +21,8 @@ from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
 from megatron_gdn.hf.drop_in.exchange import RowExchange
 from megatron_gdn.mixers.init import take_share
-from tests.distributed.layer_laws import parallel_equals_one_rank
+from tests.distributed.mixer_laws import parallel_equals_one_rank
+from tests.distributed.mixers import GDN
 
 SECTIONS = (8, 4, 12)
 
@@ -190,7 +191,7 @@ def travelling(waves: int, direct: bool, own: int = 0) -> Iterator[None]:
 
 def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:
     with travelling(waves, direct):
-        parallel_equals_one_rank(*args, **options)
+        parallel_equals_one_rank(GDN, *args, **options)
 
 
 def open_gives_every_rank_its_heads(

@@ -1,14 +1,13 @@
 """Run on every rank: a Mamba2 mixer whole and in parallel."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from megatron_gdn.mixers.mamba2.grouped_norm import GroupedRMSNorm
-from tests.distributed import mixer_laws
 from tests.distributed.layer_laws import thd
-from tests.distributed.mixer_laws import groups_of_megatron
+from tests.distributed.mixer_laws import groups_of_megatron, parallel_equals_one_rank
+from tests.distributed.mixers import MAMBA2
 from tests.mamba_mixers import (
     D,
     alone,
@@ -21,8 +20,7 @@ from tests.mamba_mixers import (
 from tests.parallel import assert_close, parallel
 
 FP64 = {"params_dtype": torch.float64}
-# Sums of some hundred terms that partly cancel, at 1e-16 each.
-TOLERANCE = 1e-11
+TOLERANCE = MAMBA2.tolerance
 
 
 def mixer_equals_tokens(lengths=None, sizes=None, **options) -> None:
@@ -55,19 +53,6 @@ def same_start_at_every_size() -> None:
         mixer = build(mamba_config(tensor_model_parallel_size=2), groups_of_megatron())
         for name, parameter in mixer.named_parameters():
             assert torch.equal(parameter, share_of(name, one.get_parameter(name), mixer)), name
-
-
-def _mixers(dtype=torch.float64, sizes: dict | None = None, **options) -> mixer_laws.Mixers:
-    return mixer_laws.Mixers(
-        partial(mamba_config, **{"params_dtype": dtype, **(sizes or {})}),
-        partial(whole_mixer, **options),
-        partial(build, **options),
-        share_of,
-        D,
-        dtype,
-        TOLERANCE,
-        ("A_log", "dt_bias", "D"),
-    )
 
 
 class Louder(GroupedRMSNorm):
@@ -115,24 +100,9 @@ def a_changed_norm_counts(change: str, lengths=None) -> None:
 def a_changed_norm_counts_in_parallel(tp: int, cp: int, change: str, **kwargs) -> None:
     """It gets the channels of whole groups, whatever an exchange does to their heads."""
 
-    def changed(make):
-        def build_changed(*args, **options):
-            mixer = make(*args, **options)
-            CHANGES[change](mixer.norm)
-            return mixer
+    def build_changed(*args, **options):
+        mixer = build(*args, **options)
+        CHANGES[change](mixer.norm)
+        return mixer
 
-        return build_changed
-
-    plain = _mixers()
-    mixers = replace(plain, whole=changed(plain.whole), build=changed(plain.build))
-    mixer_laws.parallel_equals_one_rank(mixers, tp, cp, **kwargs)
-
-
-def parallel_equals_one_rank(*args, sizes=None, D_has_hdim=False, **kwargs) -> None:
-    """See :func:`.mixer_laws.parallel_equals_one_rank`."""
-    mixers = _mixers(sizes=sizes, D_has_hdim=D_has_hdim)
-    mixer_laws.parallel_equals_one_rank(mixers, *args, **kwargs)
-
-
-def checkpoint_law() -> None:
-    mixer_laws.checkpoint_law(_mixers())
+    parallel_equals_one_rank(replace(MAMBA2, build=build_changed), tp, cp, **kwargs)

@@ -15,7 +15,8 @@ from torch import nn
 
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import randomise_
-from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
+from tests.distributed.mixers import GDN
+from tests.parallel import assert_close, group_of_one, make_config, parallel
 
 
 class NormInside(nn.Module):
@@ -101,9 +102,7 @@ def gradients_equal_one_rank(called: bool, sequence_parallel: bool, **options) -
 
         for way, replace in WAYS.items():
             layer = replace(build)
-            with torch.no_grad():
-                for name, parameter in layer.named_parameters():
-                    parameter.copy_(share_of(name, one.get_parameter(name), layer))
+            GDN.copy_shares(layer, one)
             ddp = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
             rank = parallel_state.get_tensor_model_parallel_rank()
             x_mine, weight_mine = (
@@ -113,7 +112,7 @@ def gradients_equal_one_rank(called: bool, sequence_parallel: bool, **options) -
             ddp.finish_grad_sync()
             _allreduce_non_tensor_model_parallel_grads([ddp], layer.config)
             for name, parameter in layer.named_parameters():
-                expected = share_of(name, one.get_parameter(name).grad, layer)
+                expected = GDN.share(name, one.get_parameter(name).grad, layer)
                 assert expected.abs().max() > 0, name
                 assert_close(f"{way}: gradient of {name}", parameter.main_grad, expected, 1e-5)
 

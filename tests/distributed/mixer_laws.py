@@ -1,6 +1,6 @@
 """Run on every rank: what holds for every mixer, whole and in parallel.
 
-A mixer brings how it is built, shared out and compared (:class:`Mixers`); the rest is here.
+``mixers`` has the mixers that are held to it.
 """
 
 import tempfile
@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import thd
-from tests.parallel import assert_close, parallel
+from tests.parallel import assert_close, group_of_one, parallel
 
 
 @dataclass(frozen=True)
@@ -26,24 +29,33 @@ class Mixers:
     """One kind of mixer.
 
     Attributes:
-        config: with changes to a Megatron config.
-        whole: the mixer of one rank, the same on all, every parameter away from its start.
-        build: of a config, groups and the options of context parallelism.
+        config: a Megatron config with changes; its ``params_dtype`` is that of the law.
+        build: ``(config, groups, **options)`` to the mixer.
+        randomise: moves every parameter away from its initial value.
         share: ``(name, whole tensor, mixer)`` to this tensor-parallel rank's share.
-        hidden, dtype, tolerance: of the rows, and what results may differ by.
+        tolerance: largest difference of results over their largest entry.
         fp32: parameters that stay fp32 in a bf16 model.
-        finish: what a model does to gradients after DDP, if anything.
     """
 
     config: Callable[..., Any]
-    whole: Callable[[Any], torch.nn.Module]
     build: Callable[..., torch.nn.Module]
+    randomise: Callable[[Any], None]
     share: Callable[[str, torch.Tensor, Any], torch.Tensor]
-    hidden: int
-    dtype: torch.dtype
     tolerance: float
     fp32: tuple[str, ...]
-    finish: Callable[[DistributedDataParallel, int], None] = lambda ddp, tp: None
+
+    def whole(self, config, **options) -> torch.nn.Module:
+        """The mixer of one rank, the same on all."""
+        torch.manual_seed(7)
+        alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
+        mixer = self.build(config, alone, **options)
+        self.randomise(mixer)
+        return mixer
+
+    def copy_shares(self, mixer, one) -> None:
+        with torch.no_grad():
+            for name, parameter in mixer.named_parameters():
+                parameter.copy_(self.share(name, one.get_parameter(name), mixer))
 
 
 def groups_of_megatron() -> ProcessGroupCollection:
@@ -53,69 +65,92 @@ def groups_of_megatron() -> ProcessGroupCollection:
     )
 
 
-def _copy_shares(mixers: Mixers, mixer, one) -> None:
-    with torch.no_grad():
-        for name, parameter in mixer.named_parameters():
-            parameter.copy_(mixers.share(name, one.get_parameter(name), mixer))
-
-
 def parallel_equals_one_rank(
     mixers: Mixers,
     tp: int,
     cp: int,
     sequence_parallel: bool = False,
+    *,
+    batch: int = 2,
+    tokens: int = 48,
     lengths: tuple[int, ...] | None = None,
+    real_lengths: tuple[int, ...] | None = None,
     layout: str = "zigzag",
     mode: str | None = None,
+    own_cp_group: bool = False,
+    changes: dict | None = None,
+    **options,
 ) -> None:
-    """Output, input gradient and every parameter's gradient, run twice with equal bits."""
-    tokens, batch = (32, 2) if lengths is None else (sum(lengths), 1)
-    tolerance, in_fp32 = mixers.tolerance, mixers.dtype == torch.float32
+    """Output, input gradient and every parameter's gradient.
 
-    def packed():
-        return None if lengths is None else thd(lengths)
+    In deterministic mode the parallel mixer runs twice, with equal bits.
+
+    Args:
+        lengths: of packed documents, or of their slots if ``real_lengths`` are given.
+        own_cp_group: ``PackedSeqParams`` bring the context-parallel group, and the mixer is built
+            without one.
+        changes: to the config.
+        options: of the mixer, whole and in parallel.
+    """
+    if lengths is not None:
+        tokens, batch = sum(lengths), 1
+    changes = changes or {}
+
+    def packed(**cp_group):
+        params = None if lengths is None else thd(lengths, real_lengths=real_lengths)
+        for name, value in cp_group.items():
+            setattr(params, name, value)
+        return params
+
+    def output(mixer, x, params):
+        y, bias = mixer(x, packed_seq_params=params)
+        return y if bias is None else y + bias
 
     with parallel(tp=tp, cp=cp):
-        one = mixers.whole(mixers.config())
-        x, weight = (torch.randn(tokens, batch, mixers.hidden, dtype=mixers.dtype) for _ in "xw")
+        config = mixers.config(**changes)
+        one = mixers.whole(config, **options)
+        shape, dtype = (tokens, batch, config.hidden_size), config.params_dtype
+        x, weight = (torch.randn(shape, dtype=dtype) for _ in "xw")
         x.requires_grad_()
-        y, _ = one(x, packed_seq_params=packed())
+        y = output(one, x, packed())
         (y * weight).sum().backward()
 
         config = mixers.config(
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             sequence_parallel=sequence_parallel,
-            deterministic_mode=True,
+            **changes,
         )
-        groups = groups_of_megatron()
-        mixer = mixers.build(config, groups, cp_layout=layout, linear_cp_mode=mode)
-        _copy_shares(mixers, mixer, one)
-        ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32), mixer
-        )
+        groups, brought = groups_of_megatron(), {}
         mine = local_indices(
             lengths or (tokens,), cp, groups.cp.rank(), SequenceLayout.parse(layout)
         )
         if sequence_parallel:
             mine = mine.chunk(tp)[groups.tp.rank()]
+        if own_cp_group:
+            brought = {"cp_group": groups.cp, "local_cp_size": cp}
+            groups.cp = group_of_one()
+        mixer = mixers.build(config, groups, cp_layout=layout, linear_cp_mode=mode, **options)
+        mixers.copy_shares(mixer, one)
+        in_fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=dtype == torch.float32)
+        ddp = DistributedDataParallel(config, in_fp32, mixer)
         found = []
-        for _repeat in range(2):
+        for _repeat in range(2 if config.deterministic_mode else 1):
             ddp.zero_grad_buffer()
             x_mine = x.detach()[mine].requires_grad_()
-            out, _ = ddp(x_mine, packed_seq_params=packed())
-            (out * weight[mine]).sum().backward()
+            y_mine = output(ddp, x_mine, packed(**brought))
+            (y_mine * weight[mine]).sum().backward()
             ddp.finish_grad_sync()
-            mixers.finish(ddp, tp)
+            _allreduce_non_tensor_model_parallel_grads([ddp], config)
             grads = [p.main_grad.clone() for p in mixer.parameters()]
-            found.append([out.detach(), x_mine.grad, *grads])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-        assert_close("output", found[0][0], y[mine], tolerance)
-        assert_close("input gradient", found[0][1], x.grad[mine], tolerance)
+            found.append([y_mine.detach(), x_mine.grad, *grads])
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+        assert_close("output", found[0][0], y[mine], mixers.tolerance)
+        assert_close("input gradient", found[0][1], x.grad[mine], mixers.tolerance)
         for (name, _), grad in zip(mixer.named_parameters(), found[0][2:], strict=True):
             expected = mixers.share(name, one.get_parameter(name).grad, mixer)
             assert expected.abs().max() > 0, f"{name}: no gradient to compare"
-            assert_close(f"gradient of {name}", grad, expected, tolerance)
+            assert_close(f"gradient of {name}", grad, expected, mixers.tolerance)
 
 
 def checkpoint_law(mixers: Mixers) -> None:
@@ -136,7 +171,7 @@ def _checkpoint_moves(mixers: Mixers, folder: str) -> None:
         for name, parameter in mixer.named_parameters():
             wide = name in mixers.fp32
             assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
-        _copy_shares(mixers, mixer, one)
+        mixers.copy_shares(mixer, one)
         dist_checkpointing.save(mixer.sharded_state_dict(), folder)
     with parallel(tp=1):
         config = mixers.config(**bf16)

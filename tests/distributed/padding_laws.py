@@ -2,23 +2,19 @@
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import pack_rows, unpack_rows
 from megatron_gdn.context_parallel import local_indices
-from tests.distributed.layer_laws import build_layer, randomise_
-from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
+from tests.distributed.mixer_laws import groups_of_megatron
+from tests.distributed.mixers import GDN
+from tests.parallel import assert_close, parallel
 
 
-def padded_batch_equals_one_rank(cp: int, mode: str, tolerance: float = 1e-5) -> None:
+def padded_batch_equals_one_rank(cp: int, mode: str) -> None:
     """Output, input gradient and every parameter's gradient equal one rank's without slots."""
     mask = torch.tensor([[1] * 9 + [0] * 4, [1] * 2 + [3] * 11])
     with parallel(cp=cp):
-        alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
-        torch.manual_seed(7)
-        one = build_layer(make_config(), alone, {})
-        randomise_(one)
+        one = GDN.whole(GDN.config())
         x = torch.randn(13, 2, one.hidden_size)
         x[9:, 0] = torch.nan
         x.requires_grad_()
@@ -27,15 +23,9 @@ def padded_batch_equals_one_rank(cp: int, mode: str, tolerance: float = 1e-5) ->
         y = unpack_rows(one(packed, None, packed_seq_params=params)[0], mask)
         (y * weight).sum().backward()
 
-        groups = ProcessGroupCollection(
-            tp=parallel_state.get_tensor_model_parallel_group(),
-            cp=parallel_state.get_context_parallel_group(),
-        )
-        config = make_config(context_parallel_size=cp)
-        layer = build_layer(config, groups, {"linear_cp_mode": mode})
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                parameter.copy_(share_of(name, one.get_parameter(name), layer))
+        groups = groups_of_megatron()
+        layer = GDN.build(GDN.config(context_parallel_size=cp), groups, linear_cp_mode=mode)
+        GDN.copy_shares(layer, one)
         x_all = x.detach().requires_grad_()
         packed, params = pack_rows(x_all, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
@@ -47,8 +37,8 @@ def padded_batch_equals_one_rank(cp: int, mode: str, tolerance: float = 1e-5) ->
         y_all = torch.zeros_like(packed).index_copy(0, mine, y_mine.detach())
         for tensor in (y_all, x_all.grad, *(p.grad for p in layer.parameters())):
             dist.all_reduce(tensor.detach(), group=groups.cp)
-        assert_close("output", unpack_rows(y_all, mask, multiple_of=2 * cp), y, tolerance)
-        assert_close("input gradient", x_all.grad, x.grad, tolerance)
+        assert_close("output", unpack_rows(y_all, mask, multiple_of=2 * cp), y, GDN.tolerance)
+        assert_close("input gradient", x_all.grad, x.grad, GDN.tolerance)
         for name, parameter in layer.named_parameters():
-            expected = share_of(name, one.get_parameter(name).grad, layer)
-            assert_close(f"gradient of {name}", parameter.grad, expected, tolerance)
+            expected = GDN.share(name, one.get_parameter(name).grad, layer)
+            assert_close(f"gradient of {name}", parameter.grad, expected, GDN.tolerance)

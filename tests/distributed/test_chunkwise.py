@@ -1,13 +1,14 @@
 """Chunkwise context parallelism: what is its own beside the laws that hold for both schemes.
 
-fp32 on gloo, tolerance as in ``test_layer_parallel``.
+fp32 on gloo, tolerance as in ``mixers``.
 """
 
 import pytest
 import torch
 
 from tests.distributed import chunkwise_laws as laws
-from tests.distributed.layer_laws import parallel_equals_one_rank
+from tests.distributed.mixer_laws import parallel_equals_one_rank
+from tests.distributed.mixers import GDN
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
 TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -16,8 +17,7 @@ sizes = pytest.mark.parametrize("size", [2, 4, 8])
 
 
 def equal(pools, tp, cp, *args, **options):
-    options.setdefault("linear_cp_mode", "chunkwise")
-    pools(tp * cp).run(parallel_equals_one_rank, tp, cp, *args, **options)
+    pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, *args, mode="chunkwise", **options)
 
 
 @sizes
@@ -35,7 +35,9 @@ def test_every_exchange_gives_the_product_of_the_maps_before(pools, size, layout
     ids=["batch", "packed"],
 )
 def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, exchange):
-    equal(pools, 1, 8, lengths=lengths, exchange=exchange, sizes=TWO_KEY_HEADS)
+    pools(8).run(
+        laws.either_exchange_equals_one_rank, exchange, 1, 8, lengths=lengths, changes=TWO_KEY_HEADS
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,9 @@ def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @exchanges
 def test_documents_across_many_ranks_equal_one_rank(pools, layout, exchange):
-    equal(pools, 1, 4, lengths=(128, 0, 64), layout=layout, exchange=exchange)
+    pools(4).run(
+        laws.either_exchange_equals_one_rank, exchange, 1, 4, lengths=(128, 0, 64), layout=layout
+    )
 
 
 def test_a_rank_of_nothing_but_padding_equals_one_rank(pools):
@@ -83,15 +87,14 @@ def test_any_decay_equals_one_rank(pools, rates, lengths):
 @pytest.mark.parametrize("taps", [1, 2, 7])
 def test_any_number_of_taps_equals_one_rank(pools, taps):
     for layout in LAYOUTS:
-        equal(
-            pools, 1, 2, lengths=(8, 4, 12), layout=layout, sizes={"linear_conv_kernel_dim": taps}
-        )
+        changes = {"linear_conv_kernel_dim": taps}
+        equal(pools, 1, 2, lengths=(8, 4, 12), layout=layout, changes=changes)
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
 def test_fp16_operands_equal_one_rank(pools, lengths, mode):
-    pools(2).run(laws.fp16_operands_equal_one_rank, 2, lengths=lengths, linear_cp_mode=mode)
+    pools(2).run(laws.fp16_operands_equal_one_rank, 2, lengths=lengths, mode=mode)
 
 
 @pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
@@ -150,7 +153,7 @@ def test_activations_are_priced_in_their_own_dtype(pools):
 
 
 def test_the_mode_of_the_config_equals_one_rank(pools):
-    equal(pools, 1, 2, linear_cp_mode=None, config_mode="chunkwise")
+    pools(2).run(laws.the_mode_of_the_config_equals_one_rank, "chunkwise")
 
 
 def test_auto_logs_each_choice_once(pools):

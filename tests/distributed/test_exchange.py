@@ -65,7 +65,7 @@ def test_key_heads_fewer_than_ranks_are_replicated(pools, packed, heads, direct)
 def test_the_layer_equals_one_rank_whichever_way_rows_travel(pools, tp, cp, lengths, direct):
     pools(4).run(
         laws.layer_equals_one_rank, 2, direct, tp, cp, lengths=lengths,
-        sizes={"linear_num_key_heads": 2},
+        changes={"linear_num_key_heads": 2},
     )  # fmt: skip
 
 

@@ -1,18 +1,17 @@
-"""A Mamba2 mixer equals its recurrence on one rank, and one rank in every parallel layout."""
+"""A Mamba2 mixer equals its recurrence on one rank; its own laws in parallel."""
 
 import pytest
 
 from tests.distributed.mamba_laws import (
     a_changed_norm_counts,
     a_changed_norm_counts_in_parallel,
-    checkpoint_law,
     mixer_equals_tokens,
-    parallel_equals_one_rank,
     same_start_at_every_size,
 )
+from tests.distributed.mixer_laws import parallel_equals_one_rank
+from tests.distributed.mixers import MAMBA2
 
 UNEQUAL = (16, 0, 8, 24)
-ANY = (3, 0, 25, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -32,25 +31,14 @@ def test_the_mixer_equals_the_recurrence(pools, case):
     pools(2).run(mixer_equals_tokens, **case)
 
 
-@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
-def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed):
-    lengths = ANY if packed and layout != "zigzag" else packed
-    pools(2).run(parallel_equals_one_rank, 1, 2, lengths=lengths, layout=layout, mode=mode)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel):
-    pools(2).run(parallel_equals_one_rank, 2, 1, sequence_parallel)
-
-
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
 def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
     """Headwise, a group's heads lie on two ranks: the norm runs after the exchange."""
     options = {"D_has_hdim": True} if tp == 1 else {}
-    pools(4).run(parallel_equals_one_rank, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode, **options)
+    pools(4).run(
+        parallel_equals_one_rank, MAMBA2, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode, **options
+    )
 
 
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
@@ -75,13 +63,9 @@ def test_a_changed_norm_counts_in_parallel(pools, size, tp, cp, mode):
 
 
 def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
-    sizes = {"mamba_num_heads": 3, "mamba_num_groups": 1}
-    pools(4).run(parallel_equals_one_rank, 1, 4, lengths=UNEQUAL, sizes=sizes)
+    changes = {"mamba_num_heads": 3, "mamba_num_groups": 1}
+    pools(4).run(parallel_equals_one_rank, MAMBA2, 1, 4, lengths=UNEQUAL, changes=changes)
 
 
 def test_the_same_model_starts_at_every_tensor_parallel_size(pools):
     pools(2).run(same_start_at_every_size)
-
-
-def test_a_checkpoint_moves_between_tensor_parallel_sizes(pools):
-    pools(2).run(checkpoint_law)

@@ -1,38 +1,21 @@
-"""A second mixer, built from the base alone, passes the laws that Gated DeltaNet passes."""
+"""A mixer built from the base alone: what is its own beside the laws of every mixer."""
 
 import pytest
 import torch
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.state_maps.state_map import StateMap
-from tests.distributed.toy_laws import checkpoint_law, toy_equals_one_rank
+from tests.distributed.mixer_laws import parallel_equals_one_rank
+from tests.distributed.mixers import TOY
 from tests.toy_mixer import RULE, G, H, Inputs, K, V
 
 UNEQUAL = (16, 0, 8, 24)
-ANY = (3, 0, 25, 3, 1)
-
-
-@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
-def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed):
-    lengths = ANY if packed and layout != "zigzag" else packed
-    pools(2).run(toy_equals_one_rank, 1, 2, lengths=lengths, layout=layout, mode=mode)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel):
-    pools(2).run(toy_equals_one_rank, 2, 1, sequence_parallel)
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
 def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
-    pools(4).run(toy_equals_one_rank, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode)
-
-
-def test_a_checkpoint_moves_between_tensor_parallel_sizes(pools):
-    pools(2).run(checkpoint_law)
+    pools(4).run(parallel_equals_one_rank, TOY, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode)
 
 
 def inputs_of(B: int, S: int) -> Inputs:

@@ -1,0 +1,39 @@
+"""The mixers that are held to the laws of ``mixer_laws``."""
+
+from functools import partial
+
+import torch
+
+from tests import mamba_mixers, parallel, toy_mixer
+from tests.distributed.layer_laws import build_layer, randomise_
+from tests.distributed.mixer_laws import Mixers
+
+
+def build_gdn(config, groups, **options):
+    return build_layer(config, groups, options)
+
+
+GDN = Mixers(
+    config=parallel.make_config,
+    build=build_gdn,
+    randomise=randomise_,
+    share=parallel.share_of,
+    tolerance=1e-5,  # fp32: about 80 roundings, for sums of a few hundred terms in another order
+    fp32=("A_log", "dt_bias"),
+)
+MAMBA2 = Mixers(
+    config=partial(mamba_mixers.mamba_config, params_dtype=torch.float64, deterministic_mode=True),
+    build=mamba_mixers.build,
+    randomise=mamba_mixers.randomise_,
+    share=mamba_mixers.share_of,
+    tolerance=1e-11,  # fp64: sums of some hundred terms that partly cancel, at 1e-16 each
+    fp32=("A_log", "dt_bias", "D"),
+)
+TOY = Mixers(
+    config=partial(parallel.make_config, deterministic_mode=True),
+    build=toy_mixer.ToyMixer,
+    randomise=randomise_,
+    share=toy_mixer.share_of,
+    tolerance=1e-5,  # as Gated DeltaNet's
+    fp32=("decay_bias",),
+)

@@ -1,0 +1,33 @@
+"""Every mixer equals itself on one rank in every parallel layout, and its checkpoint moves.
+
+Tolerances are with the mixers, largest difference over largest entry.
+"""
+
+import pytest
+
+from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
+from tests.distributed.mixers import GDN, MAMBA2, TOY
+
+UNEQUAL = (16, 0, 8, 24)
+ANY = (3, 0, 25, 3, 1)
+each = pytest.mark.parametrize("mixers", [GDN, MAMBA2, TOY], ids=["gdn", "mamba2", "toy"])
+
+
+@each
+@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mixers):
+    lengths = ANY if packed and layout != "zigzag" else packed
+    pools(2).run(parallel_equals_one_rank, mixers, 1, 2, lengths=lengths, layout=layout, mode=mode)
+
+
+@each
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, mixers):
+    pools(2).run(parallel_equals_one_rank, mixers, 2, 1, sequence_parallel)
+
+
+@each
+def test_a_checkpoint_moves_between_tensor_parallel_sizes(pools, mixers):
+    pools(2).run(checkpoint_law, mixers)
