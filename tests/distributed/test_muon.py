@@ -21,6 +21,10 @@ def test_each_section_takes_its_own_muon_step(pools, mixer, tp, tp_mode, bf16):
     pools(2).run(laws.sections_step_as_if_alone, mixer, tp, tp_mode, bf16)
 
 
+def test_it_does_so_where_ranks_add_up_their_parts_of_the_products(pools):
+    pools(2).run(laws.sections_step_as_if_alone, "gdn", 2, "distributed", False)
+
+
 def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools):
     pools(2).run(laws.sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise=True)
 
