@@ -65,6 +65,7 @@ class RecurrentMixer(
     Attributes:
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
         micro_batches: how each micro-batch runs.
+        use_muon: Muon may update ``in_proj``, its sections by themselves; else Adam does.
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
         gates_own_rows: the readout runs after all heads are back on this rank, and reads this
             rank's own rows.
@@ -79,6 +80,7 @@ class RecurrentMixer(
     in_proj: Any
     out_proj: Any
     micro_batches: MicroBatches
+    use_muon: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = False
     gates_own_rows: bool = False
     recompute_norm_out: bool = False
@@ -274,7 +276,7 @@ class RecurrentMixer(
             tp_group=self.tp_group,
             name=None if name is None else f"{name}.in_proj",
         )
-        mark_packed(self.in_proj, self.dims.layout.widths)
+        mark_packed(self.in_proj, self.dims.layout.widths, self.use_muon)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
 
 
@@ -27,15 +28,35 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     )
 
 
-def mark_packed(linear: nn.Module, sections: Sequence[int]) -> None:
+def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). ``use_muon`` is read by
-    Megatron-LM's main branch: Muon would orthogonalise the sections as one matrix.
+    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). Its Muon reads the others:
+    the marks of a fused attention projection, with sections in place of Q, K and V, make it
+    orthogonalise each section by itself. ``use_muon=False`` gives the weight to Adam, where
+    Megatron reads it (its main branch).
     """
+    sizes, muon_splits = list(sections), muon_reads_sections()
+    if not muon_splits:
+        log_once(
+            "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as one matrix. "
+            "Install megatron-core 0.19 or later to train with Muon."
+        )
     for parameter in (getattr(linear, "weight", None), getattr(linear, "bias", None)):
         if isinstance(parameter, nn.Parameter):
-            vars(parameter).update(partition_sizes=list(sections), use_muon=False)
+            vars(parameter).update(partition_sizes=sizes, use_muon=use_muon)
+            if parameter.ndim == 2 and muon_splits:
+                vars(parameter).update(is_qkv=True, qkv_split_shapes=sizes)
+
+
+def muon_reads_sections() -> bool:
+    """Whether Megatron's Muon reads a parameter's own sections, and fp32 masters copy them.
+
+    Before 0.19 it cuts every parameter marked ``is_qkv`` in the sizes of the model's attention.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
 class _SumGradient(torch.autograd.Function):

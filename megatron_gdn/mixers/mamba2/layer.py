@@ -104,6 +104,7 @@ class Mamba2Mixer(RecurrentMixer):
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    use_muon = False  # as in Megatron's mixer
     state_transposed = True
     A_log: Tensor
     dt_bias: Tensor

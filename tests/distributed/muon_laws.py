@@ -1,0 +1,158 @@
+"""Run on every rank: Muon steps of a mixer against Muon steps of its matrices by themselves."""
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    emerging_optimizers,
+    get_megatron_optimizer,
+    layer_wise_optimizer,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from tests import mamba_mixers, parallel
+from tests.distributed.layer_laws import build_layer, randomise_
+
+# fp32 products: in Megatron's default, bf16, two wrong updates could round to the same weight.
+MUON = {"momentum": 0.9, "nesterov": True, "fp32_matmul_prec": "highest", "num_ns_steps": 5}
+STEP = {"lr": 0.05, "weight_decay": 0.1}
+STEPS = 2
+# Megatron's dev branch has a layout whose ranks gather shares of different sizes: gloo cannot.
+EVEN_SHARES = "use_layer_wise_param_layout"
+EVEN = {EVEN_SHARES: True} if hasattr(OptimizerConfig, EVEN_SHARES) else {}
+
+BUILD = {
+    "gdn": lambda config, groups: build_layer(config, groups, {"bias": True, "conv_bias": True}),
+    "mamba2": mamba_mixers.build,
+}
+SHARE_OF = {"gdn": parallel.share_of, "mamba2": mamba_mixers.share_of}
+
+
+def in_parallel(mixer: str, tp: int):
+    """One rank's mixer with random weights, and this rank's share of it in Megatron's DDP."""
+    make = mamba_mixers.mamba_config if mixer == "mamba2" else parallel.make_config
+    torch.manual_seed(7)
+    whole = BUILD[mixer](make(), mamba_mixers.alone())
+    randomise_(whole)
+    config = make(tensor_model_parallel_size=tp)
+    share = BUILD[mixer](config, ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]))
+    with torch.no_grad():
+        for name, parameter in share.named_parameters():
+            parameter.copy_(SHARE_OF[mixer](name, whole.get_parameter(name), share))
+    return whole, share
+
+
+def wrapped(layer: nn.Module, layer_wise: bool) -> DistributedDataParallel:
+    """``layer_wise`` as under ``--use-distributed-optimizer``: each matrix has its rank."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=layer_wise, **EVEN
+    )
+    layout = None
+    if layer_wise:
+        layer_wise_optimizer.tag_params_for_buffer_routing([layer])
+        size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(layer.parameters()), None, size, config
+        )
+    return DistributedDataParallel(layer.config, config, layer, full_param_layout=layout)
+
+
+def optimizer_of(ddp: nn.Module, bf16: bool, tp_mode: str, layer_wise: bool):
+    config = OptimizerConfig(
+        optimizer="muon",
+        **STEP,
+        **{f"muon_{name}": value for name, value in MUON.items()},
+        muon_tp_mode=tp_mode,
+        clip_grad=0.0,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_layer_wise_distributed_optimizer=layer_wise,
+        **EVEN,
+    )
+    return get_megatron_optimizer(config, [ddp], config_overrides={})
+
+
+def alone(weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """A matrix after Muon's steps of it alone, on one rank."""
+    parameter = nn.Parameter(weight.detach().clone())
+    optimizer = emerging_optimizers.TensorParallelMuon([parameter], **STEP, **MUON)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def each_alone(weight, gradients, widths) -> torch.Tensor:
+    sections = zip(*(t.split(list(widths)) for t in (weight, *gradients)), strict=True)
+    return torch.cat([alone(weight, list(gradients)) for weight, *gradients in sections])
+
+
+def sections_step_as_if_alone(
+    mixer: str, tp: int, tp_mode: str, bf16: bool, layer_wise: bool = False
+) -> None:
+    """Every section of ``in_proj``, and ``out_proj``: bit for bit where the products are the same.
+
+    In the mode "distributed" ranks add up parts of them; 1e-5 of the largest entry.
+    """
+    same = close if tp_mode == "distributed" else same_bits
+    with parallel.parallel(tp=tp):
+        whole, share = in_parallel(mixer, tp)
+        if bf16:
+            whole, share = whole.bfloat16(), share.bfloat16()
+        ddp = wrapped(share, layer_wise)
+        optimizer = optimizer_of(ddp, bf16, tp_mode, layer_wise)
+        torch.manual_seed(11)
+        gradients = [
+            {name: torch.randn(p.shape) for name, p in whole.named_parameters()}
+            for _ in range(STEPS)
+        ]
+        for gradient in gradients:
+            for name, parameter in share.named_parameters():
+                parameter.main_grad.copy_(SHARE_OF[mixer](name, gradient[name], share))
+            optimizer.step()
+        for name in ("in_proj.weight", "out_proj.weight"):
+            parameter = share.get_parameter(name)
+            matrices = [whole.get_parameter(name).float(), *(g[name] for g in gradients)]
+            dims = whole.dims
+            if tp_mode == "blockwise":  # Megatron's default: each rank's share is a matrix
+                matrices = [SHARE_OF[mixer](name, matrix, share) for matrix in matrices]
+                dims = share.dims
+            weight, *of_weight = matrices
+            widths = dims.layout.widths if name == "in_proj.weight" else [len(weight)]
+            expected = each_alone(weight, of_weight, widths)
+            if tp_mode != "blockwise":
+                expected = SHARE_OF[mixer](name, expected, share)
+            same(name, parameter, expected.to(parameter.dtype))
+            if hasattr(parameter, "main_param"):
+                same(f"master of {name}", parameter.main_param, expected)
+
+
+def same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    off = (actual - expected).abs().max().item()
+    assert torch.equal(actual, expected), f"{name}: {off:.3e} after steps of {STEP['lr']}"
+
+
+def close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    parallel.assert_close(name, actual, expected, 1e-5)
+
+
+def parameters_of_muon(mixer: str) -> set[str]:
+    """Names of those that Muon updates; the others are Adam's."""
+    with parallel.parallel():
+        _, layer = in_parallel(mixer, 1)
+        optimizer = optimizer_of(wrapped(layer, False), False, "duplicated", False)
+        muon, adam = (
+            {
+                id(parameter)
+                for one in optimizer.chained_optimizers
+                if isinstance(one.optimizer, emerging_optimizers.TensorParallelMuon) is of_muon
+                for group in one.optimizer.param_groups
+                for parameter in group["params"]
+            }
+            for of_muon in (True, False)
+        )
+        names = {name: id(parameter) for name, parameter in layer.named_parameters()}
+        assert muon | adam == set(names.values()) and not muon & adam
+        return {name for name, parameter in names.items() if parameter in muon}
