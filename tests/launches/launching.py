@@ -1,0 +1,51 @@
+"""Scripts of a Megatron-LM clone, run over processes of this machine, and what they print."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_gdn.specs.launch_options import VARIABLE
+from tests.examples.launching import ROOT
+from tests.launches.on_cpu import WITHOUT_GPU
+
+CLONE = os.environ.get("MEGATRON_LM")
+in_a_clone = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM"),
+]
+
+
+def launched(
+    script: str, processes: int, *flags: str, options: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """``script`` with these flags; the last of two equal ones counts.
+
+    Args:
+        options: of our layers, as a launch gives them in the environment.
+    """
+    assert CLONE is not None
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={processes}", str(ROOT / "tests/launches/on_cpu.py"),
+            str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
+        ],
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1", VARIABLE: options},
+        capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    """The losses that a launch printed, one a step; it must have ended well."""
+    errors = re.findall(r".*Error: .*", done.stderr)
+    assert done.returncode == 0, "\n".join(errors) or done.stderr[-6000:]
+    return [float(loss) for loss in re.findall(r"iteration +\d+/.*lm loss: (\S+)", done.stdout)]
+
+
+def held_out_losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss value: (\S+)", done.stdout)]
