@@ -65,6 +65,20 @@ def losses(
         return torch.stack(list(_train(*_wrap(wrapper, model, strategy))))
 
 
+def losses_of_a_model_built_on(device: str, pattern: str, strategy: str) -> torch.Tensor:
+    """`losses` under Megatron-FSDP, in fp32, with the weights that the model begins with.
+
+    "meta" is Megatron's ``--init-model-with-meta-device``.
+    """
+    with parallel(), _on_this_device():
+        with torch.device(device):
+            model = _build(
+                torch.float32, pattern,
+                use_cpu_initialization=False, init_model_with_meta_device=device == "meta",
+            )  # fmt: skip
+        return torch.stack(list(_train(*_wrap("fsdp", model, strategy))))
+
+
 def losses_one_gather_at_a_time(dtype: torch.dtype) -> torch.Tensor:
     """`losses` under Megatron-FSDP, with every dtype gathered by itself."""
     with patch.object(param_and_grad_buffer, "_coalescing_manager", _one_by_one):
@@ -85,18 +99,20 @@ def refusal(dtype: torch.dtype, pattern: str) -> str:
     return "accepted"
 
 
-def _build(dtype: torch.dtype, pattern: str) -> HybridModel:
+def _build(dtype: torch.dtype, pattern: str, **settings: bool) -> HybridModel:
     torch.manual_seed(5)
     config = make_config(
         num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
-        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype, **SIZES,
+        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
+        **SIZES, **settings,
     )  # fmt: skip
     rules = {"backend": "reference"} if dtype == torch.float32 else {}
-    return HybridModel(
+    model = HybridModel(
         config, hybrid_stack_spec("local", **rules), vocab_size=VOCABULARY, max_sequence_length=64,
         hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
         position_embedding_type="none",
-    ).to(DEVICE)  # fmt: skip
+    )  # fmt: skip
+    return model if config.init_model_with_meta_device else model.to(DEVICE)
 
 
 def _wrap(wrapper: str, model: HybridModel, strategy: str):

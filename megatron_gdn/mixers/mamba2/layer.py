@@ -230,7 +230,7 @@ class Mamba2Mixer(RecurrentMixer):
         init(self.dt_bias, first_dt_bias, 0, heads)
         with torch.no_grad():
             for parameter in (self.D, self.norm.weight if self.rmsnorm else None):
-                if parameter is not None and not parameter.is_meta:
+                if parameter is not None:
                     parameter.fill_(1)
 
     def forward(
