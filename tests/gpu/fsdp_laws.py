@@ -11,7 +11,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    torch_fully_sharded_data_parallel,
+)
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
@@ -57,10 +61,10 @@ def losses(
 
     The model begins with the same weights in every dtype: those of bf16.
     """
-    with parallel(), _on_this_device():
-        model = _build(torch.bfloat16, pattern)
+    with parallel(), on_this_device():
+        model = build(torch.bfloat16, pattern)
         if dtype == torch.float32:
-            rounded, model = model.state_dict(), _build(dtype, pattern)
+            rounded, model = model.state_dict(), build(dtype, pattern)
             model.load_state_dict(rounded)
         return torch.stack(list(_train(*_wrap(wrapper, model, strategy))))
 
@@ -70,9 +74,9 @@ def losses_of_a_model_built_on(device: str, pattern: str, strategy: str) -> torc
 
     "meta" is Megatron's ``--init-model-with-meta-device``.
     """
-    with parallel(), _on_this_device():
+    with parallel(), on_this_device():
         with torch.device(device):
-            model = _build(
+            model = build(
                 torch.float32, pattern,
                 use_cpu_initialization=False, init_model_with_meta_device=device == "meta",
             )  # fmt: skip
@@ -99,7 +103,7 @@ def refusal(dtype: torch.dtype, pattern: str) -> str:
     return "accepted"
 
 
-def _build(dtype: torch.dtype, pattern: str, **settings: bool) -> HybridModel:
+def build(dtype: torch.dtype, pattern: str, **settings: bool) -> HybridModel:
     torch.manual_seed(5)
     config = make_config(
         num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
@@ -174,8 +178,8 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
 
 
 @contextmanager
-def _on_this_device() -> Iterator[None]:
-    """Without a GPU: what Megatron-FSDP asks of CUDA, answered with the CPU."""
+def on_this_device() -> Iterator[None]:
+    """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU."""
     if DEVICE == "cuda":
         yield
         return
@@ -188,6 +192,7 @@ def _on_this_device() -> Iterator[None]:
             (stream, "record_event", lambda self: event()),
             (megatron_fsdp, "torch", _Torch(device=lambda name: cpu)),
             (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
+            (torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh),
         ):
             stack.enter_context(patch.object(owner, name, answer, create=True))
         yield
@@ -205,5 +210,5 @@ class _Torch:
 
 class _Mesh:
     @staticmethod
-    def from_group(groups, device_type: str, **kwargs) -> dist.DeviceMesh:
-        return dist.DeviceMesh.from_group(groups, device_type="cpu", **kwargs)
+    def from_group(groups, *device_type: str, **kwargs) -> dist.DeviceMesh:
+        return dist.DeviceMesh.from_group(groups, **{**kwargs, "device_type": "cpu"})

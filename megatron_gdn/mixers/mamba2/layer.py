@@ -253,7 +253,7 @@ class Mamba2Mixer(RecurrentMixer):
         return mamba2_parts(
             rows,
             *local_parameters(
-                scheme, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias, self.D
+                scheme, self.conv1d_weight, self.conv1d_bias, *self.fp32_parameters()
             ),
             layout=scheme.layout,
             rule=batch.rule,
