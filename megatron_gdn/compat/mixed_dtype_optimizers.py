@@ -1,7 +1,7 @@
 """Lets Megatron's optimizers save and load models that mix fp32 with 16-bit parameters.
 
-A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-core 0.19 as it is,
-but its optimizer state does not survive a checkpoint:
+A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-core 0.19 as it is
+(under ``--use-torch-fsdp2`` with 7), but its optimizer state does not survive a checkpoint:
 
 1. ``DistributedOptimizer`` records each parameter's place in its group in the order of the gradient
    buffers, but passes the group to Adam with the fp32 parameters first. So it saves and loads
@@ -18,6 +18,8 @@ but its optimizer state does not survive a checkpoint:
 5. ``DistributedOptimizer`` saves wrong states under ``fully_reshardable`` where a buffer has
    several buckets, with any dtypes, see :mod:`.padded_buckets`.
 6. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
+7. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
+   no parameter has it, so the first step raises. 16-bit parameters may have ``grad`` alone.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
@@ -72,9 +74,13 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
+        (
+            Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads",
+            _with_grads_for_main_grads,
+        ),
         (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", with_stored_strides),
-    ):
+    ):  # fmt: skip
         original = getattr(owner, name)
         _originals.append((owner, name, original))
         setattr(owner, name, wraps(original)(wrap(original)))
@@ -164,6 +170,20 @@ def _gather_fp32_parameters(optimizer: Any) -> None:
     for bucket in chain.from_iterable(b.buckets for b in buffers if b.param_dtype == torch.float32):
         mine = bucket.param_data.chunk(group.size())[group.rank()]
         torch.distributed.all_gather_into_tensor(bucket.param_data, mine.clone(), group=group)
+
+
+def _with_grads_for_main_grads(copy: Callable) -> Callable:
+    def _copy_model_grads_to_main_grads(self) -> None:
+        natives = [p for p in _flat(self.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
+        for parameter in natives:
+            parameter.main_grad = parameter.grad
+        try:
+            copy(self)
+        finally:
+            for parameter in natives:
+                del parameter.main_grad
+
+    return _copy_model_grads_to_main_grads
 
 
 def _with_all_parameters(sharded: Callable) -> Callable:

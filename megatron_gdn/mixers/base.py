@@ -27,13 +27,14 @@ from ..ops.rules.base import Rule
 from ..ops.uncompiled import uncompiled
 from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
+from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
 from .init import InitShare, device_for
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .parameter_marks import MarkedParameters
-from .precision import Fp32Parameters, mark_keep_in_fp32
+from .precision import mark_keep_in_fp32
 from .process_groups import FollowsGroups
 from .tensor_parallel import mark_packed, mark_sharded
 
@@ -44,7 +45,7 @@ class RecurrentMixer(
     GeneratingMixer,
     ShardedBySections,
     MarkedParameters,
-    Fp32Parameters,
+    ShardedApart,
     MegatronModule,
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
@@ -325,6 +326,7 @@ class RecurrentMixer(
 
     def _add_fp32(self, **rows: int) -> None:
         """Add fp32 parameters ``[rows]``, this rank's share each."""
+        shard_apart_in_megatron()
         for name, count in rows.items():
             empty = torch.empty(count, dtype=torch.float32, device=device_for(self.config))
             parameter = nn.Parameter(empty)

@@ -16,9 +16,12 @@ from torch import Tensor
 
 
 def device_for(config: Any) -> torch.device:
-    """The device on which Megatron builds a model's parameters, for this config and machine."""
-    if getattr(config, "init_model_with_meta_device", False):
-        return torch.device("meta")
+    """The device on which a mixer builds its own parameters, for this config and machine.
+
+    Never the meta device, also under Megatron's ``--init-model-with-meta-device``: after
+    ``to_empty`` Megatron resets no module, and Megatron-FSDP would have the mixer fill its
+    projections again, after it sharded them. These parameters are less than 1% of a layer.
+    """
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

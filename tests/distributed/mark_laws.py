@@ -38,12 +38,6 @@ def layer_with(config, groups, called: bool, **options):
     return build_module(spec, config, layer_number=1, pg_collection=groups)
 
 
-def _to_empty(build: Callable):
-    with torch.device("meta"):
-        layer = build(use_cpu_initialization=False, init_model_with_meta_device=True)
-    return layer.to_empty(device="cpu")
-
-
 def _assigned(build: Callable):
     layer = build()
     layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
@@ -74,7 +68,7 @@ def _copied(build: Callable):
 
 WAYS = {
     "built": lambda build: build(),
-    "to_empty": _to_empty,
+    "to_empty": lambda build: build().to("meta").to_empty(device="cpu"),
     "cast": lambda build: build().double().float(),
     "load_state_dict(assign=True)": _assigned,
     "swap on conversion": _converted_by_swapping,

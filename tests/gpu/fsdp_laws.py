@@ -11,7 +11,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    torch_fully_sharded_data_parallel,
+)
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
@@ -57,12 +61,26 @@ def losses(
 
     The model begins with the same weights in every dtype: those of bf16.
     """
-    with parallel(), _on_this_device():
-        model = _build(torch.bfloat16, pattern)
+    with parallel(), on_this_device():
+        model = build(torch.bfloat16, pattern)
         if dtype == torch.float32:
-            rounded, model = model.state_dict(), _build(dtype, pattern)
+            rounded, model = model.state_dict(), build(dtype, pattern)
             model.load_state_dict(rounded)
         return torch.stack(list(_train(*_wrap(wrapper, model, strategy))))
+
+
+def losses_of_a_model_built_on(device: str, pattern: str, strategy: str) -> torch.Tensor:
+    """`losses` under Megatron-FSDP, in fp32, with the weights that the model begins with.
+
+    "meta" is Megatron's ``--init-model-with-meta-device``.
+    """
+    with parallel(), on_this_device():
+        with torch.device(device):
+            model = build(
+                torch.float32, pattern,
+                use_cpu_initialization=False, init_model_with_meta_device=device == "meta",
+            )  # fmt: skip
+        return torch.stack(list(_train(*_wrap("fsdp", model, strategy))))
 
 
 def losses_one_gather_at_a_time(dtype: torch.dtype) -> torch.Tensor:
@@ -85,18 +103,20 @@ def refusal(dtype: torch.dtype, pattern: str) -> str:
     return "accepted"
 
 
-def _build(dtype: torch.dtype, pattern: str) -> HybridModel:
+def build(dtype: torch.dtype, pattern: str, **settings: bool) -> HybridModel:
     torch.manual_seed(5)
     config = make_config(
         num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
-        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype, **SIZES,
+        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
+        **SIZES, **settings,
     )  # fmt: skip
     rules = {"backend": "reference"} if dtype == torch.float32 else {}
-    return HybridModel(
+    model = HybridModel(
         config, hybrid_stack_spec("local", **rules), vocab_size=VOCABULARY, max_sequence_length=64,
         hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
         position_embedding_type="none",
-    ).to(DEVICE)  # fmt: skip
+    )  # fmt: skip
+    return model if config.init_model_with_meta_device else model.to(DEVICE)
 
 
 def _wrap(wrapper: str, model: HybridModel, strategy: str):
@@ -158,8 +178,8 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
 
 
 @contextmanager
-def _on_this_device() -> Iterator[None]:
-    """Without a GPU: what Megatron-FSDP asks of CUDA, answered with the CPU."""
+def on_this_device() -> Iterator[None]:
+    """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU."""
     if DEVICE == "cuda":
         yield
         return
@@ -172,6 +192,7 @@ def _on_this_device() -> Iterator[None]:
             (stream, "record_event", lambda self: event()),
             (megatron_fsdp, "torch", _Torch(device=lambda name: cpu)),
             (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
+            (torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh),
         ):
             stack.enter_context(patch.object(owner, name, answer, create=True))
         yield
@@ -189,5 +210,5 @@ class _Torch:
 
 class _Mesh:
     @staticmethod
-    def from_group(groups, device_type: str, **kwargs) -> dist.DeviceMesh:
-        return dist.DeviceMesh.from_group(groups, device_type="cpu", **kwargs)
+    def from_group(groups, *device_type: str, **kwargs) -> dist.DeviceMesh:
+        return dist.DeviceMesh.from_group(groups, **{**kwargs, "device_type": "cpu"})

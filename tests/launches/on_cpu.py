@@ -22,13 +22,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 WITHOUT_GPU = """
-    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --distributed-backend gloo --transformer-impl local
     --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
 """
 
 
 class MakeOnCPU(TorchFunctionMode):
-    """A tensor that is asked for on a GPU is made on the CPU; ``.cuda()`` returns it as it is."""
+    """A tensor that is asked for on a GPU is made on the CPU; ``.cuda()`` returns it as it is.
+
+    ``.to(device)`` too, with which Megatron moves a model that was built on the meta device.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -38,6 +41,8 @@ class MakeOnCPU(TorchFunctionMode):
             return args[0]
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.to:
+            args = (args[0], *("cpu" if "cuda" in str(value) else value for value in args[1:]))
         return func(*args, **kwargs)
 
 

@@ -61,3 +61,14 @@ def test_two_processes_train_it_too(parallel):
     sizes += ["--context-parallel-size", "2" if parallel == "context" else "1"]
     losses = trained("pretrain_hybrid.py", 2, *launches_of(ROOT)["pretrain_hybrid.py"], *sizes)
     assert losses == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CLONE is None, reason="set MEGATRON_LM to the folder of a Megatron-LM clone")
+def test_from_the_meta_device_it_trains_alike():
+    """Megatron moves such a model without a reset of its modules; here no FSDP resets them."""
+    sizes = ["--tensor-model-parallel-size", "1", "--context-parallel-size", "1"]
+    flags = [*launches_of(ROOT)["pretrain_hybrid.py"], *sizes]
+    here = trained("pretrain_hybrid.py", 1, *flags)
+    assert here == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
+    assert trained("pretrain_hybrid.py", 1, *flags, "--init-model-with-meta-device") == here

@@ -4,9 +4,12 @@ import pytest
 import torch
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
+from megatron.training.utils import to_empty_if_meta_device
 
 from megatron_gdn.mixers.gdn import layer as layer_module
 from megatron_gdn.specs import gated_delta_net_spec
+from tests import mamba_mixers
+from tests.mamba_mixers import alone
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -93,24 +96,37 @@ def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("default", ["meta", "cpu"])
-def test_a_layer_from_the_meta_device_is_the_one_built_here(default):
-    """Megatron builds under ``torch.device("meta")`` and has parameters reset where they land."""
-    here = build()
-    config = make_config(use_cpu_initialization=False, init_model_with_meta_device=True)
-    with torch.device(default):
-        layer = build(config)
-    assert layer.conv1d.weight.is_meta and layer.A_log.is_meta and layer.dt_bias.is_meta
-    layer.to_empty(device="cpu")
+MIXERS = {"GatedDeltaNet": build, "Mamba2Mixer": lambda config: mamba_mixers.build(config, alone())}
+each_mixer = pytest.mark.parametrize("name", MIXERS)
+ON_A_GPU = {**mamba_mixers.SIZES, "use_cpu_initialization": False}
+
+
+def require_equal(landed, here):
+    for name, parameter in here.named_parameters():
+        other = landed.get_parameter(name)
+        assert other.dtype == parameter.dtype and torch.equal(other, parameter), name
+        for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "keep_in_fp32"):
+            assert getattr(other, mark, None) == getattr(parameter, mark, None), (name, mark)
+
+
+@each_mixer
+def test_under_megatrons_meta_device_a_layer_is_the_one_built_here(name):
+    """Megatron builds under ``torch.device("meta")``, moves what is there, and resets nothing."""
+    torch.manual_seed(3)
+    here = MIXERS[name](make_config(**ON_A_GPU))
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        layer = MIXERS[name](make_config(**ON_A_GPU, init_model_with_meta_device=True))
+    require_equal(to_empty_if_meta_device(layer, device=torch.device("cpu")), here)
+
+
+@each_mixer
+def test_a_layer_that_was_emptied_is_reset_to_the_one_built_here(name):
+    here, layer = (MIXERS[name](make_config(**ON_A_GPU)) for _ in range(2))
+    layer.to("meta").to_empty(device="cpu")
     for one in (here, layer):
         torch.manual_seed(3)
         one.reset_parameters()
-    for name, parameter in here.named_parameters():
-        landed = layer.get_parameter(name)
-        assert landed.dtype == parameter.dtype, name
-        for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "keep_in_fp32"):
-            assert getattr(landed, mark, None) == getattr(parameter, mark, None), (name, mark)
-    x = torch.randn(5, 1, 24)
-    with torch.no_grad():
-        layer.out_norm.weight.fill_(1)  # a module's own initialisation is not the layer's to repeat
-    assert torch.equal(layer(x, None)[0], here(x, None)[0])
+    if name == "GatedDeltaNet":
+        layer.out_norm.reset_parameters()  # a module's own initialisation is not the layer's
+    require_equal(layer, here)

@@ -3,16 +3,24 @@
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+)
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
 )
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from megatron_gdn.mixers.fully_sharded import fully_shard as shard_apart
+from tests import mamba_mixers
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.distributed.mark_laws import layer_with
+from tests.gpu import fsdp_laws
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
 
 
@@ -28,6 +36,18 @@ def _layer():
 def _shard(layer, **policy) -> None:
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+
+
+def _bf16(mixer: str):
+    """The same random bf16 layer with fp32 gates on every rank."""
+    alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
+    kind = {"bf16": True, "params_dtype": torch.bfloat16}
+    if mixer == "mamba2":
+        return mamba_mixers.whole_mixer(mamba_mixers.mamba_config(**kind))
+    torch.manual_seed(7)
+    layer = build_layer(make_config(**kind), alone, {})
+    randomise_(layer)
+    return layer
 
 
 def fp32_equals_one_rank() -> None:
@@ -102,3 +122,82 @@ def refusal_of(dtype: torch.dtype) -> str:
         except ValueError as error:
             return str(error)
         return "accepted"
+
+
+def equals_unsharded(mixer: str) -> None:
+    """In bf16, to the bit: output, gradients and a step; every rank has rows of its own.
+
+    Each gradient is the mean of two, which is rounded once, in whatever order they are added.
+    """
+    with parallel():
+        one, layer = _bf16(mixer), _bf16(mixer)
+        assert {p.dtype for p in layer.parameters()} == {torch.bfloat16, torch.float32}
+        shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+        optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (one, layer)]
+        for step in range(2):
+            torch.manual_seed(50 + 2 * step + dist.get_rank())
+            x = torch.randn(9, 1, layer.config.hidden_size, dtype=torch.bfloat16)
+            expected, out = one(x, None)[0], layer(x, None)[0]
+            assert torch.equal(out, expected)
+            for y in (expected, out):
+                y.float().square().sum().backward()
+            assert dict(layer.named_parameters()).keys() == dict(one.named_parameters()).keys()
+            assert layer.state_dict().keys() == one.state_dict().keys()
+            for name, whole in one.named_parameters():
+                dist.all_reduce(whole.grad)
+                whole.grad /= dist.get_world_size()
+                sharded = layer.get_parameter(name)
+                assert sharded.dtype == sharded.grad.dtype == whole.dtype, name
+                assert torch.equal(sharded.grad.full_tensor(), whole.grad), name
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, whole in one.named_parameters():
+                assert torch.equal(layer.get_parameter(name).full_tensor(), whole), name
+
+
+def a_policy_equals_a_cast() -> None:
+    """A policy that rounds the weights of an fp32 layer leaves the gates as they are."""
+    with parallel():
+        one, layer = _layer().bfloat16(), _layer()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
+        x = torch.randn(9, 1, 24)
+        assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
+
+
+def megatrons_wrapper_equals_unsharded() -> None:
+    """A bf16 model under ``--use-torch-fsdp2``: losses, gradients and a step to the bit."""
+    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
+    with parallel(), fsdp_laws.on_this_device():
+        one, model = (
+            Float16Module(m.config, m)
+            for m in (fsdp_laws.build(torch.bfloat16, "G-M-", **kind) for _ in range(2))
+        )
+        settings = DistributedDataParallelConfig()
+        # The group of the other laws: DTensor takes meshes of the same ranks for one another, and
+        # Megatron refuses gradients of two groups.
+        world = dist.group.WORLD
+        wrapped = TorchFullyShardedDataParallel(model.config, settings, model, process_group=world)
+        assert any("fp32_group" in name for name, _ in model.named_modules())
+        torch.manual_seed(50 + dist.get_rank())
+        tokens = torch.randint(fsdp_laws.VOCABULARY, (2, 17))
+        positions = torch.arange(16).expand(2, -1)
+        expected, losses = (
+            m(tokens[:, :-1], positions, None, labels=tokens[:, 1:]) for m in (one, wrapped)
+        )
+        assert torch.equal(losses, expected)
+        for loss in (expected, losses):
+            loss.sum().backward()
+        for name, whole in one.named_parameters():
+            dist.all_reduce(whole.grad)
+            whole.grad /= dist.get_world_size()
+            assert torch.equal(model.get_parameter(name).grad.full_tensor(), whole.grad), name
+        adam = OptimizerConfig(
+            optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0
+        )
+        for m in (one, wrapped):
+            m.ddp_config = settings
+            get_megatron_optimizer(adam, [m]).step()
+        for name, whole in one.named_parameters():
+            assert torch.equal(model.get_parameter(name).full_tensor(), whole), name

@@ -28,3 +28,16 @@ def test_a_policy_that_rounds_the_gates_is_refused(pools, dtype):
     for message in pools(2).run(laws.refusal_of, dtype):
         assert f"A_log reached the layer in {dtype}" in message, message
         assert "MixedPrecisionPolicy without param_dtype" in message
+
+
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(pools, mixer):
+    pools(2).run(laws.equals_unsharded, mixer)
+
+
+def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart(pools):
+    pools(2).run(laws.a_policy_equals_a_cast)
+
+
+def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_bit(pools):
+    pools(2).run(laws.megatrons_wrapper_equals_unsharded)

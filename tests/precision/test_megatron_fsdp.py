@@ -18,6 +18,18 @@ def test_an_fp32_model_trains_as_under_ddp(pools):
     )
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+def test_a_model_of_the_meta_device_trains_as_one_built_here(pools, pattern, strategy):
+    """Megatron-FSDP resets every module that has a parameter on the meta device."""
+    here, meta = (
+        pools(2).run(laws.losses_of_a_model_built_on, device, pattern, strategy)
+        for device in ("cpu", "meta")
+    )
+    assert torch.stack(here).isfinite().all()
+    assert all(map(torch.equal, meta, here))
+
+
 @pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
 def test_fp32_gates_in_a_bf16_model_are_refused_by_name(pools, pattern):
     for message in pools(2).run(laws.refusal, BF16, pattern):

@@ -191,7 +191,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             self.require_wide_gates()
         return gdn_parts(
             rows,
-            *local_parameters(scheme, conv.weight, conv.bias, self.A_log, self.dt_bias),
+            *local_parameters(scheme, conv.weight, conv.bias, *self.fp32_parameters()),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
             norm=norm_of(self.out_norm, self.norm_group, scheme.layout),

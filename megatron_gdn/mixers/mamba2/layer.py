@@ -231,7 +231,7 @@ class Mamba2Mixer(RecurrentMixer):
         init(self.dt_bias, first_dt_bias, 0, heads)
         with torch.no_grad():
             for parameter in (self.D, self.norm.weight if self.rmsnorm else None):
-                if parameter is not None and not parameter.is_meta:
+                if parameter is not None:
                     parameter.fill_(1)
 
     def forward(
@@ -254,7 +254,7 @@ class Mamba2Mixer(RecurrentMixer):
         return mamba2_parts(
             rows,
             *local_parameters(
-                scheme, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias, self.D
+                scheme, self.conv1d_weight, self.conv1d_bias, *self.fp32_parameters()
             ),
             layout=scheme.layout,
             rule=batch.rule,

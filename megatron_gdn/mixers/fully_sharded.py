@@ -1,0 +1,95 @@
+"""Mixers under torch's ``fully_shard`` (FSDP2): fp32 parameters form a group of their own.
+
+torch gathers the parameters of a group in one buffer of one dtype. In a 16-bit model ``A_log`` and
+``dt_bias`` are not of the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from .precision import Fp32Parameters
+
+_GROUP = "fp32_group"
+
+
+class Fp32Group(nn.Module):
+    """The fp32 parameters of a mixer as a module of their own, which ``fully_shard`` takes.
+
+    The mixer keeps them under their names: what is set here is set there, and state dicts do not
+    show this module.
+    """
+
+    _mixer: Any
+
+    def __init__(self, mixer: Fp32Parameters) -> None:
+        super().__init__()
+        vars(self)["_mixer"] = mixer  # not as a submodule: it is the parent
+        for name in mixer._keep_in_float32_parameter_names:
+            self._parameters[name] = mixer._parameters[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_parameters", ()):
+            self._parameters[name] = self._mixer._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Copies: torch frees the gathered parameters when this call ends."""
+        return tuple(p.clone() for p in self._parameters.values() if p is not None)
+
+    def _save_to_state_dict(self, *args: Any) -> None: ...
+
+    def _load_from_state_dict(self, *args: Any) -> None: ...
+
+
+class ShardedApart(Fp32Parameters):
+    """Mixin for mixers that read their fp32 parameters through :meth:`fp32_parameters`."""
+
+    def fp32_parameters(self) -> Iterable[Tensor]:
+        """The parameters of ``_keep_in_float32_parameter_names``, whole, for this forward."""
+        group = self._modules.get(_GROUP)
+        names = self._keep_in_float32_parameter_names
+        return [getattr(self, name) for name in names] if group is None else group()
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mp_policy: fsdp.MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    **options: Any,
+) -> Any:
+    """torch's ``fully_shard``; the fp32 parameters of every mixer in ``module`` stand apart.
+
+    They are gathered, sharded and reduced in fp32, and keep their names in ``named_parameters`` and
+    in state dicts. Mixers that were sharded before stay as they are.
+
+    Args:
+        module, mp_policy, ignored_params: as torch's. The policy is not that of the fp32
+            parameters, so a ``param_dtype`` does not round them.
+        options: torch's others.
+    """
+    ignored = set(ignored_params or ())
+    for root in module if isinstance(module, list) else [module]:
+        for mixer in [m for m in root.modules() if isinstance(m, ShardedApart)]:
+            if _GROUP not in mixer._modules and not isinstance(mixer, fsdp.FSDPModule):
+                group = Fp32Group(mixer)
+                fsdp.fully_shard(group, **options)
+                mixer.add_module(_GROUP, group)
+            ignored.update(getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names)
+    policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
+
+
+def shard_apart_in_megatron() -> None:
+    """Megatron's ``--use-torch-fsdp2`` calls the function above in place of torch's."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel
+
+    wrapper: Any = torch_fully_sharded_data_parallel
+    if getattr(wrapper, "fully_shard", None) is fsdp.fully_shard:
+        wrapper.fully_shard = fully_shard
