@@ -59,11 +59,11 @@ def wrap_by_hand(model: nn.Module, wrapper: Callable = Wrapper) -> nn.Module:
 
 def with_adapters(model: nn.Module, bridge: str | None) -> nn.Module:
     """Adapters whose B is not zero; ``bridge``: a clone of Megatron-Bridge, None: `Wrapper`."""
+    torch.manual_seed(21)
     if bridge is None:
         model = wrap_by_hand(model)
     else:
         model = peft_class(bridge, "LoRA")(target_modules=TARGETS, dim=RANK, alpha=ALPHA)(model)
-    torch.manual_seed(21)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".linear_out." in name:

@@ -24,18 +24,21 @@ def fp32_folder(hf_folder, tmp_path):
 def test_a_merged_export_is_the_model_with_its_adapters(
     pools, fp32_folder, tmp_path, name, first, folder
 ):
-    """transformers reads the folder; fp32 throughout, so that only the order of sums differs."""
+    """transformers reads the folder; fp32 throughout, so that only the order of sums differs.
+
+    W x + B (A x) is another order too, so tokens that one rounding moves further are excepted.
+    """
     (found,) = pools(1).run(
         laws.merged_export_agrees, fp32_folder(name), tmp_path / "saved", folder, first=first
     )
-    assert_logits_agree(found)
+    assert_logits_agree(found, noisy=True)
 
 
 @needs_bridge
 def test_two_ranks_merge_what_they_share(pools, fp32_folder, tmp_path):
     source, target = fp32_folder("dense"), tmp_path / "saved"
     for found in pools(2).run(laws.merged_export_agrees, source, target, bridge.FOLDER, tp=2):
-        assert_logits_agree(found)
+        assert_logits_agree(found, noisy=True)
 
 
 def test_every_section_of_in_proj_is_merged(pools, fp32_folder):
