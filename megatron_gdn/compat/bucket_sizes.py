@@ -1,8 +1,10 @@
-"""Adds advice to the error about a ``dp_reshardable`` checkpoint with other bucket sizes.
+"""Adds advice to the errors about an optimizer's state with other gradient buffers.
 
-Megatron's default format of optimizer states holds gradient buffers, not tensors with names. A
-model with fp32 ``A_log`` and ``dt_bias`` has other buffers than a model that holds them in 16 bits.
-megatron-core 0.19 refuses such a file, and its error names only the shape of a bucket.
+Megatron's default format of optimizer states (``dp_reshardable``) and the separate file of
+``--ckpt-format torch`` hold gradient buffers, not tensors with names. A model with fp32 ``A_log``
+and ``dt_bias`` has other buffers than a model that holds them in 16 bits. megatron-core 0.19
+refuses such a file, and its error names only sizes. Where Megatron's own layer loads a file of ours
+this package is not there to add anything, so the advice is logged when the file is saved.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from .observe import log_once
 
 _OF_A_BUCKET = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
@@ -22,6 +28,48 @@ _NOTE = (
     "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}): that file loads here. "
     "--no-load-optim loads the parameters alone."
 )
+
+_OF_A_FILE = re.compile(r"Number of unpadded elements")
+_NOTE_OF_A_FILE = (
+    "The file of the optimizer's state (--ckpt-format torch) holds gradient buffers, and the "
+    "buffers of this model have other sizes: it was written by a layer with 16-bit A_log and "
+    "dt_bias, such as Megatron's own. Load the checkpoint with that layer and save it again with "
+    "--ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable: "
+    "that file loads here. --no-load-optim loads the parameters alone."
+)
+_WHEN_SAVED = (
+    "The optimizer's state is saved as dp_reshardable, gradient buffers of this layer with its "
+    "fp32 A_log and dt_bias. Megatron's own layer cannot load it. "
+    "--dist-ckpt-optim-fully-reshardable saves a state that both load."
+)
+
+
+def with_saving_told(sharded: Callable) -> Callable:
+    """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``: log who loads the file."""
+
+    def sharded_param_state_dp_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        of_parameters = {buffer.param_dtype for buffer in self.buffers}
+        if not is_loading and torch.float32 in of_parameters and len(of_parameters) > 1:
+            log_once(_WHEN_SAVED)
+        return sharded(self, model_sharded_state_dict, is_loading, metadata)
+
+    return sharded_param_state_dp_reshardable
+
+
+def with_file_sizes_explained(load: Callable) -> Callable:
+    """Wrap ``DistributedOptimizer.load_parameter_state_from_dp_zero``: its error gets a note."""
+
+    def load_with_a_note(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(self, *args, **kwargs)
+        except AssertionError as error:
+            if _OF_A_FILE.search(str(error)):
+                error.add_note(_NOTE_OF_A_FILE)
+            raise
+
+    return load_with_a_note
 
 
 def with_bucket_sizes_explained(load: Callable) -> Callable:

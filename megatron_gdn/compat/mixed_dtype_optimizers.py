@@ -17,9 +17,11 @@ A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-co
    of the fp32 parameters is empty, see :mod:`.empty_shares`.
 5. ``DistributedOptimizer`` saves wrong states under ``fully_reshardable`` where a buffer has
    several buckets, with any dtypes, see :mod:`.padded_buckets`.
-6. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
+6. ``Float16OptimizerWithFloat16Params.state_dict``, which ``--ckpt-format torch`` writes, lists the
+   masters of 16-bit parameters only, see :mod:`.listed_masters`.
 7. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
    no parameter has it, so the first step raises. 16-bit parameters may have ``grad`` alone.
+8. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
@@ -46,8 +48,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .bucket_sizes import with_bucket_sizes_explained
+from .bucket_sizes import (
+    with_bucket_sizes_explained,
+    with_file_sizes_explained,
+    with_saving_told,
+)
 from .empty_shares import with_empty_shares
+from .listed_masters import take_native_masters, with_every_master
 from .padded_buckets import with_padded_buckets
 from .stored_strides import with_stored_strides
 
@@ -70,8 +77,11 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "__init__", _with_true_order),
         (DistributedOptimizer, "load_state_dict", _with_equal_replicas),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", _with_equal_replicas_of_a_file),
+        (DistributedOptimizer, "load_parameter_state_from_dp_zero", with_file_sizes_explained),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_saving_told),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
+        (Float16OptimizerWithFloat16Params, "state_dict", with_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
         (
@@ -187,13 +197,20 @@ def _with_grads_for_main_grads(copy: Callable) -> Callable:
 
 
 def _with_all_parameters(sharded: Callable) -> Callable:
+    def sharded_by_megatron(self, *args: Any) -> dict[str, Any]:
+        self._in_sharded_state_dict = True
+        try:
+            return sharded(self, *args)
+        finally:
+            del self._in_sharded_state_dict
+
     def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, metadata=None):
         natives = [] if self.is_stub_optimizer else list(_flat(self.fp32_from_fp32_groups))
         if not natives or not _forgets_fp32_parameters(sharded, natives[0].device):
-            return sharded(self, model_sharded_state_dict, is_loading, metadata)
+            return sharded_by_megatron(self, model_sharded_state_dict, is_loading, metadata)
         _log_once("fp32 parameters were added to Float16Optimizer's checkpoint.")
         with _fp32_parameters_as_their_own_masters(self):
-            state = sharded(self, model_sharded_state_dict, is_loading, metadata)
+            state = sharded_by_megatron(self, model_sharded_state_dict, is_loading, metadata)
         native = {id(parameter) for parameter in natives}
         is_native = [id(p) in native for g in self.optimizer.param_groups for p in g["params"]]
         masters = list(_flat(state["fp32_from_fp16_params"]))
@@ -229,7 +246,7 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
 def _with_fp32_masters(load: Callable) -> Callable:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        masters = state_dict.pop(_MASTERS, {})
+        masters = state_dict.pop(_MASTERS, {}) or take_native_masters(self, state_dict)
         load(self, state_dict)
         parameters = list(_flat(g["params"] for g in self.optimizer.param_groups))
         for index, master in masters.items():
@@ -257,6 +274,7 @@ def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
     no_scaler = cast(Any, None)  # legal in bf16
     probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
+    cast(Any, probe)._in_sharded_state_dict = True
     model = {
         name: ShardedTensor.from_rank_offsets(name, parameter)
         for name, parameter in (("single", single), ("half", half))

@@ -223,6 +223,12 @@ class CheckpointWeights:
         ):
             if keys:
                 more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+                if any(".adapter." in key for key in keys):
+                    raise ValueError(
+                        f"{self._checkpoint.folder} has adapters, {min(keys)}{more}, and does not "
+                        f"tell their scale. Load it into a model with these adapters and call "
+                        f"megatron_gdn.hf.save_hf_weights, which merges them."
+                    )
                 raise ValueError(
                     f"{self._checkpoint.folder} and {self.like.folder} are not the same model: "
                     f"{what} {min(keys)}{more}."

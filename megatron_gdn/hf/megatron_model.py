@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .adapters import base_parameters, with_adapters_merged
 from .legal_weights import check_dtypes, read_pieces
 from .model_config import HFModelConfig
 from .model_map import Architecture
@@ -125,7 +126,8 @@ def save_hf_weights(
     Every rank calls it. The first data-parallel replica gathers its tensor-parallel shards, one
     tensor at a time, and its rank 0 writes; the others have nothing to do and return at once.
     Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
-    not weights are copied from ``like``.
+    not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
+    weights, W + (alpha / dim) B A; the model itself keeps them apart.
 
     Args:
         model: as for `load_hf_weights`.
@@ -137,7 +139,7 @@ def save_hf_weights(
             they are rounded to what ``like`` has, and a warning names those that lost bits.
 
     Raises:
-        NotImplementedError: pipeline or expert parallelism.
+        NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
     import shutil
 
@@ -158,11 +160,11 @@ def save_hf_weights(
     source = SafetensorsFolder(like)
     plan = record.plan(_architecture(bare), bare.config.layernorm_zero_centered_gamma)
     _check_tie(bare, record.config)
-    params = _global_parameters(bare, ranks)
+    params, merged = _global_parameters(bare, ranks), with_adapters_merged(bare)
 
     def read_shards(entry: TensorMap) -> list[Tensor]:
         name = next(name for name in entry.names if name in params)
-        return _gather(params[name].detach(), ranks.tp_size)
+        return _gather(merged(params[name]), ranks.tp_size)
 
     view = HFView(plan, record, read_shards)
 
@@ -190,9 +192,13 @@ def unwrapped(model: Any) -> Any:
 
 
 def megatron_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters with global layer and expert numbers, as `state_dict_to_hf` wants."""
+    """A model's parameters with global layer and expert numbers, as `state_dict_to_hf` wants.
+
+    Low-rank adapters are merged, as in `save_hf_weights`.
+    """
     model = unwrapped(model)
-    return {n: p.detach() for n, p in _global_parameters(model, _Ranks.current()).items()}
+    merged = with_adapters_merged(model)
+    return {n: merged(p) for n, p in _global_parameters(model, _Ranks.current()).items()}
 
 
 def _architecture(model: nn.Module) -> Architecture:
@@ -211,12 +217,12 @@ def _check_tie(model: Any, config: HFModelConfig) -> None:
 
 
 def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
-    """Parameters by name, layers and experts numbered as in the whole model."""
+    """Parameters by name without adapters, layers and experts numbered as in the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     first_expert = ranks.ep * ((model.config.num_moe_experts or 0) // ranks.ep_size)
 
     def renamed() -> Iterator[tuple[str, nn.Parameter]]:
-        for name, param in model.named_parameters():
+        for name, param in base_parameters(model):
             name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
             yield _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name), param
 

@@ -34,6 +34,19 @@ def eval_cp_context(folder: str) -> Callable:
     return module.eval_cp_context
 
 
+def peft_class(folder: str, kind: str) -> type:
+    """Bridge's ``"LoRA"`` or ``"DoRA"``."""
+    (place,) = Path(folder).rglob("megatron/bridge")
+    package = ModuleType("megatron.bridge")
+    package.__path__ = [str(place)]
+    sys.modules.setdefault("megatron.bridge", package)
+    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = te.HAVE_TE
+    engine = ["transformer_engine", "transformer_engine.pytorch"]
+    mocks = {} if te.HAVE_TE else {name: MagicMock() for name in engine}
+    with patch.dict(sys.modules, mocks):
+        return getattr(importlib.import_module(f"megatron.bridge.peft.{kind.lower()}"), kind)
+
+
 def adapted(
     folder: str, kind: str, linear: ColumnParallelLinear, path: str, rank: int
 ) -> nn.Module:
@@ -43,15 +56,7 @@ def adapted(
         kind: Bridge's class, ``"LoRA"`` or ``"DoRA"``.
         path: where the linear is in a model, by which Bridge knows what it is.
     """
-    (place,) = Path(folder).rglob("megatron/bridge")
-    package = ModuleType("megatron.bridge")
-    package.__path__ = [str(place)]
-    sys.modules.setdefault("megatron.bridge", package)
-    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = te.HAVE_TE
-    engine = ["transformer_engine", "transformer_engine.pytorch"]
-    mocks = {} if te.HAVE_TE else {name: MagicMock() for name in engine}
-    with patch.dict(sys.modules, mocks):
-        module = importlib.import_module(f"megatron.bridge.peft.{kind.lower()}")
+    peft = peft_class(folder, kind)
     linear.tp_size = linear.tp_group.size()  # which Transformer Engine's linears know
     prefix, name = path.rsplit(".", 1)
-    return getattr(module, kind)(target_modules=[name], dim=rank).transform(linear, name, prefix)
+    return peft(target_modules=[name], dim=rank).transform(linear, name, prefix)

@@ -4,6 +4,7 @@ import pytest
 
 from tests.distributed import adapter_laws as laws
 from tests.distributed import bridge
+from tests.distributed import bridge_peft_laws as peft_laws
 from tests.distributed.bridge import needs_bridge
 
 
@@ -31,3 +32,15 @@ def test_bridges_own_adapters_do_the_same(pools, tmp_path, mixer, kind, as_bridg
         for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp, own):
             assert len(differences) == {"LoRA": 2, "DoRA": 3}[kind]
             assert not any(differences.values()), differences
+
+
+@needs_bridge
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"]
+)
+def test_a_layer_with_bridges_lora_equals_the_layer_of_merged_weights(
+    pools, mixer, tp, sequence_parallel
+):
+    """Output, input gradient and the gradients of every A and B; nothing else has one."""
+    pools(tp).run(peft_laws.equals_the_merged_layer, bridge.FOLDER, mixer, tp, sequence_parallel)

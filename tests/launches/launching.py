@@ -31,11 +31,13 @@ def launched(
     return subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={processes}", str(ROOT / "tests/launches/on_cpu.py"),
-            str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
+            f"--nproc_per_node={processes}",
+            # As a module: a clone has a package `tests` of its own, which would be found first.
+            "-m", "tests.launches.on_cpu", str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
         ],
         env=os.environ
-        | {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1", VARIABLE: options},
+        | {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1", VARIABLE: options}
+        | {"TORCHDYNAMO_DISABLE": "1"},
         capture_output=True, text=True, timeout=550, check=False,
     )  # fmt: skip
 

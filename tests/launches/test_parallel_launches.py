@@ -13,7 +13,7 @@ from tests.launches.launching import held_out_losses, in_a_clone, launched, loss
 pytestmark = in_a_clone
 
 SPEC = "--spec megatron_gdn.specs hybrid_stack_spec"
-UPSTREAM = "--spec tests.launches.upstream_layers hybrid_stack_spec"
+UPSTREAM = "--spec tests.launches.upstream_layers hybrid_stack"
 FLAGS = f"""
     {SPEC} --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
     --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4

@@ -1,8 +1,14 @@
 """Run on every rank: checkpoints between our layer and Megatron's own, which keeps bf16."""
 
+import io
+
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_gdn.compat.mixed_dtype_optimizers import (
+    repair_mixed_dtype_optimizers,
+    restore_mixed_dtype_optimizers,
+)
 from megatron_gdn.fp32_masters import load_fp32_masters
 from tests.parallel import parallel
 from tests.precision.training import (
@@ -81,6 +87,58 @@ def read_dp_reshardable_of_upstream(folder: str) -> str:
             load(build("dp_reshardable", seed=99), folder)
         except CheckpointException as error:
             return "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return "loaded"
+
+
+def switch_by_a_plain_state(upstream_first: bool) -> list[str]:
+    """Three steps, then the other layer by Megatron's plain state dicts; what it holds otherwise.
+
+    Our layer's process has this package's wrappers, that of Megatron's own layer has not.
+    """
+    with parallel():
+        first = build(FLOAT16, upstream_layer=upstream_first)
+        for step in range(3):
+            made_up_step(first, step)
+        expected, file = optimizer_by_name(first), io.BytesIO()
+        model = first.model.state_dict()
+        torch.save({"model": model, "optimizer": first.optimizer.state_dict()}, file)
+        second = build(FLOAT16, upstream_layer=not upstream_first, seed=99)
+        if not upstream_first:
+            restore_mixed_dtype_optimizers()
+        try:
+            state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            second.model.load_state_dict(state["model"])
+            second.optimizer.load_state_dict(state["optimizer"])
+        finally:
+            repair_mixed_dtype_optimizers()
+        found = optimizer_by_name(second)
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+
+
+def optimizer_by_name(training) -> dict[str, torch.Tensor]:
+    """Masters and Adam's averages, each under its parameter's name."""
+    optimizer, found = training.megatron_optimizer, {}
+    names = {parameter: name for name, parameter in training.model.named_parameters()}
+    masters = {p: p for group in optimizer.fp32_from_fp32_groups for p in group}
+    for half, full in zip(
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
+    ):
+        masters |= dict(zip(half, full, strict=True))
+    for parameter, master in masters.items():
+        found[f"{names[parameter]} master"] = master.detach().clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{names[parameter]} {kind}"] = optimizer.optimizer.state[master][kind].clone()
+    return found
+
+
+def a_list_of_another_model() -> str:
+    with parallel():
+        state = build(FLOAT16, pattern="G-").optimizer.state_dict()
+        try:
+            build(FLOAT16).megatron_optimizer.load_state_dict(state)
+        except ValueError as error:
+            return str(error)
         return "loaded"
 
 

@@ -78,6 +78,18 @@ def test_a_dp_reshardable_checkpoint_of_upstream_is_refused_and_not_misread(pool
     assert all(outcome.count(way_out) == 1 for outcome in outcomes), outcomes
 
 
+@pytest.mark.parametrize("upstream_first", [True, False], ids=["from upstream", "to upstream"])
+def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(pools, upstream_first):
+    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer."""
+    assert pools(1).run(laws.switch_by_a_plain_state, upstream_first) == [[]]
+
+
+def test_a_list_of_masters_of_another_model_is_refused(pools):
+    """Megatron's own error is about a group, or none where its groups are as many."""
+    (said,) = pools(1).run(laws.a_list_of_another_model)
+    assert "the checkpoint lists" in said and "--no-load-optim" in said, said
+
+
 def test_two_masters_for_one_parameter_are_refused():
     from megatron_gdn.fp32_masters import _masters_by_key
 

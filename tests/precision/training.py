@@ -89,7 +89,7 @@ def build_model(
     torch.manual_seed(seed)
     return HybridModel(
         config,
-        _stack(upstream_layer, spec_options or {}),
+        stack_of(upstream_layer, spec_options),
         vocab_size=VOCABULARY,
         max_sequence_length=64,
         hybrid_layer_pattern=pattern,
@@ -146,8 +146,8 @@ def wrap(kind: str, model: HybridModel, **ddp_settings) -> Training:
     return Training(kind, ddp, optimizer)
 
 
-def _stack(upstream_layer: bool, spec_options: dict):
-    stack = hybrid_stack_spec("local", **spec_options)
+def stack_of(upstream_layer: bool, spec_options: dict | None = None):
+    stack = hybrid_stack_spec("local", **(spec_options or {}))
     if not upstream_layer:
         return stack
     before, upstream.TESTING_UPSTREAM = upstream.TESTING_UPSTREAM, True
