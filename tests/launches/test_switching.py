@@ -48,7 +48,7 @@ def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[s
 def test_a_run_goes_on_with_our_layer_and_back_with_megatrons(tmp_path, kind):
     """Steps 1-2 upstream, 3-4 ours, 5-6 upstream: the losses of upstream's with the same stops.
 
-    The stops are the same because Megatron logs the second step after a load averaged with the first.
+    The same stops, since Megatron logs the second step after a load averaged with the first.
     """
     flags = FORMATS[kind]
     first, theirs, ours = (tmp_path / name for name in ("first", "theirs", "ours"))
