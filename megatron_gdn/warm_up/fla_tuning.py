@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from ..ops.gdn.sizes import HeadSizes
-from .shares import Share
+from .needs import Share
 
 _TOKENS = (8192, 2048)
 

@@ -20,20 +20,14 @@ from typing import Any
 import torch
 
 from ..ops.documents import Documents
-from ..ops.gdn.flash_qla.builds import PARTS, Heads, lock_path
+from ..ops.gdn.flash_qla.builds import Heads
 from ..ops.gdn.flash_qla.cache import CacheEntry
 from ..ops.gdn.flash_qla.plan import stages
 from ..ops.gdn.flash_qla.rule import FlashQlaRule
 from ..ops.gdn.rule.base import RuleInputs
 from ..ops.gdn.sizes import HeadSizes
 from ..ops.rules.obstacles import why_not_heads
-from .hopper import (
-    ARCH,
-    MULTIPROCESSORS,
-    import_flash_qla,
-    record_flash_qla,
-    stand_in_for_hopper,
-)
+from .hopper import ARCH, record_flash_qla, stand_in_for_hopper
 from .tasks import Task
 
 _HEAD_DIM = 128
@@ -42,16 +36,10 @@ _SHORT, _LONG = 200, 9000  # tokens; the second is cut
 # multiprocessors, at least half of that, and fewer.
 _FULL = 0.7
 # The slowest kernels to compile, slowest first; they begin in this order.
-_SLOW = (
-    "fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve",
-    "correct_h0",
-)  # fmt: skip
-_SOON = 2 * len(_SLOW)
+_SLOW = ("fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve")
 
 
-def flash_qla_tasks(
-    heads: Heads, parts: tuple[str, ...] = PARTS, multiprocessors: int = MULTIPROCESSORS
-) -> list[Task]:
+def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) -> list[Task]:
     """Every kernel that these parts of FlashQLA take for these heads, once; the first part first.
 
     This process compiles for Hopper from here on and cannot use a GPU.
@@ -66,30 +54,20 @@ def flash_qla_tasks(
             f"flash-qla 0.1.3, or give --kernels triton."
         )
     stand_in_for_hopper(multiprocessors)
-    import_flash_qla()
     stages()  # puts the fences in, before the kernels are noted
     noted: dict[CacheEntry, Task] = {}
-    needed: dict[str, dict[CacheEntry, None]] = {part: {} for part in parts}
-    lock = lock_path(heads)
 
     def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
-        needed[part][entry] = None
         if entry not in noted:
-            compile = partial(_compile, entry, kernel, args, kwargs)
-            soon = part == parts[0]
-            noted[entry] = Task(
-                f"{entry.name}, {heads}", compile, entry.is_there,
-                weight=_weight(entry.name) + soon * _SOON, soon=soon, lock=lock,
-            )  # fmt: skip
+            compile, soon = partial(_compile, entry, kernel, args, kwargs), part == parts[0]
+            noted[entry] = Task(f"{entry.name}, {heads}", compile, entry.is_there, soon)
 
     with record_flash_qla(note):
         for part in parts:
             for count in _counts(heads.value, multiprocessors):
                 _CALLS[part](heads, count)
-    for part, entries in needed.items():
-        heads.needed(part, multiprocessors).note(entries)
-    return list(noted.values())
+    return sorted(noted.values(), key=lambda task: (not task.soon, _rank(task.name)))
 
 
 def require_heads(sizes: HeadSizes) -> None:
@@ -110,8 +88,8 @@ def _compile(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]
     return True
 
 
-def _weight(name: str) -> int:
-    return next((len(_SLOW) - at for at, slow in enumerate(_SLOW) if name.startswith(slow)), 0)
+def _rank(name: str) -> int:
+    return next((at for at, slow in enumerate(_SLOW) if name.startswith(slow)), len(_SLOW))
 
 
 def _counts(value_heads: int, multiprocessors: int) -> list[int]:
