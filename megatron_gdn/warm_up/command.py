@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as locks:
             if not arguments.for_a_run:  # such a run holds the locks already
                 # A run that starts meanwhile waits for what it needs, and does not compile it too.
-                for heads in sorted(needs.flash_qla):
+                for heads in sorted(needs.flash_qla, key=str):
                     locks.enter_context(build_lock(heads.lock, f"FlashQLA for {heads}"))
             status = _compile(tasks, arguments.processes, began)
         for heads, parts in needs.flash_qla.items() if status == 0 else ():
@@ -73,9 +73,13 @@ def _end_with_the_run() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _missing(tasks: list[Task]) -> list[Task]:
+    return [task for task in tasks if task.found is None or not task.found()]
+
+
 def _show(tasks: list[Task]) -> int:
     known = [task for task in tasks if task.found]
-    missing = [task for task in known if task.found and not task.found()]
+    missing = _missing(known)
     for task in missing:
         print(f"missing: {task.name}")
     print(f"FlashQLA: {len(known) - len(missing)} kernels are there, {len(missing)} are missing")
@@ -87,7 +91,7 @@ def _show(tasks: list[Task]) -> int:
 def _compile(tasks: list[Task], processes: int | None, began: float) -> int:
     from .tasks import processors, run_tasks
 
-    missing = [task for task in tasks if task.found is None or not task.found()]
+    missing = _missing(tasks)
     at_once = min(processes or processors(), len(missing))
     print(
         f"{len(tasks) - len(missing)} of {len(tasks)} are there; the rest is compiled or "

@@ -59,7 +59,8 @@ def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
 ):
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.delitem(sys.modules, "tilelang", raising=False)
-    file, ready = tmp_path / "kernel", Heads(16, 32, torch.float16).ready("cut", 132)
+    file, heads = tmp_path / "kernel", (Heads(16, 32, torch.float16), Heads(16, 32, torch.bfloat16))
+    ready = [of.ready("cut", 132) for of in heads]
 
     def compile() -> bool:
         (tmp_path / "tries").open("a").write("1")
@@ -70,12 +71,12 @@ def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
 
     kernel = Task("kernel", compile, found=file.exists)
     monkeypatch.setattr(needs, "tasks_of", lambda *of: [kernel, Task("Triton's", lambda: False)])
-    command = ["--heads", "16:32", "--parts", "cut"]
-    assert main(command) == 1 and not ready.exists()
+    command = ["--heads", "16:32", "--parts", "cut", "--operands", "fp16", "bf16"]
+    assert main(command) == 1 and not any(path.exists() for path in ready)
     said = capsys.readouterr()
     assert "RuntimeError: no nvcc" in said.err and "1 of 2 failed" in said.out
     (tmp_path / "nvcc").touch()
-    assert main(command) == 0 and ready.exists()
+    assert main(command) == 0 and all(path.exists() for path in ready)
     assert "2 of 2 are ready" in (said := capsys.readouterr().out) and "1 were compiled" in said
     assert main(command) == 0
     assert "1 of 2 are there" in (said := capsys.readouterr().out) and "all were there" in said
