@@ -62,14 +62,12 @@ def tasks_of(heads: int) -> list[Task]:
     def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
         run = partial(compile, entry, kernel, args, kwargs)
-        noted[entry] = Task(
-            f"{entry.name}, {heads} heads", run, entry.is_there, weight=entry.name.count("fused")
-        )
+        noted[entry] = Task(f"{entry.name}, {heads} heads", run, entry.is_there)
 
     with record_flash_qla(note):
         for offsets in PACKED:
             call(heads, offsets)
-    return list(noted.values())
+    return sorted(noted.values(), key=lambda task: "fused" not in task.name)  # slow ones first
 
 
 def main() -> None:
@@ -80,9 +78,9 @@ def main() -> None:
     tasks = [task for heads in args.heads for task in tasks_of(heads)]
     missing = [task for task in tasks if task.found is not None and not task.found()]
     print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
-    done = run_tasks(missing, args.processes, lambda task: print(task.name, flush=True))
-    for failure in done.failures:
-        print(failure)
+    done = run_tasks(missing, args.processes)
+    for name, error in done.failures.items():
+        print(f"{name}:\n{error}")
     raise SystemExit(bool(done.failures))
 
 

@@ -5,7 +5,6 @@ This process and its forks use no GPU: all of them are hidden before torch is im
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -29,21 +28,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, visible = time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
+        from ..ops.build_lock import build_lock
         from .needs import needs_of, tasks_of
 
         needs = needs_of(arguments)
         tasks = tasks_of(needs, arguments)
+        if arguments.dry_run:
+            return _show(tasks)
+        with ExitStack() as locks:
+            if not arguments.for_a_run:  # such a run holds the locks already
+                # A run that starts meanwhile waits for what it needs, and does not compile it too.
+                for heads in sorted(needs.flash_qla, key=str):
+                    locks.enter_context(build_lock(heads.lock, f"FlashQLA for {heads}"))
+            status = _compile(tasks, arguments.processes, began)
+        for heads, parts in needs.flash_qla.items() if status == 0 else ():
+            for part in parts:
+                heads.ready(part, arguments.multiprocessors).touch()
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.dry_run:
-        return _show(tasks)
-    wanted = any(task.soon for task in _surely_missing(tasks))
-    if arguments.unless_first_part_is_there and not wanted:
-        print("the kernels of FlashQLA that a first step takes are there")
-        return 0
-    try:
-        status = _compile(tasks, arguments, began)
     except KeyboardInterrupt:
         print("stopped; what was compiled stays", file=sys.stderr)
         return 130
@@ -74,48 +77,33 @@ def _missing(tasks: list[Task]) -> list[Task]:
     return [task for task in tasks if task.found is None or not task.found()]
 
 
-def _surely_missing(tasks: list[Task]) -> list[Task]:
-    """Those that are known to be missing."""
-    return [task for task in _missing(tasks) if task.found is not None]
-
-
 def _show(tasks: list[Task]) -> int:
-    missing = _surely_missing(tasks)
+    known = [task for task in tasks if task.found]
+    missing = _missing(known)
     for task in missing:
         print(f"missing: {task.name}")
-    known = sum(task.found is not None for task in tasks)
-    print(f"FlashQLA: {known - len(missing)} kernels are there, {len(missing)} are missing")
-    if known < len(tasks):
-        print(f"Triton: {len(tasks) - known} launches, which only compiling looks up")
+    print(f"FlashQLA: {len(known) - len(missing)} kernels are there, {len(missing)} are missing")
+    if len(known) < len(tasks):
+        print(f"Triton: {len(tasks) - len(known)} launches, which only compiling looks up")
     return 0
 
 
-def _compile(tasks: list[Task], arguments: argparse.Namespace, began: float) -> int:
-    from ..ops.build_lock import held
-    from .tasks import Progress, processors, run_tasks
+def _compile(tasks: list[Task], processes: int | None, began: float) -> int:
+    from .tasks import processors, run_tasks
 
-    with ExitStack() as locks:
-        if not arguments.for_a_run:  # such a run holds the lock already and has passed it on
-            # A run that starts meanwhile waits for what it needs, and does not compile it too.
-            for path in sorted({task.lock for task in _missing(tasks) if task.lock}):
-                locks.enter_context(held(path, "warm_up"))
-        missing = _missing(tasks)
-        at_once = min(arguments.processes or processors(), len(missing))
-        print(
-            f"{len(tasks) - len(missing)} of {len(tasks)} are there; the rest is compiled or "
-            f"looked up in {at_once} processes",
-            flush=True,
-        )
-        progress = Progress(len(missing))
-        try:
-            compiled, failures = run_tasks(missing, at_once, progress.done, arguments.for_a_run)
-        finally:
-            progress.close()
+    missing = _missing(tasks)
+    at_once = min(processes or processors(), len(missing))
+    print(
+        f"{len(tasks) - len(missing)} of {len(tasks)} are there; the rest is compiled or "
+        f"looked up in {at_once} processes",
+        flush=True,
+    )
+    compiled, failures = run_tasks(missing, at_once)
     took = time.monotonic() - began
-    for failure in failures:
-        print(f"not compiled: {failure}", file=sys.stderr)
+    for name, error in failures.items():
+        print(f"not compiled: {name}:\n{error}", file=sys.stderr)
     if failures:
-        names = ", ".join(failure.name for failure in failures)
+        names = ", ".join(failures)
         print(f"{len(failures)} of {len(tasks)} failed after {took:.0f} s: {names}", flush=True)
         return 1
     done = f"{compiled} were compiled" if compiled else "all were there"

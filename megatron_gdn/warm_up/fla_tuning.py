@@ -11,25 +11,21 @@ import subprocess
 import sys
 
 from ..ops.gdn.sizes import HeadSizes
-from .shares import Share
+from .needs import Share
 
 _TOKENS = (8192, 2048)
 
 
 def tune(shares: list[Share], sizes: HeadSizes, visible: str | None) -> int:
-    """Tune in a new process, because this one hides the GPUs.
+    """Tune in a new process, because this one hides the GPUs; returns its exit status.
 
     Args:
         shares: the heads of a rank.
         sizes: their head dims.
         visible: CUDA_VISIBLE_DEVICES as the command got it.
-
-    Returns:
-        exit status.
     """
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    if visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     heads = [f"{share}:{sizes.key_dim}:{sizes.value_dim}" for share in shares]
     command = [sys.executable, "-m", __name__, *heads]
     return subprocess.run(command, env=environment, check=False).returncode

@@ -12,7 +12,6 @@ FlashQLA itself decides which kernels a call takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -20,20 +19,14 @@ from typing import Any
 import torch
 
 from ..ops.documents import Documents
-from ..ops.gdn.flash_qla.builds import PARTS, Heads, lock_path
+from ..ops.gdn.flash_qla.builds import Heads
 from ..ops.gdn.flash_qla.cache import CacheEntry
 from ..ops.gdn.flash_qla.plan import stages
 from ..ops.gdn.flash_qla.rule import FlashQlaRule
 from ..ops.gdn.rule.base import RuleInputs
 from ..ops.gdn.sizes import HeadSizes
 from ..ops.rules.obstacles import why_not_heads
-from .hopper import (
-    ARCH,
-    MULTIPROCESSORS,
-    import_flash_qla,
-    record_flash_qla,
-    stand_in_for_hopper,
-)
+from .hopper import ARCH, record_flash_qla, stand_in_for_hopper
 from .tasks import Task
 
 _HEAD_DIM = 128
@@ -42,16 +35,10 @@ _SHORT, _LONG = 200, 9000  # tokens; the second is cut
 # multiprocessors, at least half of that, and fewer.
 _FULL = 0.7
 # The slowest kernels to compile, slowest first; they begin in this order.
-_SLOW = (
-    "fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve",
-    "correct_h0",
-)  # fmt: skip
-_SOON = 2 * len(_SLOW)
+_SLOW = ("fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve")
 
 
-def flash_qla_tasks(
-    heads: Heads, parts: tuple[str, ...] = PARTS, multiprocessors: int = MULTIPROCESSORS
-) -> list[Task]:
+def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) -> list[Task]:
     """Every kernel that these parts of FlashQLA take for these heads, once; the first part first.
 
     This process compiles for Hopper from here on and cannot use a GPU.
@@ -66,30 +53,20 @@ def flash_qla_tasks(
             f"flash-qla 0.1.3, or give --kernels triton."
         )
     stand_in_for_hopper(multiprocessors)
-    import_flash_qla()
     stages()  # puts the fences in, before the kernels are noted
     noted: dict[CacheEntry, Task] = {}
-    needed: dict[str, dict[CacheEntry, None]] = {part: {} for part in parts}
-    lock = lock_path(heads)
 
     def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
-        needed[part][entry] = None
         if entry not in noted:
-            compile = partial(_compile, entry, kernel, args, kwargs)
-            soon = part == parts[0]
-            noted[entry] = Task(
-                f"{entry.name}, {heads}", compile, entry.is_there,
-                weight=_weight(entry.name) + soon * _SOON, soon=soon, lock=lock,
-            )  # fmt: skip
+            compile, soon = partial(_compile, entry, kernel, args, kwargs), part == parts[0]
+            noted[entry] = Task(f"{entry.name}, {heads}", compile, entry.is_there, soon)
 
     with record_flash_qla(note):
         for part in parts:
             for count in _counts(heads.value, multiprocessors):
-                _CALLS[part](heads, count)
-    for part, entries in needed.items():
-        heads.needed(part, multiprocessors).note(entries)
-    return list(noted.values())
+                _call(part, heads, count)
+    return sorted(noted.values(), key=lambda task: (not task.soon, _rank(task.name)))
 
 
 def require_heads(sizes: HeadSizes) -> None:
@@ -110,8 +87,8 @@ def _compile(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]
     return True
 
 
-def _weight(name: str) -> int:
-    return next((len(_SLOW) - at for at, slow in enumerate(_SLOW) if name.startswith(slow)), 0)
+def _rank(name: str) -> int:
+    return next((at for at, slow in enumerate(_SLOW) if name.startswith(slow)), len(_SLOW))
 
 
 def _counts(value_heads: int, multiprocessors: int) -> list[int]:
@@ -120,57 +97,26 @@ def _counts(value_heads: int, multiprocessors: int) -> list[int]:
     return sorted({1, math.ceil(full / 2 / value_heads), math.ceil(full / value_heads)})
 
 
-def _documents(count: int) -> Documents:
-    offsets = [n * _SHORT // count for n in range(count + 1)]
-    return Documents.from_cu_seqlens(offsets, _SHORT, device="cpu")
+def _call(part: str, heads: Heads, count: int) -> None:
+    """Forward and backward of the rule, on zeros, for so many sequences."""
+    rows = max(2, count) if part == "rows" else 1  # a single row counts as a sequence
+    tokens, documents = _LONG if part == "cut" else _SHORT, None
+    if part in ("uncut", "states"):
+        offsets = [n * tokens // count for n in range(count + 1)]
+        documents = Documents.from_cu_seqlens(offsets, tokens, device="cpu")
 
+    def zeros(*shape: int, dtype: torch.dtype = heads.dtype) -> torch.Tensor:
+        return torch.zeros(rows, tokens, *shape, dtype=dtype)
 
-class _Call:
-    """Forward and backward of the rule on zeros."""
-
-    def __init__(self, heads: Heads, rows: int, tokens: int, documents: Documents | None) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = heads.dtype) -> torch.Tensor:
-            return torch.zeros(rows, tokens, *shape, dtype=dtype)
-
-        k, v = zeros(heads.key, _HEAD_DIM), zeros(heads.value, _HEAD_DIM)
-        gates = (zeros(heads.value, dtype=torch.float32) for _ in range(2))
-        self.rule, self.documents, self.d_o = FlashQlaRule(), documents, v
-        self.inputs = RuleInputs(k, k, v, *gates)
-
-    def _backward(self, saved: Any) -> Any:
-        return self.rule.begin_backward(self.d_o, self.inputs, saved, self.documents)
-
-    def without_states(self) -> None:
-        self._backward(self.rule.begin(self.inputs, self.documents).run().saved).run()
-        self.rule.begin(self.inputs, self.documents).run(keep=False)
-
-    def with_states(self) -> None:
-        begun = self.rule.begin(self.inputs, self.documents)
+    k, v = zeros(heads.key, _HEAD_DIM), zeros(heads.value, _HEAD_DIM)
+    g, beta = (zeros(heads.value, dtype=torch.float32) for _ in range(2))
+    rule, inputs = FlashQlaRule(), RuleInputs(k, k, v, g, beta)
+    begun = rule.begin(inputs, documents)
+    if part == "states":
         initial = torch.zeros_like(begun.state_map().local)
-        saved = begun.run(initial).saved
-        backward = self._backward(saved)
+        backward = rule.begin_backward(v, inputs, begun.run(initial).saved, documents)
         backward.d_initial()
         backward.run(initial, initial)
-
-
-def _cut(heads: Heads, count: int) -> None:
-    if count == 1:
-        _Call(heads, 1, _LONG, None).without_states()
-
-
-def _rows(heads: Heads, count: int) -> None:
-    # A single row counts as a sequence.
-    _Call(heads, max(2, count), _SHORT, None).without_states()
-
-
-def _uncut(heads: Heads, count: int) -> None:
-    _Call(heads, 1, _SHORT, _documents(count)).without_states()
-
-
-def _states(heads: Heads, count: int) -> None:
-    _Call(heads, 1, _SHORT, _documents(count)).with_states()
-
-
-_CALLS: dict[str, Callable[[Heads, int], None]] = {
-    "cut": _cut, "rows": _rows, "uncut": _uncut, "states": _states,
-}  # fmt: skip
+    else:
+        rule.begin_backward(v, inputs, begun.run().saved, documents).run()
+        rule.begin(inputs, documents).run(keep=False)

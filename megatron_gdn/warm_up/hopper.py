@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,25 +38,6 @@ def stand_in_for_hopper(multiprocessors: int = MULTIPROCESSORS) -> None:
     from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
 
     nvcc.get_target_compute_version = lambda target=None: "9.0"
-
-
-def import_flash_qla() -> None:
-    """Import flash_qla without torch's compiler.
-
-    flash_qla decorates some functions with ``torch.compile`` and ``torch.compiler.disable``. These
-    import torch's compiler, which takes seconds. The decorated functions make no kernel, and this
-    process does not call them.
-    """
-    usual = torch.compile, torch.compiler.disable
-    torch.compile = torch.compiler.disable = _leave_as_it_is
-    try:
-        import flash_qla  # pyright: ignore[reportMissingImports]  # noqa: F401
-    finally:
-        torch.compile, torch.compiler.disable = usual
-
-
-def _leave_as_it_is(function: Callable | None = None, **options: Any) -> Callable:
-    return _leave_as_it_is if function is None else function
 
 
 @contextmanager
@@ -90,10 +72,11 @@ class HopperDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_triton_only() -> list[bool]:
-    """From here on a launch of a Triton kernel compiles it for Hopper and does not run it.
+@contextmanager
+def compile_triton_only() -> Iterator[list[bool]]:
+    """Inside, a launch of a Triton kernel compiles it for Hopper and does not run it.
 
-    Returns:
+    Yields:
         a list that grows with each compilation: whether Triton's cache on disk had the result.
     """
     import triton
@@ -104,7 +87,11 @@ def compile_triton_only() -> list[bool]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    triton.runtime.driver._active = HopperDriver()
-    triton.knobs.compilation.listener = lambda **event: found.append(event["cache_hit"])
-    JITFunction.run = run
-    return found
+    with (
+        patch.object(triton.runtime.driver, "_active", HopperDriver()),
+        patch.object(
+            triton.knobs.compilation, "listener", lambda **event: found.append(event["cache_hit"])
+        ),
+        patch.object(JITFunction, "run", run),
+    ):
+        yield found

@@ -26,7 +26,6 @@ from .tasks import Task
 # Kernels are the same for every length except 1 and odd lengths. Lengths in a run are even.
 _TOKENS = 8192
 _DOCUMENTS = 3
-_SOON = 10  # weight: begin before FlashQLA's kernels that a run may need later
 
 
 class MixerLaunches:
@@ -144,31 +143,31 @@ class MixerLaunches:
             chains_kernels.follow(local, through, steps, out, start)
 
 
-def mixer_tasks(
-    sizes: HeadSizes, taps: int, operands: torch.dtype, dense: bool = True, packed: bool = True
-) -> list[Task]:
+def mixer_tasks(sizes: HeadSizes, taps: int, operands: torch.dtype) -> list[Task]:
     """The mixer's launches for a rank's heads, dense and packed, each as a task."""
-    tasks = []
-    for documents in [0] * dense + [_DOCUMENTS] * packed:
-        launches = MixerLaunches(_TOKENS, sizes, documents, taps=taps, operands=operands)
-        kind = "packed" if documents else "dense"
-        steps = {"front backward": launches.backward, "front forward": launches.forward}
-        if documents:
-            steps["edges"] = launches.edges
-        if documents == 0 or not dense:
-            steps |= {"norm": launches.norms, "states": launches.chain}
-            if operands == torch.float16:
-                steps["fp16 operands"] = launches.to_half
-        soon = kind == "dense"
-        tasks += [
-            Task(f"{name}, {kind}", partial(_compile, step), weight=soon * _SOON, soon=soon)
-            for name, step in steps.items()
-        ]
-    return tasks
+    dense, packed = (
+        MixerLaunches(_TOKENS, sizes, documents, taps=taps, operands=operands)
+        for documents in (0, _DOCUMENTS)
+    )
+    soon = {
+        "front backward": dense.backward, "front forward": dense.forward,
+        "norm": dense.norms, "states": dense.chain,
+    }  # fmt: skip
+    if operands == torch.float16:
+        soon["fp16 operands"] = dense.to_half
+    later = {
+        "front backward, packed": packed.backward, "front forward, packed": packed.forward,
+        "edges": packed.edges,
+    }  # fmt: skip
+    heads = f"{sizes.key_heads}:{sizes.value_heads} heads"
+    return [
+        Task(f"{name}, {heads}", partial(_compile, launch), soon=name in soon)
+        for name, launch in (soon | later).items()
+    ]
 
 
 def _compile(launch: Callable[[], None]) -> bool:
     watch_triton_builds()
-    found = compile_triton_only()
-    launch()
+    with compile_triton_only() as found:
+        launch()
     return not all(found)

@@ -1,16 +1,34 @@
-"""What a run needs, as tasks that compile it."""
+"""What a run needs: the heads of one rank, and the tasks that compile for them."""
 
 from __future__ import annotations
 
 import argparse
 from typing import NamedTuple
 
+import torch
+
 from ..mixers.gdn.sizes import GDNDims
+from ..ops.gdn.flash_qla.builds import PARTS, Heads
 from ..ops.gdn.sizes import HeadSizes
-from .arguments import PARTS
 from .model_file import Model, read_model
-from .shares import Share, shares_of
 from .tasks import Task
+
+
+class Share(NamedTuple):
+    """Heads that one rank runs.
+
+    Attributes:
+        key_heads, value_heads: their numbers.
+        states: the rule also takes and returns states, as context parallelism by state passing
+            asks.
+    """
+
+    key_heads: int
+    value_heads: int
+    states: bool
+
+    def __str__(self) -> str:
+        return f"{self.key_heads}:{self.value_heads}"
 
 
 class Needs(NamedTuple):
@@ -20,11 +38,39 @@ class Needs(NamedTuple):
         shares: the heads of a rank, one entry for each way in which the run may split them.
         sizes: the head dims; its numbers of heads are not used.
         taps: of the convolution.
+        flash_qla: heads and operands that FlashQLA's kernels are compiled for, each with the parts.
     """
 
     shares: list[Share]
     sizes: HeadSizes
     taps: int
+    flash_qla: dict[Heads, tuple[str, ...]]
+
+
+def shares_of(dims: GDNDims, tp: int = 1, cp: int = 1, mode: str = "auto") -> list[Share]:
+    """What a rank of a run with these parallel sizes may have to run.
+
+    Args:
+        dims: of the whole layer.
+        tp, cp: tensor and context parallel ranks.
+        mode: ``linear_cp_mode``; "auto" picks per micro-batch, so both ways are listed.
+
+    Raises:
+        ValueError: the heads do not divide; the message lists the sizes that fit.
+    """
+    local, found = dims.shard(tp), []
+    if cp == 1:
+        return [Share(local.num_key_heads, local.num_value_heads, False)]
+    if mode != "chunkwise":
+        try:
+            part = local.share_heads(cp)
+            found.append(Share(part.num_key_heads, part.num_value_heads, False))
+        except ValueError:  # "auto" then passes states
+            if mode == "headwise":
+                raise
+    if mode != "headwise":
+        found.append(Share(local.num_key_heads, local.num_value_heads, True))
+    return found
 
 
 def needs_of(arguments: argparse.Namespace) -> Needs:
@@ -34,10 +80,10 @@ def needs_of(arguments: argparse.Namespace) -> Needs:
         FileNotFoundError, ValueError: says what was given and what fits.
     """
     if arguments.config is not None:
-        given = [flag for flag in ("head_dim", "conv") if getattr(arguments, flag) is not None]
-        if given:
-            flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in given)
-            raise ValueError(f"{flags} beside --config, which names these sizes; leave it out.")
+        for flag in ("head_dim", "conv"):
+            if getattr(arguments, flag) is not None:
+                named = flag.replace("_", "-")
+                raise ValueError(f"--{named} beside --config, which names this size; leave it out.")
         models = [read_model(arguments.config)]
     else:
         models = [Model(_dims(arguments, *heads)) for heads in arguments.heads]
@@ -47,7 +93,13 @@ def needs_of(arguments: argparse.Namespace) -> Needs:
         shares |= dict.fromkeys(shares_of(dims, tp, cp, arguments.linear_cp_mode))
     dims = models[0].dims
     sizes = HeadSizes(1, 1, dims.key_head_dim, dims.value_head_dim)
-    return Needs(list(shares), sizes, dims.conv_kernel_dim)
+    flash_qla: dict[Heads, tuple[str, ...]] = {}
+    for dtype in _dtypes(arguments) if "flash_qla" in arguments.kernels else ():
+        for key, value, states in shares:
+            parts = arguments.parts or [p for p in PARTS if p != "states" or states]
+            heads = Heads(key, value, dtype)
+            flash_qla[heads] = tuple(dict.fromkeys((*flash_qla.get(heads, ()), *parts)))
+    return Needs(list(shares), sizes, dims.conv_kernel_dim, flash_qla)
 
 
 def _dims(arguments: argparse.Namespace, key_heads: int, value_heads: int) -> GDNDims:
@@ -62,6 +114,11 @@ def _dims(arguments: argparse.Namespace, key_heads: int, value_heads: int) -> GD
     )
 
 
+def _dtypes(arguments: argparse.Namespace) -> list[torch.dtype]:
+    named = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    return [named[operands] for operands in dict.fromkeys(arguments.operands)]
+
+
 def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
     """One task per kernel of FlashQLA, and per launch of the Triton kernels.
 
@@ -69,26 +126,19 @@ def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
         ImportError: a package that compiles is missing.
         ValueError: FlashQLA does not take these heads.
     """
-    import torch
-
-    from ..ops.gdn.flash_qla.builds import Heads
-    from .hopper import MULTIPROCESSORS
-
     torch.set_num_threads(1)  # a fork of this process would lack its threads
     tasks: list[Task] = []
-    for operands in arguments.operands:
-        dtype = torch.float16 if operands == "fp16" else torch.bfloat16
-        for key, value, states in needs.shares:
-            if "flash_qla" in arguments.kernels:
-                from .flash_qla import flash_qla_tasks, require_heads
+    if needs.flash_qla:
+        from .flash_qla import flash_qla_tasks, require_heads
 
-                require_heads(needs.sizes._replace(key_heads=key, value_heads=value))
-                parts = arguments.parts or [p for p in PARTS if p != "states" or states]
-                heads, most = Heads(key, value, dtype), arguments.multiprocessors
-                tasks += flash_qla_tasks(heads, tuple(parts), most or MULTIPROCESSORS)
-            if "triton" in arguments.kernels:
-                from .mixer_kernels import mixer_tasks
+        for heads, parts in needs.flash_qla.items():
+            require_heads(needs.sizes._replace(value_heads=heads.value))
+            tasks += flash_qla_tasks(heads, parts, arguments.multiprocessors)
+    if "triton" in arguments.kernels:
+        from .mixer_kernels import mixer_tasks
 
+        for dtype in _dtypes(arguments):
+            for key, value in dict.fromkeys(share[:2] for share in needs.shares):
                 local = needs.sizes._replace(key_heads=key, value_heads=value)
                 tasks += mixer_tasks(local, needs.taps, dtype)
-    return tasks
+    return sorted(tasks, key=lambda task: not task.soon)

@@ -1,16 +1,17 @@
 """One of several processes builds; the others take its result, and its place if it is killed."""
 
+import errno
+import fcntl
 import logging
 import multiprocessing
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_gdn.ops.build_lock import BuildLock, build_once, held
+from megatron_gdn.ops.build_lock import build_lock
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 20  # seconds on a busy machine
@@ -37,14 +38,14 @@ def want(folder: Path, name: str, seconds: float) -> None:
     (folder / f"{name} wants").write_text(str(time.time()))
     result = folder / "result"
 
-    def build(lock: BuildLock) -> None:
-        (folder / f"{name} builds").touch()
-        time.sleep(seconds)
-        with open(folder / "built", "a") as file:
-            file.write(f"{name}\n")
-        result.touch()
-
-    build_once(result.exists, build, folder / "locks" / "kernel.lock", "kernel k for 16:32 heads")
+    path = folder / "locks" / "kernel.lock"
+    with build_lock(path, "kernel k for 16:32 heads", result.exists) as lock:
+        if lock is not None:
+            (folder / f"{name} builds").touch()
+            time.sleep(seconds)
+            with open(folder / "built", "a") as file:
+                file.write(f"{name}\n")
+            result.touch()
     assert result.exists()
 
 
@@ -87,40 +88,40 @@ def test_a_killed_process_is_followed_by_one_that_waits(tmp_path):
 
 
 def test_what_is_there_takes_no_lock(tmp_path):
-    build_once(lambda: True, pytest.fail, tmp_path / "kernel.lock", "k")
-    assert not list(tmp_path.iterdir())
+    with build_lock(tmp_path / "kernel.lock", "k", found=lambda: True) as lock:
+        assert lock is None
 
 
 def test_a_failed_build_leaves_the_lock_to_others(tmp_path):
-    def fail(lock: BuildLock) -> None:
+    with pytest.raises(RuntimeError, match="no compiler"), build_lock(tmp_path / "k.lock", "k"):
         raise RuntimeError("no compiler")
-
-    with pytest.raises(RuntimeError, match="no compiler"):
-        build_once(lambda: False, fail, tmp_path / "kernel.lock", "k")
-    assert BuildLock(tmp_path / "kernel.lock").take("next")
+    with build_lock(tmp_path / "k.lock", "k", wait=False) as lock:
+        assert lock is not None
 
 
 def test_a_file_system_without_locks_lets_everyone_build(tmp_path, monkeypatch, caplog):
-    import errno
-    import fcntl
-
     def refuse(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    built = []
-    build_once(lambda: bool(built), built.append, tmp_path / "kernel.lock", "k")
-    assert len(built) == 1 and "TILELANG_CACHE_DIR" in caplog.text
+    with build_lock(tmp_path / "k.lock", "k") as first, build_lock(tmp_path / "k.lock", "k") as two:
+        assert first is not None and two is not None
+    assert "TILELANG_CACHE_DIR" in caplog.text
 
 
-def test_a_lock_is_waited_for_and_held(tmp_path):
-    def hold(path: Path) -> None:
-        with held(path, "a"):
-            (tmp_path / "held").touch()
-            time.sleep(0.3)
-
+def test_a_lock_is_waited_for_and_held_or_not_waited_for(tmp_path):
     path = tmp_path / "kernel.lock"
-    process = start(partial(hold, path))
+
+    def hold() -> None:
+        with build_lock(path, "a"):
+            (tmp_path / "held").touch()
+            until((tmp_path / "seen").exists)
+
+    process = start(hold)
     until((tmp_path / "held").exists)
-    with held(path, "b"):
+    with build_lock(path, "b", wait=False) as lock:
+        assert lock is None
+    (tmp_path / "seen").touch()
+    with build_lock(path, "b") as lock:
+        assert lock is not None
         ended(process)

@@ -2,12 +2,15 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
+from megatron_gdn.ops.gdn.flash_qla.builds import Heads
 from megatron_gdn.warm_up import needs
 from megatron_gdn.warm_up.command import main
 from megatron_gdn.warm_up.tasks import Task
@@ -51,20 +54,30 @@ def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capsys, hidden):
         assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
-def test_before_a_step_nothing_is_compiled_where_its_own_kernels_are_there(
-    monkeypatch, capsys, hidden
+def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
+    tmp_path, monkeypatch, capsys, hidden
 ):
-    def tasks(soon_is_there: bool) -> list[Task]:
-        return [
-            Task("soon", lambda: True, found=lambda: soon_is_there, soon=True),
-            Task("other", lambda: False, found=lambda: False),
-            Task("Triton's", lambda: True, soon=True),
-        ]
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tilelang", raising=False)
+    file, heads = tmp_path / "kernel", (Heads(16, 32, torch.float16), Heads(16, 32, torch.bfloat16))
+    ready = [of.ready("cut", 132) for of in heads]
 
-    def run(soon_is_there: bool) -> str:
-        monkeypatch.setattr(needs, "tasks_of", lambda *of: tasks(soon_is_there))
-        assert main(["--heads", "16:32", "--unless-first-part-is-there"]) == 0
-        return capsys.readouterr().out
+    def compile() -> bool:
+        (tmp_path / "tries").open("a").write("1")
+        if not (tmp_path / "nvcc").exists():
+            raise RuntimeError("no nvcc")
+        file.touch()
+        return True
 
-    assert "a first step takes are there" in run(True)
-    assert "2 were compiled" in run(False)
+    kernel = Task("kernel", compile, found=file.exists)
+    monkeypatch.setattr(needs, "tasks_of", lambda *of: [kernel, Task("Triton's", lambda: False)])
+    command = ["--heads", "16:32", "--parts", "cut", "--operands", "fp16", "bf16"]
+    assert main(command) == 1 and not any(path.exists() for path in ready)
+    said = capsys.readouterr()
+    assert "RuntimeError: no nvcc" in said.err and "1 of 2 failed" in said.out
+    (tmp_path / "nvcc").touch()
+    assert main(command) == 0 and all(path.exists() for path in ready)
+    assert "2 of 2 are ready" in (said := capsys.readouterr().out) and "1 were compiled" in said
+    assert main(command) == 0
+    assert "1 of 2 are there" in (said := capsys.readouterr().out) and "all were there" in said
+    assert (tmp_path / "tries").read_text() == "11"

@@ -7,8 +7,7 @@ import pytest
 from megatron_gdn.mixers.gdn.sizes import GDNDims
 from megatron_gdn.warm_up.arguments import parse
 from megatron_gdn.warm_up.model_file import read_model
-from megatron_gdn.warm_up.needs import needs_of
-from megatron_gdn.warm_up.shares import Share, shares_of
+from megatron_gdn.warm_up.needs import Share, needs_of, shares_of
 
 DIMS = GDNDims(
     hidden_size=2048, num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,
@@ -96,10 +95,10 @@ def test_flags_go_before_what_the_file_names(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "give --config FILE or --heads KEY:VALUE"),
+        ([], "one of the arguments --config --heads is required"),
         (["--heads", "16"], "16 is not KEY:VALUE"),
         (["--heads", "0:4"], "0:4 is not KEY:VALUE"),
-        (["--heads", "1:2", "--tp", "0"], "--tp 0 is not at least 1"),
+        (["--heads", "1:2", "--tp", "0"], "--tp: 0 is not a whole number of at least 1"),
     ],
 )
 def test_flags_that_make_no_sense_end_with_a_sentence(argv, said, capsys):

@@ -1,9 +1,8 @@
 """Each Triton kernel of this package is compiled by one process of a machine, and the log shows it.
 
-Triton compiles a kernel at its first launch, which takes seconds, and keeps it on disk. Here the
-process that compiles holds a lock beside that cache, so that other processes find the result, and
-the log says what takes time (:mod:`..build_lock`). Each variant of a kernel (dtypes, sizes,
-alignments) has its own lock, so processes that want different variants compile side by side.
+Triton compiles a kernel at its first launch, which takes seconds, and keeps it on disk. Each
+variant of a kernel (dtypes, sizes, alignments) has its own lock (:mod:`..build_lock`), so processes
+that want different variants compile side by side.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..build_lock import held
+from ..build_lock import build_lock
 
 logger = logging.getLogger(__name__)
 
@@ -55,24 +53,17 @@ def by_one_process(name: str, compile: Callable) -> Callable:
 
         variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
-        with held(path, f"Triton's {name}", patience=_QUICK):
-            began, say = time.monotonic(), threading.Timer(_QUICK, _say, (name,))
+        with build_lock(path, f"Triton's {name}", patience=_QUICK):
+            say = threading.Timer(
+                _QUICK, logger.warning,
+                ("compiles Triton's %s, which takes some seconds. `python -m megatron_gdn.warm_up "
+                 "--help` shows how to do this before a run.", name),
+            )  # fmt: skip
             say.daemon = True
             say.start()
             try:
                 return compile(key, *args, **kwargs)
             finally:
                 say.cancel()
-                took = time.monotonic() - began
-                if took > _QUICK:
-                    logger.warning("compiled Triton's %s in %.0f s", name, took)
 
     return watched
-
-
-def _say(name: str) -> None:
-    logger.warning(
-        "compiles Triton's %s, which takes some seconds. `python -m megatron_gdn.warm_up --help` "
-        "shows how to do this before a run.",
-        name,
-    )

@@ -7,11 +7,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron_gdn.ops.build_lock import BuildLock, build_once
-from megatron_gdn.ops.gdn.flash_qla.builds import AheadOfRun
+from megatron_gdn.ops.build_lock import build_lock
+from megatron_gdn.ops.gdn.flash_qla import builds
+from megatron_gdn.ops.gdn.flash_qla.builds import Heads
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 30
@@ -53,24 +56,52 @@ def alive(pid: int) -> bool:
         return False
 
 
+HEADS = Heads(2, 4, torch.bfloat16)
+
+
+class Kernel:
+    """As tilelang's object for a function; the compilers write its entry."""
+
+    def __init__(self, entry: Path) -> None:
+        self.entry, self.made_here = entry, 0
+
+    def compile(self):
+        self.made_here += not self.entry.exists()
+
+
+def call(folder: Path, wanted: str) -> Kernel:
+    """Call a kernel on a Hopper GPU, as far as this is asked for."""
+    kernel = Kernel(folder / wanted)
+    entry = SimpleNamespace(name=wanted, is_there=kernel.entry.exists, remember=lambda made: None)
+    builds._capability = lambda: builds.HOPPER
+    builds.cache_is_used = lambda: True
+    builds.CacheEntry = SimpleNamespace(of=lambda *call: entry)
+    builds.expect(HEADS, "cut")
+    builds.watch_builds([kernel])
+    kernel.compile()
+    return kernel
+
+
 def compile_ahead(folder: Path, quick: float, slow: float, wanted: str) -> None:
-    """A rank that wants one of the two kernels, and goes on with its steps."""
+    """A rank that calls one of the two kernels, and goes on with its steps."""
     logging.basicConfig(filename=folder / "log", format="%(message)s", force=True)
-
-    def build(lock: BuildLock) -> None:
-        AheadOfRun(command(folder, quick, slow), lock).wait_for((folder / wanted).exists)
-
-    build_once((folder / wanted).exists, build, folder / "kernel.lock", wanted)
+    output = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 2)
+    builds.command = lambda heads, part: command(folder, quick, slow)
+    call(folder, wanted)
     (folder / "goes on").touch()
     time.sleep(1000)
 
 
 @pytest.fixture
-def rank():
+def rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MEGATRON_GDN_COMPILE_AHEAD", raising=False)
+    monkeypatch.setattr(builds, "_started", {})
     started = []
 
     def start(*args):
-        process = FORK.Process(target=compile_ahead, args=args, daemon=True)
+        process = FORK.Process(target=compile_ahead, args=(tmp_path, *args), daemon=True)
         process.start()
         started.append(process)
         return process
@@ -80,34 +111,44 @@ def rank():
         process.kill()
 
 
+def lock_is_free() -> bool:
+    with build_lock(HEADS.lock, "a test", wait=False) as lock:
+        return lock is not None
+
+
 def test_a_run_goes_on_with_its_kernel_while_the_rest_is_compiled(tmp_path, rank):
-    rank(tmp_path, 0.2, 3, "quick")
+    rank(0.2, 3, "quick")
     until((tmp_path / "goes on").exists)
-    lock = BuildLock(tmp_path / "kernel.lock")
     assert not (tmp_path / "slow").exists()
-    assert not lock.take("another rank"), "the processes that compile hold the lock"
-    until(lambda: "compiled in" in (tmp_path / "log").read_text())
-    assert (tmp_path / "slow").exists() and "2 of 2 kernels" in (tmp_path / "log").read_text()
-    assert lock.take("another rank")
+    assert not lock_is_free(), "the processes that compile hold the lock"
+    until((tmp_path / "slow").exists)
+    until(lock_is_free)
+    said = (tmp_path / "log").read_text()
+    assert "`python -m megatron_gdn.warm_up --heads 2:4 --operands bf16`" in said
+    assert "1 of 2 kernels" in said and "2 of 2 kernels" in said
 
 
-def test_a_killed_rank_takes_its_compilers_along_and_another_goes_on(tmp_path, rank):
-    killed = rank(tmp_path, 1000, 0, "quick")
+def test_a_killed_rank_takes_its_compilers_along(tmp_path, rank):
+    killed = rank(1000, 0, "quick")
     until((tmp_path / "fork").exists)
     fork = int((tmp_path / "fork").read_text())
-    lock = BuildLock(tmp_path / "kernel.lock")
-    assert not lock.take("another rank")
+    assert not lock_is_free()
     os.kill(killed.pid, signal.SIGKILL)
     until(lambda: not alive(fork))
-    lock.release()
-    built = []
-    build_once(lambda: bool(built), built.append, tmp_path / "kernel.lock", "quick")
-    assert len(built) == 1
+    until(lock_is_free)
 
 
-def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(tmp_path, caplog):
-    lock = BuildLock(tmp_path / "kernel.lock")
-    assert lock.take("this")
+def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
+    tmp_path, rank, monkeypatch, caplog, capfd
+):
     fails = [sys.executable, "-c", "raise SystemExit('nvcc is not there')"]
-    AheadOfRun(fails, lock).wait_for(lambda: False)
-    assert "nvcc is not there" in caplog.text and "exit status 1" in caplog.text
+    for name, stand_in in {
+        "command": lambda heads, part: fails, "_capability": None, "cache_is_used": None,
+        "CacheEntry": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(builds, name, stand_in)  # and puts back what call() sets
+    assert call(tmp_path, "quick").made_here == 1
+    assert call(tmp_path, "slow").made_here == 1, "by this process, which starts no others again"
+    assert capfd.readouterr().err.count("nvcc is not there") == 1
+    assert caplog.text.count("compiled from here on") == 1
+    assert "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text

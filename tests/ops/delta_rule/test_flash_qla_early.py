@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +17,11 @@ from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.mixers.gdn.sizes import GDNDims
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
-from megatron_gdn.ops.build_lock import BuildLock
+from megatron_gdn.ops.build_lock import build_lock
 from megatron_gdn.ops.gdn.flash_qla import builds as flash_qla_builds
-from megatron_gdn.ops.gdn.flash_qla import early as flash_qla_early
 from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
-from megatron_gdn.ops.gdn.flash_qla.builds import Heads, lock_path
-from megatron_gdn.ops.gdn.flash_qla.cache import CacheEntry, cache_folder
-from megatron_gdn.ops.gdn.flash_qla.early import compile_early
+from megatron_gdn.ops.gdn.flash_qla.builds import Heads, compile_early
+from megatron_gdn.ops.gdn.flash_qla.cache import tilelang_cache
 from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 
@@ -51,15 +50,15 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(flash_qla_builds, "_tried", set())
-    monkeypatch.setattr(flash_qla_early, "_latest", None)
+    monkeypatch.setattr(flash_qla_builds, "_started", {})
     monkeypatch.setattr(
-        flash_qla_early, "command",
+        flash_qla_builds, "command",
         lambda heads, part: [sys.executable, "-c", COMPILES, str(tmp_path), part],
     )  # fmt: skip
     yield tmp_path
     (tmp_path / "end").touch()
-    until(lambda: flash_qla_early._latest is None or flash_qla_early._latest.ended)
+    for process in flash_qla_builds._started.values():
+        process.communicate()
 
 
 def until(condition) -> None:
@@ -75,11 +74,8 @@ def started(folder: Path) -> str:
 
 
 def lock_is_free() -> bool:
-    lock = BuildLock(lock_path(HEADS))
-    try:
-        return lock.take("a test")
-    finally:
-        lock.release()
+    with build_lock(HEADS.lock, "a test", wait=False) as lock:
+        return lock is not None
 
 
 def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
@@ -98,7 +94,7 @@ def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
     assert not lock_is_free(), "the processes that compile hold it"
     logs = "".join(path.read_text() for path in machine.glob("log *"))
     assert logs.count("for 16:32 heads in fp16 are compiled from here on") == 1
-    assert str(cache_folder()) in logs
+    assert str(tilelang_cache()) in logs
     assert "`python -m megatron_gdn.warm_up --heads 16:32 --operands fp16`" in logs
     (machine / "end").touch()
     for process in ranks:
@@ -108,34 +104,19 @@ def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
     assert started(machine) == "cut "
 
 
-def test_the_first_call_starts_no_second_compilation(machine):
-    compile_early(HEADS, "cut")
-    assert not flash_qla_builds.first_try(HEADS)
-    other = Heads(8, 16, torch.float16)
-    compile_early(other, "cut")  # another layer, while all cores are busy
-    assert flash_qla_builds.first_try(other)
-    until(lambda: started(machine))
-    assert started(machine) == "cut "
-
-
-def compiled(machine, part: str = "cut") -> list[Path]:
-    """As warm_up leaves them: two kernels and the list of them."""
-    entries, places = [], []
-    for name in ("kkt_solve", "fused_chunk_gdr_bwd"):
-        place = machine / "cache" / name
-        place.mkdir()
-        entry = CacheEntry(name, machine / "cache" / "megatron_gdn" / f"{name}-0")
-        entry.remember(SimpleNamespace(_tilelang_cache_path=str(place)))
-        entries.append(entry), places.append(place)
-    HEADS.needed(part, 132).note(entries)
-    return places
+def ready(part: str = "cut") -> Path:
+    """As warm_up leaves it."""
+    path = HEADS.ready(part, 132)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
 
 
 def test_where_all_kernels_are_there_nothing_is_started(machine, caplog):
-    places = compiled(machine)
+    path = ready()
     compile_early(HEADS, "cut")
-    assert not caplog.text and flash_qla_early._latest is None
-    places[1].rmdir()
+    assert not caplog.text and not flash_qla_builds._started
+    path.unlink()
     compile_early(HEADS, "cut")
     assert "compiled from here on" in caplog.text
     until(lambda: started(machine))
@@ -143,9 +124,9 @@ def test_where_all_kernels_are_there_nothing_is_started(machine, caplog):
 
 @pytest.mark.parametrize("other", [("states", 132), ("cut", 114)])
 def test_kernels_of_another_part_or_gpu_do_not_count(machine, other):
-    compiled(machine, "cut")
-    assert HEADS.needed("cut", 132).is_there()
-    assert not HEADS.needed(*other).is_there()
+    ready("cut")
+    assert HEADS.ready("cut", 132).exists()
+    assert not HEADS.ready(*other).exists()
 
 
 @pytest.mark.parametrize(
@@ -160,20 +141,17 @@ def test_nothing_is_started_without_need(machine, monkeypatch, caplog, why):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     if why == "no cache":
         monkeypatch.setenv("TILELANG_DISABLE_CACHE", "1")
-    lock = BuildLock(lock_path(HEADS))
-    if why == "another process compiles":
-        assert lock.take("another process")
-    compile_early(HEADS, "cut")
-    lock.release()
-    assert flash_qla_early._latest is None and not caplog.text
+    another = build_lock(HEADS.lock, "FlashQLA")
+    with another if why == "another process compiles" else nullcontext():
+        compile_early(HEADS, "cut")
+    assert not flash_qla_builds._started and not caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_left_to_the_first_call(machine, monkeypatch):
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(machine / "file"))
     (machine / "file").touch()
     compile_early(HEADS, "cut")
-    HEADS.needed("cut", 132).note([])
-    assert flash_qla_early._latest is None
+    assert not flash_qla_builds._started
 
 
 class Group:
@@ -231,6 +209,6 @@ def test_the_cache_is_found_without_tilelang_where_tilelang_has_it(tmp_path, mon
             monkeypatch.setenv("TILELANG_CACHE_DIR", folder)
         with monkeypatch.context() as without:
             without.delitem(sys.modules, "tilelang")
-            found = cache_folder()
-        assert found == Path(env.TILELANG_CACHE_DIR) == cache_folder()
+            found = tilelang_cache()
+        assert found == Path(env.TILELANG_CACHE_DIR) == tilelang_cache()
     assert os.environ["TILELANG_CACHE_DIR"] == str(tmp_path)

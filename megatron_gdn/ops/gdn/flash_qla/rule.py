@@ -22,8 +22,7 @@ from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
 from ..rule.base import RuleGrads, RuleInputs, inputs_in_one_row
 from . import states as flash_qla_states
-from .builds import Heads, expect
-from .early import compile_early
+from .builds import Heads, compile_early, expect
 from .hopper import HopperStages
 from .plan import Plan, plan_of, stages
 from .static import static_plan_of
