@@ -103,10 +103,3 @@ def test_a_file_of_buffers_is_refused_with_the_flags_that_make_one_that_loads(tm
     found += losses(launched("ours", 4, f"{FULLY} --load {second}"))
     print("LOSSES", kind, alone, found)
     assert len(alone) == 2 and found == pytest.approx(alone, rel=ROUNDING)
-
-
-def test_a_default_file_of_ours_is_told_to_be_ours_alone_when_it_is_saved(tmp_path):
-    done = launched("ours", 2, f"--use-distributed-optimizer --save {tmp_path}")
-    losses(done)
-    told = "Megatron's own layer cannot load it. --dist-ckpt-optim-fully-reshardable"
-    assert told in done.stdout + done.stderr
