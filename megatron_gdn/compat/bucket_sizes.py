@@ -4,7 +4,7 @@ Megatron's default format of optimizer states (``dp_reshardable``) and the separ
 ``--ckpt-format torch`` hold gradient buffers, not tensors with names. A model with fp32 ``A_log``
 and ``dt_bias`` has other buffers than a model that holds them in 16 bits. megatron-core 0.19
 refuses such a file, and its error names only sizes. Where Megatron's own layer loads a file of ours
-this package is not there to add anything, so the advice is logged when the file is saved.
+this package is not there to add anything.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
-
-import torch
-
-from .observe import log_once
 
 _OF_A_BUCKET = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
@@ -37,25 +33,6 @@ _NOTE_OF_A_FILE = (
     "--ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable: "
     "that file loads here. --no-load-optim loads the parameters alone."
 )
-_WHEN_SAVED = (
-    "The optimizer's state is saved as dp_reshardable, gradient buffers of this layer with its "
-    "fp32 A_log and dt_bias. Megatron's own layer cannot load it. "
-    "--dist-ckpt-optim-fully-reshardable saves a state that both load."
-)
-
-
-def with_saving_told(sharded: Callable) -> Callable:
-    """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``: log who loads the file."""
-
-    def sharded_param_state_dp_reshardable(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        of_parameters = {buffer.param_dtype for buffer in self.buffers}
-        if not is_loading and torch.float32 in of_parameters and len(of_parameters) > 1:
-            log_once(_WHEN_SAVED)
-        return sharded(self, model_sharded_state_dict, is_loading, metadata)
-
-    return sharded_param_state_dp_reshardable
 
 
 def with_file_sizes_explained(load: Callable) -> Callable:

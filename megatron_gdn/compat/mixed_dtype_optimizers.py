@@ -51,7 +51,6 @@ from torch import Tensor
 from .bucket_sizes import (
     with_bucket_sizes_explained,
     with_file_sizes_explained,
-    with_saving_told,
 )
 from .empty_shares import with_empty_shares
 from .listed_masters import take_native_masters, with_every_master
@@ -79,7 +78,6 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", _with_equal_replicas_of_a_file),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", with_file_sizes_explained),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
-        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_saving_told),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
         (Float16OptimizerWithFloat16Params, "state_dict", with_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),

@@ -6,7 +6,7 @@ torch gathers the parameters of a group in one buffer of one dtype. In a 16-bit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,13 +48,14 @@ class Fp32Group(nn.Module):
 
 
 class ShardedApart(Fp32Parameters):
-    """Mixin for mixers that read their fp32 parameters through :meth:`fp32_parameters`."""
+    """Mixin for mixers whose fp32 parameters are gathered by themselves.
 
-    def fp32_parameters(self) -> Iterable[Tensor]:
-        """The parameters of ``_keep_in_float32_parameter_names``, whole, for this forward."""
-        group = self._modules.get(_GROUP)
-        names = self._keep_in_float32_parameter_names
-        return [getattr(self, name) for name in names] if group is None else group()
+    Attributes:
+        gathered: called once a forward, returns the whole parameters of
+            ``_keep_in_float32_parameter_names``; None where the parameters themselves are whole.
+    """
+
+    gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
 
 def fully_shard(
@@ -81,6 +82,7 @@ def fully_shard(
                 group = Fp32Group(mixer)
                 fsdp.fully_shard(group, **options)
                 mixer.add_module(_GROUP, group)
+                mixer.__dict__["gathered"] = group
             ignored.update(getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names)
     policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)

@@ -189,9 +189,10 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
         if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
             self.require_wide_gates()
+        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return gdn_parts(
             rows,
-            *local_parameters(scheme, conv.weight, conv.bias, *self.fp32_parameters()),
+            *local_parameters(scheme, conv.weight, conv.bias, *fp32),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
             norm=norm_of(self.out_norm, self.norm_group, scheme.layout),

@@ -251,11 +251,10 @@ class Mamba2Mixer(RecurrentMixer):
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         self.require_wide_gates()
         scheme = batch.scheme
+        fp32 = (self.A_log, self.dt_bias, self.D) if self.gathered is None else self.gathered()
         return mamba2_parts(
             rows,
-            *local_parameters(
-                scheme, self.conv1d_weight, self.conv1d_bias, *self.fp32_parameters()
-            ),
+            *local_parameters(scheme, self.conv1d_weight, self.conv1d_bias, *fp32),
             layout=scheme.layout,
             rule=batch.rule,
             norm=self._norm_for(scheme),
