@@ -26,10 +26,11 @@ FLAGS = f"""
     --no-persist-layer-norm --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable
     --save-interval 2 --no-load-rng
 """
+MAMBA = "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16"
 MODELS = {
     "dense": "--hybrid-layer-pattern G-*-",
     "heads": "--hybrid-layer-pattern G-*-/*-",
-    "mamba": "--hybrid-layer-pattern GM*-",
+    "mamba": f"--hybrid-layer-pattern GM*- {MAMBA}",
 }
 ARRANGEMENTS = {
     "upstream": ("dense", 1, UPSTREAM),
