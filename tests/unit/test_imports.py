@@ -93,3 +93,14 @@ def test_the_version_is_that_of_pyproject_installed_or_not():
         command = [sys.executable, *options, "-c", "import megatron_gdn as m; print(m.__version__)"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
         assert done.stdout.strip() == pyproject["project"]["version"], done.stderr
+
+
+def test_a_wheel_holds_every_package_and_no_other():
+    """A wheel without them installs well, and fails at the user's first import."""
+    from setuptools import find_packages
+
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = find_packages(str(ROOT), **pyproject["tool"]["setuptools"]["packages"]["find"])
+    files = (ROOT / "megatron_gdn").rglob("__init__.py")
+    there = {".".join(path.parent.relative_to(ROOT).parts) for path in files}
+    assert set(found) == there | {"megatron_gdn.specs"}
