@@ -3,25 +3,15 @@
 Documents of 32 tokens: every layout can cut them over two ranks, so that a wrong one is silent.
 """
 
-import os
-import re
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-from megatron_gdn.specs.launch_options import VARIABLE
-from tests.examples.launching import ROOT
-from tests.launches.on_cpu import WITHOUT_GPU
+from tests.launches.launching import in_a_clone, launched, losses
 
-CLONE = os.environ.get("MEGATRON_LM")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM"),
-]
+pytestmark = in_a_clone
 
 LENGTH = 32
 FLAGS = """
@@ -54,41 +44,28 @@ def documents(tmp_path_factory) -> str:
     return prefix
 
 
-def launched(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess:
+def trained(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess[str]:
     """The script over so many context-parallel ranks, with these options of the layer.
 
     Before it builds the model Megatron draws numbers for a rank's share of a micro-batch, to warm
     fused functions up. On a CPU they come from the generator of the initial weights, so each rank
     is given as many tokens of a micro-batch, whatever the ranks.
     """
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={ranks}", str(ROOT / "tests/launches/on_cpu.py"),
-            str(Path(CLONE) / "pretrain_hybrid.py"), *FLAGS.split(), *WITHOUT_GPU.split(),
-            f"--context-parallel-size={ranks}", f"--micro-batch-size={ranks}",
-            f"--data-path={documents}",
-            f"--data-cache-path={documents}-cache",
-        ],
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1", VARIABLE: options},
-        capture_output=True, text=True, timeout=550, check=False,
+    return launched(
+        "pretrain_hybrid.py", ranks, *FLAGS.split(), f"--context-parallel-size={ranks}",
+        f"--micro-batch-size={ranks}", f"--data-path={documents}",
+        f"--data-cache-path={documents}-cache", options=options,
     )  # fmt: skip
-
-
-def losses(done: subprocess.CompletedProcess) -> list[float]:
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [float(loss) for loss in re.findall(r"iteration +\d.*lm loss: (\S+)", done.stdout)]
 
 
 def test_two_ranks_take_the_steps_of_one_where_the_whole_buffer_is_cut(documents):
     """fp32; the log has seven digits, and four steps multiply rounding by less than ten."""
-    one, two = losses(launched(documents, 1)), losses(launched(documents, 2))
+    one, two = losses(trained(documents, 1)), losses(trained(documents, 2))
     assert len(one) == 4 and one[-1] < one[0]
     assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_an_option_that_contradicts_the_launch_ends_it_with_both_names(documents):
-    done = launched(documents, 2, "cp_layout=zigzag")
+    done = trained(documents, 2, "cp_layout=zigzag")
     assert done.returncode != 0
     assert "cp_layout='zigzag' and --dataloader-inter-document-masking" in done.stderr
