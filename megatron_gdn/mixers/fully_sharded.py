@@ -14,8 +14,6 @@ from torch.distributed import fsdp
 
 from .precision import Fp32Parameters
 
-_GROUP = "fp32_group"
-
 
 class Fp32Group(nn.Module):
     """The fp32 parameters of a mixer as a module of their own, which ``fully_shard`` takes.
@@ -65,24 +63,28 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
 ) -> Any:
-    """torch's ``fully_shard``; the fp32 parameters of every mixer in ``module`` stand apart.
+    """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
 
-    They are gathered, sharded and reduced in fp32, and keep their names in ``named_parameters`` and
-    in state dicts. Mixers that were sharded before stay as they are.
+    The fp32 parameters of each mixer form a group of their own: torch shards, gathers and reduces
+    them in fp32. They keep their names in ``named_parameters`` and in state dicts. Mixers that are
+    sharded already stay as they are.
 
     Args:
         module, mp_policy, ignored_params: as torch's. The policy is not that of the fp32
             parameters, so a ``param_dtype`` does not round them.
         options: torch's others.
+
+    Returns:
+        ``module``, as torch's function does.
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:
         for mixer in [m for m in root.modules() if isinstance(m, ShardedApart)]:
-            if _GROUP not in mixer._modules and not isinstance(mixer, fsdp.FSDPModule):
+            if mixer.gathered is None and not isinstance(mixer, fsdp.FSDPModule):
                 group = Fp32Group(mixer)
                 fsdp.fully_shard(group, **options)
-                mixer.add_module(_GROUP, group)
-                mixer.__dict__["gathered"] = group
+                mixer.add_module("fp32_group", group)
+                vars(mixer)["gathered"] = group  # a submodule once is enough
             ignored.update(getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names)
     policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)

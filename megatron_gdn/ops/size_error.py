@@ -1,4 +1,4 @@
-"""The error of sizes that do not fit."""
+"""The error of sizes that do not fit, and the check that a size is one."""
 
 from dataclasses import fields
 from typing import Any
