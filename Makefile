@@ -17,7 +17,7 @@ PYTHON ?= $(or $(shell for python in python3.12 python3.13 python3.14 python3 \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; \
 	done),python3)
 
-.PHONY: demo test test-shapes test-all test-kernels test-launches nightly test-gpu docs lint format clean
+.PHONY: demo test test-shapes test-all test-kernels test-launches test-frameworks nightly test-gpu docs lint format clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/pretrain_hybrid.py --nproc-per-node 2
@@ -41,6 +41,18 @@ nightly: $(VENV)/.ready
 # A clone's own scripts run the launches of the pages: make test-launches MEGATRON_LM=folder
 test-launches: $(VENV)/.ready
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launches
+
+# An environment of its own for each framework, whose transformers may be an older one.
+BRIDGE = .venv-frameworks/bridge
+test-frameworks: $(BRIDGE)/.ready
+	OMP_NUM_THREADS=1 $(BRIDGE)/bin/python -m pytest -p tests.frameworks.behind_te_on_cpu -s \
+		tests/frameworks/bridge_laws.py
+
+$(BRIDGE)/.ready: tests/frameworks/bridge.txt pyproject.toml
+	$(PYTHON) -m venv $(BRIDGE)
+	$(BRIDGE)/bin/pip install --quiet -e ".[fla]" pytest -r tests/frameworks/bridge.txt
+	$(BRIDGE)/bin/pip install --quiet --no-deps megatron-bridge==0.6.2
+	touch $@
 
 test-gpu:
 	python3 -m pytest -m gpu

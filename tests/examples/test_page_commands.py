@@ -49,6 +49,7 @@ RUN_BY = {
     "make docs": SUITE,
     "make test-gpu": GPU,
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
+    "make test-frameworks": SUITE,
     ".venv/bin/python examples/quickstart.py": (
         "tests/examples/test_quickstart.py"
         "::test_the_quickstart_trains_one_layer_on_packed_documents"
