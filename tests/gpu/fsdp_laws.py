@@ -177,6 +177,22 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
         yield SimpleNamespace(wait=lambda: None)
 
 
+def _in_turn(coalesce: Callable) -> Callable:
+    """``coalesce``, but its collectives have ended when it ends.
+
+    Megatron-FSDP orders collectives and freed buffers by CUDA streams. A CPU has none, and gloo
+    runs two collectives of a group at once.
+    """
+
+    @contextmanager
+    def in_turn(*args, **kwargs):
+        with coalesce(*args, **kwargs) as event:
+            yield event
+        event.wait()
+
+    return in_turn
+
+
 @contextmanager
 def on_this_device() -> Iterator[None]:
     """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU."""
@@ -184,13 +200,14 @@ def on_this_device() -> Iterator[None]:
         yield
         return
     stream, event = type(torch.cuda.current_stream()), torch.cuda.Event
-    cpu = torch.device("cpu")
+    cpu, buffers = torch.device("cpu"), param_and_grad_buffer
     with ExitStack() as stack:
         for owner, name, answer in (
             (torch.cuda, "Stream", stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (stream, "record_event", lambda self: event()),
             (megatron_fsdp, "torch", _Torch(device=lambda name: cpu)),
+            (buffers, "_coalescing_manager", _in_turn(buffers._coalescing_manager)),
             (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
             (torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh),
         ):

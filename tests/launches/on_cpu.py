@@ -11,8 +11,11 @@ Megatron takes the last.
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
+import json
 import runpy
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local
     --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
+    --cp-comm-type all_gather
 """
 
 
@@ -66,6 +70,27 @@ def take_compiled_helpers_of_the_wheel() -> None:
     utils.compile_helpers = lambda: None
 
 
+def read_json_lines_for_datasets() -> None:
+    """``--sft`` reads its lines through the package ``datasets``; here, unless it is installed."""
+    if importlib.util.find_spec("datasets"):
+        return
+    module: Any = types.ModuleType("datasets")
+
+    def load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
+        return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
+
+    module.load_dataset = load_dataset
+    sys.modules["datasets"] = module
+
+
+def predict_tokens_without_transformer_engine() -> None:
+    """Megatron-LM's main asks of a head's projection whether it is of a class of Transformer
+    Engine, which is no class where that is not installed."""
+    from megatron.core.transformer import multi_token_prediction
+
+    vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda module: False
+
+
 def run(script: Path, flags: list[str]) -> None:
     """Run ``script`` as ``python script *flags`` does: its folder comes first among the imports."""
     sys.argv = [str(script), *flags]
@@ -75,6 +100,8 @@ def run(script: Path, flags: list[str]) -> None:
     run_megatron_on_cpu()
     answer_for_a_gpu()
     take_compiled_helpers_of_the_wheel()
+    read_json_lines_for_datasets()
+    predict_tokens_without_transformer_engine()
     from megatron.training import training
 
     training.initialize_megatron = functools.partial(
