@@ -35,7 +35,7 @@ class Result:
         """Hold losses to those of another launch, and keep how far apart they are."""
         assert len(found) == len(wanted) > 0
         off = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
-        self.text = f"{off:.0e}" if off else "0"
+        self.text = f"{off:.0e}" if off > 1e-9 else "0"  # the log has seven digits
         assert found == pytest.approx(wanted, rel=rel)
 
 
