@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs" / "versions.jsonl", ROOT / "docs" / "versions.md"
 # The ends of each package's versions, and those beside which something broke.
 ROWS = [
-    *(f"megatron-core=={v}" for v in ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2")),
+    *(f"megatron-core=={v}" for v in ("0.17.1", "0.18.0", "0.18.2", "0.19.2")),
     *("megatron-core@main", "megatron-core@dev"),
-    *(f"torch=={v}" for v in ("2.7.0", "2.9.1", "2.13.0", "2.15.0")),
+    *(f"torch=={v}" for v in ("2.7.0", "2.15.0")),
     *("python==3.13", "python==3.14"),
-    *(f"transformers=={v}" for v in ("5.2.0", "5.12.1", "5.23.0")),
+    *(f"transformers=={v}" for v in ("5.2.0", "5.12.1")),
 ]
 PINNED = "3.12"
 # What a package's own requirements move with it, as the constraints begin.
@@ -43,10 +43,7 @@ MOVES = {
 }
 SHOWN = ("torch", "megatron-core", "transformers")
 TESTS = {"transformers": ["tests/unit", "tests/hf"]}
-LAUNCHES = [
-    "tests/examples/test_quickstart.py",
-    "tests/examples/test_pretrain_hybrid.py::test_torchrun_launches_the_same_run",
-]
+LAUNCH = "tests/examples/test_pretrain_hybrid.py::test_torchrun_launches_the_same_run"
 MEGATRON_LM = "https://github.com/NVIDIA/Megatron-LM"
 
 
@@ -111,9 +108,11 @@ class Environment:
         return done.returncode == 0, ends[-1] if ends else done.stderr.strip().splitlines()[-1]
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        # uv compiles nothing at install: what an import compiles is kept, as pip would have.
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         return subprocess.run(
             [str(self.python), *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
 
@@ -146,7 +145,7 @@ def run(name: str, folder: Path, clones: Path | None) -> dict:
     passed, line["tests"] = environment.pytest(
         *folders, "-m", quick, "-n", "2", "--dist", "loadfile"
     )
-    launched, line["launch"] = environment.pytest(*LAUNCHES, "-m", "")
+    launched, line["launch"] = environment.pytest(LAUNCH, "-m", "")
     return line | {"result": "green" if passed and launched else "red"}
 
 

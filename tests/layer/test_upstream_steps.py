@@ -22,6 +22,10 @@ def steps(width):
     return qkv, gate.unflatten(-1, (H, V)), beta, alpha
 
 
+@pytest.mark.skipif(
+    hasattr(Upstream, "_compute_gates"),
+    reason="later than 0.19 the step computes the gates too, and its arguments are others",
+)
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("value_heads", [8, 4], ids=["shared key heads", "one each"])
 def test_the_rules_inputs(monkeypatch, normalise, value_heads):
