@@ -47,6 +47,7 @@ RUN_BY = {
     "make test-kernels": SUITE,
     "make nightly": SUITE,
     "make docs": SUITE,
+    "make test-versions": SUITE,
     "make test-gpu": GPU,
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
     "make test-frameworks": SUITE,

@@ -204,8 +204,8 @@ def test_the_installed_stack_has_every_place_filled():
 @pytest.mark.parametrize(
     ("version", "warned"),
     [
-        ("0.19.0", False), ("0.19.2+aa12f35", False), ("0.18.2", True), ("0.20.0rc0", True),
-        ("0.20.1", True), ("1.0", True),
+        ("0.19.0", False), ("0.19.2+aa12f35", False), ("0.18.2", False), ("0.17.1", True),
+        ("0.20.0rc0", True), ("0.20.1", True), ("1.0", True),
     ],
 )  # fmt: skip
 def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(
