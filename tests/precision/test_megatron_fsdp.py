@@ -19,6 +19,19 @@ def test_an_fp32_model_trains_as_under_ddp(pools):
     )
 
 
+@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern):
+    """tp 2 x dp 2."""
+    pool = pools(4)
+    ddp = pool.run(laws.losses, "ddp", FP32, pattern, tp=2)
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, strategy, tp=2)
+        laws.require_exact_in_fp32(ddp, fsdp)
+    if pattern == "G-":
+        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, "optim_grads", tp=2, norms_called=True)
+        laws.require_exact_in_fp32(ddp, fsdp)
+
+
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 @pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
 def test_a_model_of_the_meta_device_trains_as_one_built_here(pools, pattern, strategy):
