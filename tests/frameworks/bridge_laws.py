@@ -101,7 +101,7 @@ def test_a_bf16_model_keeps_two_parameters_in_fp32_and_exports_what_was_loaded(n
     published(name, tmp_path, torch.bfloat16)
     megatron_gdn.patch_megatron()
     ours, bridge = bridged(tmp_path, torch.bfloat16)
-    layer = ours.decoder.layers[0].self_attention
+    layer = ours.module.decoder.layers[0].self_attention  # in a Float16Module
     assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
     require_exported(bridge, ours, tmp_path, torch.bfloat16)
 
