@@ -187,8 +187,11 @@ def main() -> None:
     parser.add_argument("--clones", type=Path, help="has mlm-main and mlm-dev; else by git")
     parser.add_argument("--scratch", type=Path, help="environments are made and removed in here")
     args = parser.parse_args()
-    for name in args.rows:
-        Row.of(name)  # says what is wrong with it before the first row is run
+    try:
+        for name in args.rows:
+            Row.of(name)
+    except ValueError as error:  # before the first row is run
+        parser.error(str(error))
     for name in args.rows:
         folder = Path(tempfile.mkdtemp(prefix="versions-", dir=args.scratch))
         try:
