@@ -31,7 +31,7 @@ ROWS = [
     *("megatron-core@main", "megatron-core@dev"),
     *(f"torch=={v}" for v in ("2.7.0", "2.15.0")),
     *("python==3.13", "python==3.14"),
-    *(f"transformers=={v}" for v in ("5.2.0", "5.12.1")),
+    *(f"transformers=={v}" for v in ("5.2.0", "5.4.0")),
 ]
 PINNED = "3.12"
 # What a package's own requirements move with it, as the constraints begin.
@@ -103,9 +103,9 @@ class Environment:
     def pytest(self, *arguments: str) -> tuple[bool, str]:
         """Did it pass, and the line that pytest ends with."""
         done = self._run("-m", "pytest", "-p", "no:cacheprovider", *arguments)
-        print(done.stdout[-6000:], flush=True)
+        print(done.stdout[-30000:], flush=True)
         ends = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in ", done.stdout, flags=re.M)
-        return done.returncode == 0, ends[-1] if ends else done.stderr.strip().splitlines()[-1]
+        return done.returncode == 0, ends[-1] if ends else last_words(done.stderr)
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         # uv compiles nothing at install: what an import compiles is kept, as pip would have.
@@ -114,6 +114,11 @@ class Environment:
             [str(self.python), *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
             env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+
+
+def last_words(printed: str) -> str:
+    """The last line, without what pytest writes before it and without paths of this machine."""
+    return re.sub(r"^E\s+| *\(?/\S+", "", printed.strip().splitlines()[-1])
 
 
 def uv(*arguments: str) -> None:
@@ -125,7 +130,7 @@ def uv(*arguments: str) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(" ".join(done.stderr.split()))
+        raise RuntimeError(last_words(" ".join(done.stderr.split())))
 
 
 def run(name: str, folder: Path, clones: Path | None) -> dict:
@@ -187,8 +192,11 @@ def main() -> None:
     parser.add_argument("--clones", type=Path, help="has mlm-main and mlm-dev; else by git")
     parser.add_argument("--scratch", type=Path, help="environments are made and removed in here")
     args = parser.parse_args()
-    for name in args.rows:
-        Row.of(name)  # says what is wrong with it before the first row is run
+    try:
+        for name in args.rows:
+            Row.of(name)
+    except ValueError as error:  # before the first row is run
+        parser.error(str(error))
     for name in args.rows:
         folder = Path(tempfile.mkdtemp(prefix="versions-", dir=args.scratch))
         try:
