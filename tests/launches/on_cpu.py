@@ -51,7 +51,7 @@ class MakeOnCPU(TorchFunctionMode):
 
 
 def answer_for_a_gpu() -> None:
-    """What the training loop asks of ``torch.cuda``: devices to count, a Hopper, streams without graphs."""
+    """What the training loop asks of ``torch.cuda``: devices to count, a Hopper, streams."""
     hopper = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=80 * 2**30)
     torch.cuda.device_count = lambda: 8
     torch.cuda.set_device = lambda device: None
