@@ -48,13 +48,16 @@ def save_text(folder: Path) -> None:
 
 
 def save_chats(folder: Path) -> None:
-    """``chats.jsonl``: several short conversations a line, which Megatron packs into a sample."""
-    system = {"role": "system", "content": "Add."}
+    """``chats.jsonl``: two chats a line, which Megatron packs into one sample.
+
+    Each has 44 tokens. With context parallelism over two, Megatron lengthens to a multiple of four.
+    """
+    system = {"role": "system", "content": "Plus."}
     chats = [
         [
             system,
-            {"role": "user", "content": f"{a} and {b}?"},
-            {"role": "assistant", "content": str(a + b)},
+            {"role": "user", "content": f"{a:02} and {b:03}?"},
+            {"role": "assistant", "content": f"{a + b:03}"},
         ]
         for a in range(12)
         for b in range(0, 900, 45)

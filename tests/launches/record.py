@@ -28,6 +28,11 @@ class Result:
 
     text = "fails"
 
+    def is_refused(self, done: subprocess.CompletedProcess[str], message: str) -> None:
+        """Megatron itself ends the launch, with these words."""
+        self.text = "refused"
+        assert done.returncode != 0 and message in done.stderr
+
     def trains(self) -> None:
         self.text = "trains"
 
@@ -54,8 +59,7 @@ def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Ite
         result.text = "fails"
         raise
     finally:
-        flags, branch = " ".join(launch.split()), _git("rev-parse", "--abbrev-ref")
-        place = (script, str(processes), flags, held_to, branch)
+        place = (script, str(processes), " ".join(launch.split()), held_to, branch())
         write({
             **dict(zip(KEY, place, strict=True)),
             "commit": _git("rev-parse", "--short"),
@@ -63,6 +67,11 @@ def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Ite
             "date": date.today().isoformat(),
             "result": result.text,
         })  # fmt: skip
+
+
+def branch() -> str:
+    """The clone's."""
+    return _git("rev-parse", "--abbrev-ref")
 
 
 def _git(*command: str) -> str:
@@ -84,13 +93,17 @@ def read() -> list[dict[str, str]]:
 
 
 def table() -> str:
-    """One row per launch, one column per branch."""
+    """One row per launch, one column per branch, and what was run when."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in read():
         cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = line["result"]
     rows = [["script", "processes", "launch", "held to", *BRANCHES]]
     for (script, processes, launch, held_to), results in cells.items():
         flags = f"`{launch}`".replace("|", r"\|")
-        of_branches = (results.get(branch, "") for branch in BRANCHES)
+        of_branches = (results.get(name, "") for name in BRANCHES)
         rows.append([f"`{script}`", processes, flags, held_to, *of_branches])
-    return markdown(rows)
+    ran = {
+        f"{line['branch']} at {line['commit']}, torch {line['torch']}, {line['date']}"
+        for line in read()
+    }
+    return f"{markdown(rows)}\n\nRun: {'; '.join(sorted(ran))}."

@@ -20,19 +20,21 @@ _mixer = hybrid_stack.submodules.gdn_layer.submodules.self_attention
 _of_one_document = gdn.chunk_gated_delta_rule
 
 
-def _document_by_document(*rows: Any, cu_seqlens: Any = None, **others: Any) -> Any:
+def _document_by_document(*rows: Any, cu_seqlens: Any = None, **named: Any) -> Any:
     """Megatron's rule in torch takes no offsets; fla's kernel, which does, needs a GPU."""
     if cu_seqlens is None:
-        return _of_one_document(*rows, **others)
-    named = {name: others.pop(name) for name in ("g", "beta")}
+        return _of_one_document(*rows, **named)
+
+    def cut(value: Any, start: int, end: int) -> Any:
+        return value[:, start:end] if isinstance(value, torch.Tensor) else value
+
     found = [
         _of_one_document(
-            *(x[:, start:end] for x in rows),
-            **{name: x[:, start:end] for name, x in named.items()},
-            **others,
+            *(cut(value, *ends) for value in rows),
+            **{name: cut(value, *ends) for name, value in named.items()},
         )[0]
-        for start, end in pairwise(cu_seqlens.tolist())
-        if end > start
+        for ends in pairwise(cu_seqlens.tolist())
+        if ends[1] > ends[0]
     ]
     return torch.cat(found, dim=1), None
 
