@@ -51,6 +51,8 @@ from torch import Tensor
 from .bucket_sizes import (
     with_bucket_sizes_explained,
     with_file_sizes_explained,
+    with_switch_named,
+    with_switch_of_a_file_named,
 )
 from .empty_shares import with_empty_shares
 from .listed_masters import take_native_masters, with_every_master
@@ -70,7 +72,10 @@ def repair_mixed_dtype_optimizers() -> None:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+    from megatron.core.optimizer.optimizer import (
+        ChainedOptimizer,
+        Float16OptimizerWithFloat16Params,
+    )
 
     for owner, name, wrap in (
         (DistributedOptimizer, "__init__", _with_true_order),
@@ -78,6 +83,9 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", _with_equal_replicas_of_a_file),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", with_file_sizes_explained),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_switch_named),
+        (DistributedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
+        (ChainedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
         (Float16OptimizerWithFloat16Params, "state_dict", with_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
