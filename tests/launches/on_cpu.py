@@ -56,6 +56,18 @@ def answer_for_a_gpu() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
+def make_meshes_of_cpus() -> None:
+    """``--use-torch-fsdp2`` asks for a mesh of GPUs."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
+
+    class Mesh(fsdp2.DeviceMesh):
+        @staticmethod
+        def from_group(group, device_type):
+            return torch.distributed.DeviceMesh.from_group(group, "cpu")
+
+    fsdp2.DeviceMesh = Mesh
+
+
 def take_compiled_helpers_of_the_wheel() -> None:
     """A clone compiles its C++ index builder into its own folder; megatron-core's wheel has it."""
     from megatron.core import datasets
@@ -74,6 +86,7 @@ def run(script: Path, flags: list[str]) -> None:
 
     run_megatron_on_cpu()
     answer_for_a_gpu()
+    make_meshes_of_cpus()
     take_compiled_helpers_of_the_wheel()
     from megatron.training import training
 

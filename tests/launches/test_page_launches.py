@@ -26,9 +26,9 @@ TINY = f"""
 """
 
 
-def trained(script: str, processes: int, *flags: str) -> list[float]:
+def trained(script: str, processes: int, *flags: str, **environment: str | None) -> list[float]:
     """The losses that ``script`` of the clone prints with the page's flags at small sizes."""
-    return losses(launched(script, processes, *flags, *TINY.split()))
+    return losses(launched(script, processes, *flags, *TINY.split(), **environment))
 
 
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
@@ -54,3 +54,20 @@ def test_from_the_meta_device_it_trains_alike():
     here = trained("pretrain_hybrid.py", 1, *flags)
     assert here == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
     assert trained("pretrain_hybrid.py", 1, *flags, "--init-model-with-meta-device") == here
+
+
+def test_under_torchs_fsdp2_it_trains_as_with_the_distributed_optimizer(tmp_path):
+    """Both keep fp32 masters of equal weights; gradients are summed in bf16 and in fp32.
+
+    A saved run goes on: its last step is that of the run that was not interrupted.
+    """
+    whole = ["--tensor-model-parallel-size", "1", "--context-parallel-size", "1"]
+    page = [f for f in launches_of(ROOT)["pretrain_hybrid.py"] if f != "--sequence-parallel"]
+    fsdp2 = [f for f in page if f != "--use-distributed-optimizer"]
+    fsdp2 += [*whole, "--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+    here = trained("pretrain_hybrid.py", 2, *fsdp2, connections=None)
+    assert here == pytest.approx(trained("pretrain_hybrid.py", 2, *page, *whole), rel=1e-4)
+    save = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
+    first = trained("pretrain_hybrid.py", 2, *fsdp2, *save, connections=None)
+    then = trained("pretrain_hybrid.py", 2, *fsdp2, "--load", str(tmp_path), connections=None)
+    assert first + then == here
