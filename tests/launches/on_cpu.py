@@ -61,6 +61,18 @@ def answer_for_a_gpu() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
 
 
+def make_meshes_of_cpus() -> None:
+    """``--use-torch-fsdp2`` asks for a mesh of GPUs."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
+
+    class Mesh(fsdp2.DeviceMesh):
+        @staticmethod
+        def from_group(group, device_type):
+            return torch.distributed.DeviceMesh.from_group(group, "cpu")
+
+    fsdp2.DeviceMesh = Mesh
+
+
 def take_compiled_helpers_of_the_wheel() -> None:
     """A clone compiles its C++ index builder into its own folder; megatron-core's wheel has it.
 
@@ -125,6 +137,7 @@ def run(script: Path, flags: list[str]) -> None:
 
     run_megatron_on_cpu()
     answer_for_a_gpu()
+    make_meshes_of_cpus()
     take_compiled_helpers_of_the_wheel()
     read_json_lines_for_datasets()
     predict_tokens_without_transformer_engine()
