@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_gdn.compat.spec_functions import call_spec_functions
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 
@@ -36,6 +37,8 @@ from .local import (
 # Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
 # the first by it.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
+
+call_spec_functions()  # here: between the import for `--spec` and the model no code of ours runs
 
 
 def gpt_block_spec(

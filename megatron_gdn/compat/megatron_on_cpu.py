@@ -53,28 +53,6 @@ def answer_device_questions_with_cpu() -> None:
     torch.cuda.current_device = lambda: _CPU
 
 
-class _NoStream:
-    """A stream that has always finished: CPU work is synchronous."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-def make_streams_do_nothing() -> None:
-    """``torch.cuda.synchronize`` and ``current_stream`` have nothing to wait for.
-
-    Asked by the gradient buffers (distributed/param_and_grad_buffer.py:632), the pipeline
-    (p2p_communication.py:263) and the checkpoint writer (dist_checkpointing). Can go when Megatron
-    guards them with ``torch.cuda.is_available()``.
-    """
-    stream = _NoStream()
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_stream = lambda device=None: stream
-
-
 class _HostEvent:
     """A moment by the host's clock."""
 
@@ -93,6 +71,34 @@ class _HostEvent:
 
     def elapsed_time(self, end: "_HostEvent") -> float:
         return 1e3 * (end._at - self._at)
+
+
+class _NoStream:
+    """A stream that has always finished: CPU work is synchronous."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self, event: _HostEvent | None = None) -> _HostEvent:
+        event = event or _HostEvent()
+        event.record()
+        return event
+
+    def synchronize(self) -> None: ...
+
+
+def make_streams_do_nothing() -> None:
+    """``torch.cuda.synchronize`` and ``current_stream`` have nothing to wait for.
+
+    Asked by the gradient buffers (distributed/param_and_grad_buffer.py:632), the pipeline
+    (p2p_communication.py:263), the checkpoint writer (dist_checkpointing) and the dispatcher of
+    experts (moe/token_dispatcher.py:946). Can go when Megatron
+    guards them with ``torch.cuda.is_available()``.
+    """
+    stream = _NoStream()
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: stream
 
 
 def time_with_the_host_clock() -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -70,6 +71,8 @@ class RecurrentMixer(
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
         gates_own_rows: the readout runs after all heads are back on this rank, and reads this
             rank's own rows.
+        recompute_whole: keep nothing but the input in training, and run the forward again in the
+            backward.
         recompute_norm_out: drop the rows for out_proj after the forward and compute them again for
             its backward; not where saved-tensor hooks keep them.
         norm_out_checkpoint: of the last forward; under upstream's name, for tools.
@@ -84,6 +87,7 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = False
     gates_own_rows: bool = False
+    recompute_whole: bool = False
     recompute_norm_out: bool = False
     norm_out_checkpoint: RefilledOutput | None = None
 
@@ -160,10 +164,27 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config)
-        with span(self, "in_proj"):
-            rows, _ = self.in_proj(hidden_states)
         if context is not None:
+            rows = self._project(hidden_states)
             return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
+        rest = attention_mask, packed_seq_params, cp_group
+        # Without a gradient of its input a checkpoint would give the parameters none either.
+        if self.recompute_whole and self.training and hidden_states.requires_grad:
+            return checkpoint(lambda x: self._compute(x, *rest), False, hidden_states)
+        return self._compute(hidden_states, *rest)
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        with span(self, "in_proj"):
+            return self.in_proj(hidden_states)[0]
+
+    def _compute(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+        cp_group: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = self._project(hidden_states)
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)

@@ -55,17 +55,31 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def losses(
-    wrapper: str, dtype: torch.dtype, pattern: str = PATTERN, strategy: str = FULLY
+    wrapper: str,
+    dtype: torch.dtype,
+    pattern: str = PATTERN,
+    strategy: str = FULLY,
+    tp: int = 1,
+    norms_called: bool = False,
 ) -> torch.Tensor:
     """``[STEPS, rows, TOKENS]`` of this rank's tokens, as ``wrapper`` ("ddp" or "fsdp") trains.
 
     The model begins with the same weights in every dtype: those of bf16.
+
+    Args:
+        norms_called: give each ``out_norm`` a hook, so that the mixer calls it.
     """
-    with parallel(), on_this_device():
-        model = build(torch.bfloat16, pattern)
+    with parallel(tp=tp), on_this_device():
+        model = build(torch.bfloat16, pattern, tensor_model_parallel_size=tp)
         if dtype == torch.float32:
-            rounded, model = model.state_dict(), build(dtype, pattern)
+            rounded, model = (
+                model.state_dict(),
+                build(dtype, pattern, tensor_model_parallel_size=tp),
+            )
             model.load_state_dict(rounded)
+        for name, module in model.named_modules():
+            if norms_called and name.endswith("out_norm"):
+                module.register_forward_hook(lambda *call: None)
         return torch.stack(list(_train(*_wrap(wrapper, model, strategy))))
 
 
@@ -103,7 +117,7 @@ def refusal(dtype: torch.dtype, pattern: str) -> str:
     return "accepted"
 
 
-def build(dtype: torch.dtype, pattern: str, **settings: bool) -> HybridModel:
+def build(dtype: torch.dtype, pattern: str, **settings: bool | int) -> HybridModel:
     torch.manual_seed(5)
     config = make_config(
         num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
@@ -177,6 +191,22 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
         yield SimpleNamespace(wait=lambda: None)
 
 
+def _in_turn(coalesce: Callable) -> Callable:
+    """``coalesce``, but its collectives have ended when it ends.
+
+    Megatron-FSDP orders collectives and freed buffers by CUDA streams. A CPU has none, and gloo
+    runs two collectives of a group at once.
+    """
+
+    @contextmanager
+    def in_turn(*args, **kwargs):
+        with coalesce(*args, **kwargs) as event:
+            yield event
+        event.wait()
+
+    return in_turn
+
+
 @contextmanager
 def on_this_device() -> Iterator[None]:
     """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU."""
@@ -184,13 +214,14 @@ def on_this_device() -> Iterator[None]:
         yield
         return
     stream, event = type(torch.cuda.current_stream()), torch.cuda.Event
-    cpu = torch.device("cpu")
+    cpu, buffers = torch.device("cpu"), param_and_grad_buffer
     with ExitStack() as stack:
         for owner, name, answer in (
             (torch.cuda, "Stream", stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (stream, "record_event", lambda self: event()),
             (megatron_fsdp, "torch", _Torch(device=lambda name: cpu)),
+            (buffers, "_coalescing_manager", _in_turn(buffers._coalescing_manager)),
             (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
             (torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh),
         ):

@@ -13,7 +13,6 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_gdn import GatedDeltaNet, set_documents, static_packed_seq_params
 from megatron_gdn.mixers.packing import static_documents_of
 from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.generation_laws import EXACT
 from tests.distributed.layer_laws import thd
 from tests.distributed.static_laws import capturing_by_megatron, static_mask_is_accepted
 from tests.parallel import make_config
@@ -124,7 +123,7 @@ def test_what_the_host_has_to_know_is_refused():
     packed = static_packed_seq_params(12, 3, device="cpu")
     with pytest.raises(NotImplementedError, match="known on the device alone"):
         _ = static_documents_of(packed).lengths
-    config = make_config(**EXACT, attention_dropout=0.0)
+    config = make_config(batch_invariant_mode=True)
     layer = build_module(gated_delta_net_spec("local"), config, layer_number=1)
     with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
         layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)

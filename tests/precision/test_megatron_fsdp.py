@@ -5,6 +5,7 @@ On GPUs and over nccl: tests/gpu/test_megatron_fsdp.py.
 
 import pytest
 import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from tests.gpu import fsdp_laws as laws
 
@@ -16,6 +17,19 @@ def test_an_fp32_model_trains_as_under_ddp(pools):
     laws.require_exact_in_fp32(
         pool.run(laws.losses, "ddp", FP32), pool.run(laws.losses, "fsdp", FP32)
     )
+
+
+@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern):
+    """tp 2 x dp 2."""
+    pool = pools(4)
+    ddp = pool.run(laws.losses, "ddp", FP32, pattern, tp=2)
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, strategy, tp=2)
+        laws.require_exact_in_fp32(ddp, fsdp)
+    if pattern == "G-":
+        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, "optim_grads", tp=2, norms_called=True)
+        laws.require_exact_in_fp32(ddp, fsdp)
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
@@ -30,7 +44,11 @@ def test_a_model_of_the_meta_device_trains_as_one_built_here(pools, pattern, str
     assert all(map(torch.equal, meta, here))
 
 
-@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+# Megatron 0.18 does not gather the parameters of a Mamba layer together.
+GATHERED = ["G-", "M-"] if hasattr(mcore_fsdp_adapter, "MambaLayer") else ["G-"]
+
+
+@pytest.mark.parametrize("pattern", GATHERED, ids={"G-": "gdn", "M-": "mamba2"}.get)
 def test_fp32_gates_in_a_bf16_model_are_refused_by_name(pools, pattern):
     for message in pools(2).run(laws.refusal, BF16, pattern):
         assert "Megatron-FSDP" in message and "dt_bias (torch.float32)" in message

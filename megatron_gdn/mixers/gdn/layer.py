@@ -29,11 +29,17 @@ from ...ops.parts import Parts
 from ..base import RecurrentMixer
 from ..graphs import in_layer_graph
 from ..hooks import has_hooks, require_plain_conv, run_pre_hooks
+from ..ignored_fields import name_ignored_fields
 from ..init import device_for, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
-from .newer_config import name_ignored_fields, recomputes_whole_layer, require_this_variant
+from .newer_config import (
+    GDN_FIELDS,
+    name_ignored_offloads,
+    recomputed_parts,
+    require_this_variant,
+)
 from .out_norm import norm_of
 from .sizes import GDNDims
 from .upstream_names import UpstreamNames
@@ -105,8 +111,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
         recompute_norm_out: likewise the normed output, out_proj's input. Megatron's
-            ``--recompute-modules gdn_norm_out`` switches it on too; ``gdn`` of newer Megatrons
-            switches both on.
+            ``--recompute-modules gdn_norm_out`` switches it on too. ``gdn`` of newer Megatrons
+            computes the whole layer again.
 
     The last six are given through ``ModuleSpec(params={...})``.
 
@@ -155,7 +161,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
                 f"A_log starts as the logarithm of a number drawn from it."
             )
         require_this_variant(config)
-        name_ignored_fields(config)
+        name_ignored_fields("GatedDeltaNet", GDN_FIELDS, config)
+        name_ignored_offloads(config)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         in_layer_graph(config)  # refuses what no graph of a layer takes
@@ -170,11 +177,10 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             linear_cp_mode,
         )  # fmt: skip
         self._build(submodules, name)
-        selective = config.recompute_granularity == "selective"
-        by_config = selective and "gdn_norm_out" in (config.recompute_modules or ())
-        whole = recomputes_whole_layer(config)
-        self.recompute_norm_out = recompute_norm_out or by_config or whole
-        self.recompute_qkv = recompute_qkv or whole
+        parts = recomputed_parts(config)
+        self.recompute_whole = whole = "whole" in parts  # which leaves nothing to the other two
+        self.recompute_norm_out = not whole and (recompute_norm_out or "norm_out" in parts)
+        self.recompute_qkv = not whole and (recompute_qkv or "qkv" in parts)
         self.reset_parameters()
 
     @property

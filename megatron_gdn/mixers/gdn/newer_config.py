@@ -1,6 +1,7 @@
-"""Fields of newer Megatrons' configs that are about this layer: honoured, named or refused.
+"""What Megatrons' configs say about this layer: honoured, named in the log or refused.
 
-megatron-core 0.19 has none of them; a config that lacks a field asks for nothing.
+A config that lacks a field asks for nothing: megatron-core 0.19 knows fewer names than the branches
+main and dev, and they know fewer than their proposals.
 """
 
 from __future__ import annotations
@@ -8,11 +9,31 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...compat.observe import log_once
+from ..ignored_fields import ConfigFields
 
-_WITHOUT_EFFECT = {
-    "gdn_pre_gated_delta_rule_fusion": "what comes before the rule is one pass here anyway",
-    "gdn_conv_pad_alignment": "the convolution takes any number of tokens",
+GDN_FIELDS = ConfigFields(
+    prefixes=("gdn_", "linear_"),
+    read=(
+        "linear_attention_freq", "linear_conv_kernel_dim", "linear_cp_mode",
+        "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+        "linear_value_head_dim",
+    ),
+    without_effect={
+        "gdn_pre_gated_delta_rule_fusion": "what comes before the rule is one pass here anyway",
+        "gdn_conv_pad_alignment": "the convolution takes any number of tokens",
+    },
+)  # fmt: skip
+
+# Names of `--recompute-modules`, and what is computed again here for them.
+_RECOMPUTED = {
+    "gdn": ("whole",),
+    "gdn_norm_out": ("norm_out",),
+    "gdn_qkv": ("qkv",),
+    "gdn_in_proj_conv": ("qkv",),
 }
+_KEEPS_PROJECTION = ("gdn_in_proj", "gdn_in_proj_conv", "gdn_qkv")
+# Names of `--offload-modules` for parts of attention.
+_OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def require_this_variant(config: TransformerConfig) -> None:
@@ -30,24 +51,35 @@ def require_this_variant(config: TransformerConfig) -> None:
         )
 
 
-def recomputes_whole_layer(config: TransformerConfig) -> bool:
-    """Whether ``--recompute-modules gdn`` is asked for, which means the whole layer.
+def recomputed_parts(config: TransformerConfig) -> set[str]:
+    """Which of ``whole``, ``qkv`` and ``norm_out`` ``--recompute-modules`` asks for.
 
-    Here it switches both recomputations of the layer on; the projection's output is still saved.
+    A name that means more than is computed again here is named in the log, also if it is new.
     """
-    selective = config.recompute_granularity == "selective"
-    asked = selective and "gdn" in (config.recompute_modules or ())
-    if asked:
+    if config.recompute_granularity != "selective":
+        return set()
+    parts = set()
+    for name in config.recompute_modules or ():
+        parts.update(_RECOMPUTED.get(name, ()))
+        if name in _KEEPS_PROJECTION:
+            again = "query, key and value are" if name in _RECOMPUTED else "nothing is"
+            log_once(
+                f"GatedDeltaNet: with --recompute-modules {name}, {again} computed again; "
+                f"in_proj's output is kept. 'gdn' computes the whole layer again."
+            )
+        elif name.startswith("gdn") and name not in _RECOMPUTED:
+            log_once(f"GatedDeltaNet: --recompute-modules {name} has no effect: it is not known.")
+    return parts
+
+
+def name_ignored_offloads(config: TransformerConfig) -> None:
+    """One log line for the parts of ``--offload-modules`` that this layer does not have."""
+    if not config.fine_grained_activation_offloading:
+        return
+    asked = config.offload_modules or ()
+    without = [name for name in asked if name in _OF_ATTENTION or name.startswith("gdn")]
+    if without:
         log_once(
-            "GatedDeltaNet: --recompute-modules gdn switches recompute_qkv and recompute_norm_out "
-            "on; in_proj's output is kept and not computed again."
+            f"GatedDeltaNet: --offload-modules {' '.join(without)} has no effect on this layer: "
+            f"what its backward needs stays on the GPU."
         )
-    return asked
-
-
-def name_ignored_fields(config: TransformerConfig) -> None:
-    """One log line for each field that is set and has no effect on this layer."""
-    for name, why in _WITHOUT_EFFECT.items():
-        value = getattr(config, name, None)
-        if value not in (None, False):
-            log_once(f"GatedDeltaNet: config.{name}={value!r} has no effect: {why}.")

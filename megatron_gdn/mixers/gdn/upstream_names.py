@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from ...ops import (
@@ -41,6 +42,8 @@ class UpstreamNames:
     out_proj: Any
     out_norm: Any
     norm_group: Any
+
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
 
     def _name_sizes(self) -> None:
         """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.

@@ -1,6 +1,17 @@
-"""Checks of the arguments of a Mamba2 mixer's constructor."""
+"""Checks of the arguments of a Mamba2 mixer's constructor, and the config's fields about it."""
 
 from __future__ import annotations
+
+from ..ignored_fields import ConfigFields
+
+MAMBA2_FIELDS = ConfigFields(
+    prefixes=("mamba_", "use_mamba_"),
+    read=("mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_state_dim"),
+    without_effect={
+        "mamba_training_ssm_states_dtype": "the recurrence chooses its states' dtype",
+        "use_mamba_mem_eff_path": "convolution and recurrence are always one autograd function",
+    },
+)
 
 
 def refuse_unsupported_arguments(

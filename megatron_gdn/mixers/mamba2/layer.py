@@ -31,11 +31,12 @@ from ...ops.readout.base import Apart, Bare
 from ...ops.readout.grouped import GateOnly, grouped_rms_norm
 from ..base import RecurrentMixer
 from ..hooks import wait_for_parameters
+from ..ignored_fields import name_ignored_fields
 from ..init import device_for, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
-from .arguments import check_ranges, refuse_unsupported_arguments
+from .arguments import MAMBA2_FIELDS, check_ranges, refuse_unsupported_arguments
 from .grouped_norm import GroupedRMSNorm, is_plain_grouped_norm
 from .sizes import Mamba2Dims
 
@@ -144,6 +145,7 @@ class Mamba2Mixer(RecurrentMixer):
     ) -> None:
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
+        name_ignored_fields("Mamba2Mixer", MAMBA2_FIELDS, config)
         dims = Mamba2Dims.from_config(config, d_model, d_conv, expand)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init

@@ -1,0 +1,80 @@
+"""Weight gradients that wait for ``backward_dw``, as Transformer Engine's do in Megatron's overlap.
+
+With ``delay_wgrad_compute`` a linear's backward gives its input's gradient alone. Megatron's
+schedule (1F1B with expert parallelism) calls the layer's ``backward_dw`` later.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def delayed(linear: type) -> type:
+    """The class with a backward that leaves the weight's gradient to ``backward_dw``."""
+
+    class Delayed(linear):
+        def forward(self, x):
+            y = F.linear(x, self.weight.detach())
+            if y.requires_grad:
+                y.register_hook(lambda dy: setattr(self, "waits", (x.detach(), dy)))
+            return y, None
+
+        def backward_dw(self):
+            x, dy = self.waits
+            self.weight.grad = dy.flatten(0, 1).T @ x.flatten(0, 1)
+
+    return Delayed
+
+
+def layer_of(mixer, **recomputed) -> TransformerLayer:
+    spec = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchRMSNorm,
+            self_attention=mixer,
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+    config = make_config(hidden_dropout=0.0)
+    vars(config).update(recomputed)
+    torch.manual_seed(3)
+    return build_module(spec, config, layer_number=1)
+
+
+@pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn_qkv", "gdn"])
+def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(again):
+    plain = gated_delta_net_spec("local")
+    parts = replace(
+        plain.submodules,
+        in_proj=delayed(ColumnParallelLinear),
+        out_proj=delayed(RowParallelLinear),
+    )
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": [again]}
+    late = layer_of(replace(plain, submodules=parts), **(recomputed if again else {}))
+    at_once, x = layer_of(plain), torch.randn(9, 2, 24)
+    at_once.load_state_dict(late.state_dict())
+    for layer in (late, at_once):
+        out, _ = layer(x.clone().requires_grad_(), None)
+        out.square().sum().backward()
+    weights = {"self_attention.in_proj.weight", "self_attention.out_proj.weight"}
+    missing = {name for name, p in late.named_parameters() if p.grad is None}
+    assert missing == weights
+    late.init_backward_dw_wrapper()
+    late.backward_dw_wrapper.backward_dw()
+    for name, parameter in late.named_parameters():
+        torch.testing.assert_close(parameter.grad, at_once.get_parameter(name).grad, msg=name)
