@@ -323,10 +323,11 @@ def gather_tensors_of_different_sizes() -> None:
     ) -> Any:
         if len({received.numel() for received in tensor_list}) == 1:
             return of_one_size(tensor_list, tensor, group=group, async_op=async_op)
+        members: Any = group or dist.group.WORLD
         for rank, received in enumerate(tensor_list):
             if rank == dist.get_rank(group):
                 received.copy_(tensor)
-            dist.broadcast(received, dist.get_global_rank(group or dist.group.WORLD, rank), group)
+            dist.broadcast(received, dist.get_global_rank(members, rank), group)
         return _Done() if async_op else None
 
     dist.all_gather = all_gather
