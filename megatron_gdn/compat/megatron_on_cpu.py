@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from .torch_norm import TorchRMSNorm
 
@@ -39,6 +40,7 @@ def run_megatron_on_cpu() -> None:
     accept_cpu_tensors_in_optimizers()
     use_torch_norm_after_the_last_hybrid_layer()
     resume_distributed_optimizer_with_torch_adam()
+    gather_tensors_of_different_sizes()
 
 
 def answer_device_questions_with_cpu() -> None:
@@ -295,3 +297,37 @@ def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+
+
+class _Done:
+    """The work of a collective that has ended."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+def gather_tensors_of_different_sizes() -> None:
+    """``torch.distributed.all_gather`` takes them over gloo too: each rank broadcasts its own.
+
+    Asked by Muon under ``--use-distributed-optimizer``, whose ranks hold whole matrices
+    (layer_wise_optimizer.py:772, param_and_grad_buffer.py:472): NCCL sends any sizes, gloo refuses
+    ("invalid tensor size at index 1"), with Megatron's own layers too. Can go when gloo takes them.
+    """
+    of_one_size = dist.all_gather
+
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({received.numel() for received in tensor_list}) == 1:
+            return of_one_size(tensor_list, tensor, group=group, async_op=async_op)
+        members: Any = group or dist.group.WORLD
+        for rank, received in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                received.copy_(tensor)
+            dist.broadcast(received, dist.get_global_rank(members, rank), group)
+        return _Done() if async_op else None
+
+    dist.all_gather = all_gather

@@ -21,7 +21,9 @@ A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-co
    masters of 16-bit parameters only, see :mod:`.listed_masters`.
 7. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
    no parameter has it, so the first step raises. 16-bit parameters may have ``grad`` alone.
-8. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
+8. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor, see
+   :mod:`.gathered_by_dtype`.
+9. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
@@ -55,6 +57,7 @@ from .bucket_sizes import (
     with_switch_of_a_file_named,
 )
 from .empty_shares import with_empty_shares
+from .gathered_by_dtype import with_gathers_by_dtype
 from .listed_masters import take_native_masters, with_every_master
 from .padded_buckets import with_padded_buckets
 from .stored_strides import with_stored_strides
@@ -72,6 +75,7 @@ def repair_mixed_dtype_optimizers() -> None:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.optimizer.optimizer import (
         ChainedOptimizer,
         Float16OptimizerWithFloat16Params,
@@ -94,6 +98,7 @@ def repair_mixed_dtype_optimizers() -> None:
             Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads",
             _with_grads_for_main_grads,
         ),
+        (LayerWiseDistributedOptimizer, "allgather_params", with_gathers_by_dtype),
         (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", with_stored_strides),
     ):  # fmt: skip
