@@ -125,7 +125,10 @@ def _require_known_options(theirs: type, ours: type, options: dict[str, Any]) ->
 
 
 def _require_known_constructor(theirs: type, ours: type) -> None:
-    """Each argument of theirs has its name, its place and its default in ours."""
+    """Each argument of theirs has its name, its place and its default in ours.
+
+    One that ours takes by name alone is refused by Python where it is given by place.
+    """
     given, taken = _arguments(theirs), _arguments(ours)
     places = [
         name for name, argument in taken.items() if argument.kind is not argument.KEYWORD_ONLY
@@ -135,7 +138,7 @@ def _require_known_constructor(theirs: type, ours: type) -> None:
         mine = taken.get(name)
         if mine is None:
             wrong.append(f"{name} is not known")
-        elif argument.kind is not argument.KEYWORD_ONLY and places[place : place + 1] != [name]:
+        elif name in places and places.index(name) != place:
             wrong.append(f"{name} has another place")
         elif not _same_default(argument.default, mine.default):
             wrong.append(f"{name}={argument.default!r} is {mine.default!r} in ours")
