@@ -100,6 +100,7 @@ class DotProductAttention(nn.Module):
     def __init__(self, num_attention_heads, kv_channels, softmax_scale=None, **settings):
         super().__init__()
         self.softmax_scale, self.qkv_format = softmax_scale, settings.get("qkv_format", "sbhd")
+        self.cp_group = self.cp_global_ranks = self.cp_stream = None
 
     def forward(self, query, key, value, attention_mask=None, *, qkv_format=None, **settings):
         packed = (qkv_format or self.qkv_format) == "thd"
