@@ -49,7 +49,7 @@ DATA = {
     "--data-path chats": """
         --data-path {folder}/chats.jsonl --split 90,10,0 --tokenizer-type SFTTokenizer
         --tokenizer-model {folder} --sft-tokenizer-prompt-format default
-        --no-create-attention-mask-in-dataloader
+        --no-create-attention-mask-in-dataloader --calculate-per-token-loss
     """,
 }
 DENSE = "--hybrid-layer-pattern G-*-"
