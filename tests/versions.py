@@ -31,7 +31,7 @@ ROWS = [
     *("megatron-core@main", "megatron-core@dev"),
     *(f"torch=={v}" for v in ("2.7.0", "2.8.0", "2.15.0")),
     *("python==3.13", "python==3.14"),
-    *(f"transformers=={v}" for v in ("5.2.0", "5.4.0")),
+    *(f"transformers=={v}" for v in ("5.2.0", "5.4.0", "5.16.1", "5.23.0")),
 ]
 PINNED = "3.12"
 # What a package's own requirements move with it, as the constraints begin.
@@ -173,7 +173,8 @@ def record(line: dict) -> None:
 def table(lines: list[dict]) -> str:
     head = ["row", "Python", *SHOWN, "tests", "launch", "result", "date"]
     rows = [head, ["---"] * len(head)]
-    for line in lines:
+    run = {line["row"] for line in lines}
+    for line in lines + [{"row": name, "result": "not run"} for name in ROWS if name not in run]:
         name = f"`{line['row']}`" + (f" ({line['commit']})" if "commit" in line else "")
         keys = ("python", *SHOWN, "tests", "launch", "result", "date")
         rows.append([name, *(line.get(key, "-") for key in keys)])
