@@ -6,6 +6,11 @@
 # runs that are ended at random steps, again and again; the commands of the pages as they are, from
 # a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper.
 #
+# `make test-versions` runs other versions of torch, megatron-core, Python and transformers, one at
+# a time, each in an environment of its own (some GB, removed after its row), and fills the table of
+# docs/versions.md. ROWS="torch==2.7.0 megatron-core@main" runs a choice; CLONES=folder has
+# Megatron-LM's branches as mlm-main and mlm-dev; SCRATCH=folder takes the environments.
+#
 # Another torch than the pinned one: `make test TORCH=2.15.0 VENV=.venv-2.15`, or any other target.
 
 TORCH ?=
@@ -17,7 +22,7 @@ PYTHON ?= $(or $(shell for python in python3.12 python3.13 python3.14 python3 \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; \
 	done),python3)
 
-.PHONY: demo test test-shapes test-all test-kernels test-launches nightly test-gpu docs lint format clean
+.PHONY: demo test test-shapes test-all test-kernels test-launches test-versions test-frameworks nightly test-gpu docs lint format clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/pretrain_hybrid.py --nproc-per-node 2
@@ -38,11 +43,27 @@ test-kernels: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
-# A clone's own scripts run the launches of the pages, and its source is read for what its layers
-# ask of ours: make test-launches MEGATRON_LM=folder
+# A clone's own scripts run launches and fill the table of docs/launching.md, and its source is read
+# for what its layers ask of ours: make test-launches MEGATRON_LM=folder
 test-launches: $(VENV)/.ready
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launches \
 		tests/unit/test_megatron_contracts.py tests/layer/test_newer_config.py
+
+test-versions: $(VENV)/.ready
+	$(BIN)/python tests/versions.py $(ROWS) $(if $(CLONES),--clones $(CLONES)) \
+		$(if $(SCRATCH),--scratch $(SCRATCH))
+
+# An environment of its own for each framework, whose transformers may be an older one.
+BRIDGE = .venv-frameworks/bridge
+test-frameworks: $(BRIDGE)/.ready
+	OMP_NUM_THREADS=1 $(BRIDGE)/bin/python -m pytest -p tests.frameworks.behind_te_on_cpu -s \
+		tests/frameworks/bridge_laws.py
+
+$(BRIDGE)/.ready: tests/frameworks/bridge.txt pyproject.toml
+	$(PYTHON) -m venv $(BRIDGE)
+	$(BRIDGE)/bin/pip install --quiet -e ".[fla]" pytest -r tests/frameworks/bridge.txt
+	$(BRIDGE)/bin/pip install --quiet --no-deps megatron-bridge==0.6.2
+	touch $@
 
 test-gpu:
 	python3 -m pytest -m gpu

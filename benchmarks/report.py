@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
+from lib.pages import filled, markdown
 from lib.plot import Beside, draw, draw_beside, draw_models
 
 HERE = Path(__file__).parent
@@ -30,12 +30,6 @@ def read(name: str) -> list[dict]:
         record = json.loads(line)
         found[tuple(str(record.get(key)) for key in WHAT)] = record
     return list(found.values())
-
-
-def markdown(rows: list[list[str]]) -> str:
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def layer_table(records: list[dict]) -> str:
@@ -139,15 +133,6 @@ def setting(record: dict) -> str:
     versions = record["environment"]
     names = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "gpu")
     return f"{versions['gpu']}, copy {record['copy_TB_s']:.2f} TB/s, {names}."
-
-
-def filled(text: str, tables: dict[str, str]) -> str:
-    """A page with every table in its marked place."""
-    for name, table in tables.items():
-        mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
-        assert count == 1, f"there are {count} places for {name}"
-    return text
 
 
 def pages() -> dict[Path, dict[str, str]]:

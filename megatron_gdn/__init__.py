@@ -11,6 +11,7 @@ _NAMES = {
     "context_parallel": (
         "SequenceLayout", "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp",
     ),
+    "frameworks.patch": ("patch_megatron",),
     "mixers.fully_sharded": ("fully_shard",),
     "mixers.gdn.sizes": ("GDNDims",),
     "mixers.graphs": ("set_documents", "static_packed_seq_params"),

@@ -12,7 +12,6 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -20,7 +19,6 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
 )
@@ -37,6 +35,7 @@ from .local import (
     GDN_NORM_KEYS,
     MAMBA_NORM_KEYS,
     MLP_NORM_KEYS,
+    LocalMoELayer,
     local_attention_spec,
     local_mlp_builder,
     unavailable,
@@ -58,7 +57,7 @@ class HybridStackSpec(ModuleSpec):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.
 
-            spec(modules="auto", *, qk_layernorm=False, num_moe_experts=None, mamba=None, **options)
+            spec(modules="auto", *, qk_layernorm=False, mamba=None, **options)
 
         Args:
             modules: ``"te"`` is Megatron's own hybrid stack with the 'G' and 'M' mixers exchanged;
@@ -66,8 +65,6 @@ class HybridStackSpec(ModuleSpec):
                 ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
                 interchangeable.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
-            num_moe_experts: builds local 'E' layers for that many experts
-                (``config.num_moe_experts``).
             mamba: keyword arguments of the Mamba2Mixer constructor, for 'M' layers.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
                 the delta rule). ``cp_layout`` also goes to 'M' and local '*' layers. 'M' layers
@@ -90,7 +87,6 @@ def _hybrid_stack_spec(
     modules: str = "auto",
     *,
     qk_layernorm: bool = False,
-    num_moe_experts: int | None = None,
     mamba: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
@@ -102,7 +98,7 @@ def _hybrid_stack_spec(
         submodules = _te_submodules(mixer, mamba2, qk_layernorm)
     else:
         attention = local_attention_spec(qk_layernorm, cp_layout)
-        submodules = _local_submodules(mixer, mamba2, attention, num_moe_experts)
+        submodules = _local_submodules(mixer, mamba2, attention)
     theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
     heads = checked_mtp_spec(theirs, cp_layout) if modules == "te" else local_mtp_spec(cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
@@ -150,7 +146,7 @@ def _te_submodules(
 
 
 def _local_submodules(
-    mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec, num_moe_experts: int | None
+    mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec
 ) -> HybridStackSubmodules:
     layers = {
         "gdn_layer": _local_mixer_layer(mixer, GDN_NORM_KEYS),
@@ -173,9 +169,13 @@ def _local_submodules(
                 sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
             ),
         ),
+        "moe_layer": ModuleSpec(
+            module=LocalMoELayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD
+            ),
+        ),
     }
-    if num_moe_experts:
-        layers["moe_layer"] = _local_moe_layer(num_moe_experts)
     return HybridStackSubmodules(**layers, **_refusals(without=layers))
 
 
@@ -187,17 +187,6 @@ def _refusals(without: Iterable[str]) -> dict[str, ModuleSpec]:
     places = {field.name for field in fields(HybridStackSubmodules)}
     others = {place for place in places if place.endswith("_layer")} - set(without)
     return {place: unavailable(_SYMBOLS.get(place, place)) for place in sorted(others)}
-
-
-def _local_moe_layer(num_moe_experts: int) -> ModuleSpec:
-    return ModuleSpec(
-        module=MoETransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=TorchRMSNorm,
-            mlp=get_moe_module_spec(use_te=False, num_experts=num_moe_experts),
-            mlp_bda=BIAS_DROPOUT_ADD,
-        ),
-    )
 
 
 def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSpec:

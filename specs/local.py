@@ -4,15 +4,22 @@ Transformer Engine fuses the norm before a linear layer into it and stores the n
 local modules keep it apart. The key maps below write both under Transformer Engine's name.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.attention.attention import TorchAttention
@@ -52,16 +59,38 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
     )
 
 
+class LocalMoELayer(MoETransformerLayer):
+    """Experts in plain torch, as many as ``config.num_moe_experts``.
+
+    A spec that ``--spec`` names sees no config, so the layer chooses its own ``mlp``.
+
+    Raises:
+        NotImplementedError: the config has no experts.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
+    ) -> None:
+        if config.num_moe_experts is None:
+            refuse("E")
+        mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+        super().__init__(config, replace(submodules, mlp=mlp), **others)
+
+
 class UnavailableLayer:
     """Placeholder for a layer that a spec lacks: building it is an error, not an identity."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-            "'M' (Mamba2), '-' (MLP), '*' (attention) and, with num_moe_experts given, 'E' "
-            '(experts). Use hybrid_stack_spec("te"), which needs Transformer Engine, or change '
-            "--hybrid-layer-pattern."
-        )
+        refuse(symbol)
+
+
+def refuse(symbol: str) -> NoReturn:
+    raise NotImplementedError(
+        f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
+        "'M' (Mamba2), '-' (MLP), '*' (attention) and, if num_moe_experts (--num-experts) is "
+        "given, 'E' (experts). Use hybrid_stack_spec(\"te\"), which needs Transformer Engine, or "
+        "change --hybrid-layer-pattern."
+    )
 
 
 def unavailable(symbol: str) -> ModuleSpec:

@@ -39,7 +39,12 @@ def make_config(**changes) -> TransformerConfig:
         "calculate_per_token_loss": True,
         **SIZES,
     }
-    return TransformerConfig(**{**settings, **changes})
+    exact = changes.pop("batch_invariant_mode", False)
+    config = TransformerConfig(**{**settings, **changes})
+    # Set afterwards: Megatron checks the mode with attention kernels and a dtype in mind that no
+    # test on a CPU has. The layers read the field alone.
+    config.batch_invariant_mode = exact
+    return config
 
 
 @contextmanager

@@ -7,19 +7,26 @@ and what it raises is raised in the test, with the rank's traceback.
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 # Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
 TIMEOUT_S = {"gloo": 120, "nccl": 600}
+# After one rank raised, the others answer within this: they may be waiting for it.
+GRACE_S = 5
 # What every rank imports. The server runs nothing of it: no thread holds a lock when it forks.
 _IMPORTED_ONCE = [
     "megatron_gdn.specs",
@@ -93,13 +100,14 @@ def _store(rank: int, size: int, pipe, timeout: timedelta):
 
     if rank == 0:
         store = TCPStore("localhost", 0, size, True, timeout, wait_for_workers=False)
-        pipe.send(store.port)
+        pipe.send(("port", store.port))
         return store
     return TCPStore("localhost", pipe.recv(), size, False, timeout, wait_for_workers=False)
 
 
-def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float) -> None:
+def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: Path) -> None:
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
+    faulthandler.register(signal.SIGUSR1, stacks.open("w"))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
@@ -147,14 +155,17 @@ class RankPool:
         self.timeout_s = TIMEOUT_S[backend] if timeout_s is None else timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._stacks: list[Path] = []
 
     def _start(self) -> None:
         context = _context(self.backend)
+        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()
+            self._stacks.append(folder / str(rank))
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, theirs, self.backend, self.timeout_s),
+                args=(rank, self.size, theirs, self.backend, self.timeout_s, self._stacks[-1]),
                 daemon=False,
             )
             process.start()
@@ -164,32 +175,34 @@ class RankPool:
         (port,) = self._answers(self._pipes[:1])
         for pipe in self._pipes[1:]:
             pipe.send(port)
-        self._collect()
+        self._answers(self._pipes)
 
     def _answers(self, pipes: list[Any]) -> list[Any]:
-        """What ranks 0, 1, ... of these pipes sent."""
-        answers, deadline = [], time.monotonic() + self.timeout_s
-        for rank, pipe in enumerate(pipes):
-            try:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise EOFError(f"no answer within {self.timeout_s} s")
-                answers.append(pipe.recv())
-            except EOFError as error:
-                earlier = [text for kind, text in answers if kind == "raised"]
-                self.stop()
-                raise RankError(f"rank {rank}: {error}\n" + "\n".join(earlier)) from None
-        return answers
-
-    def _collect(self) -> list[Any]:
-        answers = self._answers(self._pipes)
-        failures = [
-            f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(answers) if kind == "raised"
-        ]
-        if failures:
+        """What ranks 0, 1, ... of these pipes sent; raises what any of them raised."""
+        answers, silent = {}, {pipe: rank for rank, pipe in enumerate(pipes)}
+        deadline, raised = time.monotonic() + self.timeout_s, False
+        while silent and (ready := wait(list(silent), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = silent.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("raised", "the process ended")
+                if answers[rank][0] == "raised" and not raised:
+                    deadline, raised = min(deadline, time.monotonic() + GRACE_S), True
+        if raised or silent:
+            failures = {rank: text for rank, (kind, text) in answers.items() if kind == "raised"}
+            failures |= {rank: self._where(rank) for rank in silent.values()}
             # Ranks may have parted ways inside a collective: the next test gets a fresh world.
             self.stop()
-            raise RankError("\n".join(failures))
-        return [value for _, value in answers]
+            raise RankError("\n".join(f"rank {r}:\n{text}" for r, text in failures.items()))
+        return [answers[rank][1] for rank in range(len(pipes))]
+
+    def _where(self, rank: int) -> str:
+        """Where a rank is that does not answer: the stacks of its threads."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)  # until they are written
+        return f"no answer within {self.timeout_s} s. It is at:\n{self._stacks[rank].read_text()}"
 
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank and return what each returns."""
@@ -197,11 +210,13 @@ class RankPool:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
-        return self._collect()
+        return self._answers(self._pipes)
 
     def stop(self) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
-        self._processes, self._pipes = [], []
+        if self._stacks:
+            shutil.rmtree(self._stacks[0].parent)
+        self._processes, self._pipes, self._stacks = [], [], []

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from .torch_norm import TorchRMSNorm
 
@@ -39,6 +40,7 @@ def run_megatron_on_cpu() -> None:
     accept_cpu_tensors_in_optimizers()
     use_torch_norm_after_the_last_hybrid_layer()
     resume_distributed_optimizer_with_torch_adam()
+    gather_tensors_of_different_sizes()
 
 
 def answer_device_questions_with_cpu() -> None:
@@ -49,28 +51,6 @@ def answer_device_questions_with_cpu() -> None:
     take the device from their input.
     """
     torch.cuda.current_device = lambda: _CPU
-
-
-class _NoStream:
-    """A stream that has always finished: CPU work is synchronous."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-def make_streams_do_nothing() -> None:
-    """``torch.cuda.synchronize`` and ``current_stream`` have nothing to wait for.
-
-    Asked by the gradient buffers (distributed/param_and_grad_buffer.py:632), the pipeline
-    (p2p_communication.py:263) and the checkpoint writer (dist_checkpointing). Can go when Megatron
-    guards them with ``torch.cuda.is_available()``.
-    """
-    stream = _NoStream()
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_stream = lambda device=None: stream
 
 
 class _HostEvent:
@@ -91,6 +71,34 @@ class _HostEvent:
 
     def elapsed_time(self, end: "_HostEvent") -> float:
         return 1e3 * (end._at - self._at)
+
+
+class _NoStream:
+    """A stream that has always finished: CPU work is synchronous."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self, event: _HostEvent | None = None) -> _HostEvent:
+        event = event or _HostEvent()
+        event.record()
+        return event
+
+    def synchronize(self) -> None: ...
+
+
+def make_streams_do_nothing() -> None:
+    """``torch.cuda.synchronize`` and ``current_stream`` have nothing to wait for.
+
+    Asked by the gradient buffers (distributed/param_and_grad_buffer.py:632), the pipeline
+    (p2p_communication.py:263), the checkpoint writer (dist_checkpointing) and the dispatcher of
+    experts (moe/token_dispatcher.py:946). Can go when Megatron
+    guards them with ``torch.cuda.is_available()``.
+    """
+    stream = _NoStream()
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: stream
 
 
 def time_with_the_host_clock() -> None:
@@ -289,3 +297,37 @@ def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+
+
+class _Done:
+    """The work of a collective that has ended."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+def gather_tensors_of_different_sizes() -> None:
+    """``torch.distributed.all_gather`` takes them over gloo too: each rank broadcasts its own.
+
+    Asked by Muon under ``--use-distributed-optimizer``, whose ranks hold whole matrices
+    (layer_wise_optimizer.py:772, param_and_grad_buffer.py:472): NCCL sends any sizes, gloo refuses
+    ("invalid tensor size at index 1"), with Megatron's own layers too. Can go when gloo takes them.
+    """
+    of_one_size = dist.all_gather
+
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({received.numel() for received in tensor_list}) == 1:
+            return of_one_size(tensor_list, tensor, group=group, async_op=async_op)
+        members: Any = group or dist.group.WORLD
+        for rank, received in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                received.copy_(tensor)
+            dist.broadcast(received, dist.get_global_rank(members, rank), group)
+        return _Done() if async_op else None
+
+    dist.all_gather = all_gather

@@ -21,7 +21,9 @@ A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-co
    masters of 16-bit parameters only, see :mod:`.listed_masters`.
 7. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
    no parameter has it, so the first step raises. 16-bit parameters may have ``grad`` alone.
-8. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
+8. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor, see
+   :mod:`.gathered_by_dtype`.
+9. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
@@ -51,8 +53,11 @@ from torch import Tensor
 from .bucket_sizes import (
     with_bucket_sizes_explained,
     with_file_sizes_explained,
+    with_switch_named,
+    with_switch_of_a_file_named,
 )
 from .empty_shares import with_empty_shares
+from .gathered_by_dtype import with_gathers_by_dtype
 from .listed_masters import take_native_masters, with_every_master
 from .padded_buckets import with_padded_buckets
 from .stored_strides import with_stored_strides
@@ -70,7 +75,11 @@ def repair_mixed_dtype_optimizers() -> None:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.optimizer import (
+        ChainedOptimizer,
+        Float16OptimizerWithFloat16Params,
+    )
 
     for owner, name, wrap in (
         (DistributedOptimizer, "__init__", _with_true_order),
@@ -78,6 +87,9 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", _with_equal_replicas_of_a_file),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", with_file_sizes_explained),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_switch_named),
+        (DistributedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
+        (ChainedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
         (Float16OptimizerWithFloat16Params, "state_dict", with_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
@@ -86,6 +98,7 @@ def repair_mixed_dtype_optimizers() -> None:
             Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads",
             _with_grads_for_main_grads,
         ),
+        (LayerWiseDistributedOptimizer, "allgather_params", with_gathers_by_dtype),
         (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", with_stored_strides),
     ):  # fmt: skip

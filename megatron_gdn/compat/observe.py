@@ -35,6 +35,6 @@ def _range(message: str) -> Iterator[None]:
 
 
 @cache
-def log_once(message: str) -> None:
+def log_once(message: str, level: int = logging.INFO) -> None:
     """Log on rank 0, once per process, also if many layers send the same message."""
-    log_single_rank(logger, logging.INFO, message)
+    log_single_rank(logger, level, message)

@@ -6,7 +6,7 @@ import re
 import warnings
 from functools import cache
 
-OLDEST, UNTESTED_FROM = (0, 19), (0, 20)  # pyproject.toml lets 0.20 be installed, README says so
+OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installed too
 
 
 @cache

@@ -96,9 +96,7 @@ def build_model(
 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    spec = spec or hybrid_stack_spec(
-        resolved, qk_layernorm=True, num_moe_experts=hf.num_experts or None, **options
-    )
+    spec = spec or hybrid_stack_spec(resolved, qk_layernorm=True, **options)
     pattern = layer_pattern or hf.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
         raise ValueError(

@@ -93,10 +93,11 @@ def in_layer_graph(config: TransformerConfig) -> bool:
         captured = cast(Any, config.inference_cuda_graph_scope).name != "block"
     else:
         captured = not modules or "attn" in modules
-    if captured and config.hybrid_context_parallel:
+    own_ranks = next((name for name in _OWN_RANKS if getattr(config, name, False)), None)
+    if captured and own_ranks:
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures this layer, and "
-            f"hybrid_context_parallel packs documents, with a group of ranks for each micro-batch; "
+            f"{own_ranks} packs documents, with a group of ranks for each micro-batch; "
             f"a graph would replay those of the first. {_LEAVE_OUT}"
         )
     return captured
@@ -117,6 +118,9 @@ def refuse_packed(config: TransformerConfig) -> None:
         f"megatron_gdn.static_packed_seq_params (docs/cuda_graphs.md)."
     )
 
+
+# The field's name up to Megatron 0.20, and in Megatron-LM's dev branch.
+_OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
     "Leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,10 +20,14 @@ _HOOKS_OF_ALL = (  # torch never binds these names again
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # the end of it: megatron-core has a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
-    return getattr(hook, "__module__", None) == _MEGATRON_DDP
+    module = getattr(hook, "__module__", None) or ""
+    if module.endswith(_MEGATRON_FSDP):
+        return getattr(hook, "__name__", None) == "_pre_forward_param_unshard"
+    return module == _MEGATRON_DDP
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -43,14 +49,35 @@ def only_waits_for_parameters(module: nn.Module) -> bool:
 
 
 def wait_for_parameters(module: nn.Module) -> None:
-    """Run the pre-hooks by which Megatron's data-parallel wrapper waits for a gather.
+    """Run the pre-hooks by which Megatron's data-parallel wrappers wait for a gather.
 
     With ``overlap_param_gather`` a module's parameters hold the last step's values until the gather
-    is complete. These hooks read only the module, not its inputs.
+    is complete; under Megatron-FSDP they may have no memory. These hooks read only the module, not
+    its inputs.
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
             hook(module, ())
+
+
+@contextmanager
+def parameters_waited_for(module: nn.Module) -> Iterator[None]:
+    """:func:`wait_for_parameters` of all parts of ``module``; inside, a call does not wait again.
+
+    For calls with other tensors in place of the parameters, which these hooks do not know.
+    """
+    parts = [part for part in module.modules() if part._forward_pre_hooks]
+    for part in parts:
+        wait_for_parameters(part)
+    hooks = [part._forward_pre_hooks for part in parts]
+    for part, own in zip(parts, hooks, strict=True):
+        others = ((key, hook) for key, hook in own.items() if not _waits_for_parameters(hook))
+        part._forward_pre_hooks = OrderedDict(others)
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, hooks, strict=True):
+            part._forward_pre_hooks = own
 
 
 def require_plain_conv(conv: nn.Module) -> None:

@@ -127,7 +127,8 @@ def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
             f"Megatron-FSDP would gather {name} ({original.dtype}) in one collective of "
             f"{' and '.join(sorted(dtypes))}, from which gloo returns wrong numbers. Use the nccl "
             f"backend, parameters of one dtype, DistributedDataParallel, or a "
-            f"data_parallel_sharding_strategy other than 'optim_grads_params'."
+            f"data_parallel_sharding_strategy other than 'optim_grads_params' (for "
+            f"megatron_fsdp.fully_shard: zero_dp_strategy, and no fsdp_unit_modules)."
         )
 
 

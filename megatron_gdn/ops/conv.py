@@ -5,7 +5,7 @@ Legend: B batch, T tokens, C channels, W taps, N sequences (B of them, or the pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,9 @@ from .documents import Documents, require_one_row
 from .elementwise import sigmoid, silu
 from .first_derivative import first_derivative_only
 from .uncompiled import uncompiled
+
+# x [B, T, C], weight [C, W], bias [C] or None, documents or None -> silu(conv(x)).
+type Convolve = Callable[[Tensor, Tensor, Tensor | None, Documents | None], Tensor]
 
 
 def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:

@@ -15,7 +15,6 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference import roll_back
@@ -33,11 +32,6 @@ from megatron_gdn.testing.generation import RowByRow
 from tests.parallel import make_config, parallel
 
 VOCAB, LONGEST = 32, 64
-EXACT = {  # Megatron's mode asks for the last two, whose kernels no CPU has
-    "batch_invariant_mode": True,
-    "attention_backend": AttnBackend.flash,
-    "flash_attention_version": 3,
-}
 
 
 class Letters:
@@ -213,7 +207,7 @@ def refusals() -> list[str]:
 def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32):
     """How far generation is from training in a text of 72 tokens, past a step of 64."""
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
-    changes |= EXACT if exact else {}
+    changes["batch_invariant_mode"] = exact
     with parallel(tp=tp):
         model = build_model(pattern, tensor_model_parallel_size=tp, **changes)
         text = torch.randint(VOCAB, (2, 72), generator=torch.Generator().manual_seed(1))
@@ -223,7 +217,7 @@ def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32):
 def exact_batches() -> None:
     """A request's bits do not depend on what is generated beside it."""
     with parallel(), RowByRow():
-        model = build_model(**EXACT)
+        model = build_model(batch_invariant_mode=True)
         text = torch.randint(VOCAB, (3, 20), generator=torch.Generator().manual_seed(1))
         found = []
         for rows in (slice(0, 3), slice(1, 2)):
@@ -237,7 +231,7 @@ def exact_batches() -> None:
 def backend_by_name_in_the_exact_mode() -> list[str]:
     found = []
     with parallel():
-        config = make_config(attention_dropout=0.0, mamba_num_heads=8, **EXACT)
+        config = make_config(attention_dropout=0.0, mamba_num_heads=8, batch_invariant_mode=True)
         for make, more in ((gated_delta_net_spec, {}), (mamba2_spec, {"d_model": 24})):
             try:
                 build_module(make("local", backend="fla"), config, layer_number=1, **more)

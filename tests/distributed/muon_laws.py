@@ -1,6 +1,7 @@
 """Run on every rank: Muon steps of a mixer against Muon steps of its matrices by themselves."""
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
@@ -19,9 +20,13 @@ from tests.distributed.layer_laws import build_layer, randomise_
 MUON = {"momentum": 0.9, "nesterov": True, "fp32_matmul_prec": "highest", "num_ns_steps": 5}
 STEP = {"lr": 0.05, "weight_decay": 0.1}
 STEPS = 2
-# Megatron's dev branch has a layout whose ranks gather shares of different sizes: gloo cannot.
-EVEN_SHARES = "use_layer_wise_param_layout"
-EVEN = {EVEN_SHARES: True} if hasattr(OptimizerConfig, EVEN_SHARES) else {}
+
+
+def settings(layer_wise: str | None) -> dict[str, bool]:
+    """Megatron's dev branch reads from its configs what 0.19 is told by a layout."""
+    name = "use_layer_wise_param_layout"
+    return {name: layer_wise != "lists"} if hasattr(OptimizerConfig, name) else {}
+
 
 BUILD = {
     "gdn": lambda config, groups: build_layer(config, groups, {"bias": True, "conv_bias": True}),
@@ -44,13 +49,15 @@ def in_parallel(mixer: str, tp: int):
     return whole, share
 
 
-def wrapped(layer: nn.Module, layer_wise: bool) -> DistributedDataParallel:
+def wrapped(layer: nn.Module, layer_wise: str | None) -> DistributedDataParallel:
     """``layer_wise`` as under ``--use-distributed-optimizer``: each matrix has its rank."""
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=layer_wise, **EVEN
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layer_wise == "buffers",
+        **settings(layer_wise),
     )
     layout = None
-    if layer_wise:
+    if layer_wise == "buffers":
         layer_wise_optimizer.tag_params_for_buffer_routing([layer])
         size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
@@ -59,7 +66,7 @@ def wrapped(layer: nn.Module, layer_wise: bool) -> DistributedDataParallel:
     return DistributedDataParallel(layer.config, config, layer, full_param_layout=layout)
 
 
-def optimizer_of(ddp: nn.Module, bf16: bool, tp_mode: str, layer_wise: bool):
+def optimizer_of(ddp: nn.Module, bf16: bool, tp_mode: str, layer_wise: str | None):
     config = OptimizerConfig(
         optimizer="muon",
         **STEP,
@@ -68,8 +75,8 @@ def optimizer_of(ddp: nn.Module, bf16: bool, tp_mode: str, layer_wise: bool):
         clip_grad=0.0,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_layer_wise_distributed_optimizer=layer_wise,
-        **EVEN,
+        use_layer_wise_distributed_optimizer=layer_wise is not None,
+        **settings(layer_wise),
     )
     return get_megatron_optimizer(config, [ddp], config_overrides={})
 
@@ -90,11 +97,15 @@ def each_alone(weight, gradients, widths) -> torch.Tensor:
 
 
 def sections_step_as_if_alone(
-    mixer: str, tp: int, tp_mode: str, bf16: bool, layer_wise: bool = False
+    mixer: str, tp: int, tp_mode: str, bf16: bool, layer_wise: str | None = None
 ) -> None:
     """Every section of ``in_proj``, and ``out_proj``: bit for bit where the products are the same.
 
     In the mode "distributed" ranks add up parts of them; 1e-5 of the largest entry.
+
+    Args:
+        layer_wise: None, or how data-parallel ranks share the optimizer: by ``"buffers"`` or by
+            ``"lists"`` of whole parameters (Megatron's ``--no-use-layer-wise-param-layout``).
     """
     same = close if tp_mode == "distributed" else same_bits
     with parallel.parallel(tp=tp):
@@ -127,6 +138,12 @@ def sections_step_as_if_alone(
             same(name, parameter, expected.to(parameter.dtype))
             if hasattr(parameter, "main_param"):
                 same(f"master of {name}", parameter.main_param, expected)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for name, parameter in share.named_parameters():
+            replicas = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(replicas, parameter.detach(), group=group)
+            for replica in replicas:
+                same_bits(f"{name} on another rank", replica, parameter)
 
 
 def same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -142,7 +159,7 @@ def parameters_of_muon(mixer: str) -> set[str]:
     """Names of those that Muon updates; the others are Adam's."""
     with parallel.parallel():
         _, layer = in_parallel(mixer, 1)
-        optimizer = optimizer_of(wrapped(layer, False), False, "duplicated", False)
+        optimizer = optimizer_of(wrapped(layer, None), False, "duplicated", None)
         muon, adam = (
             {
                 id(parameter)

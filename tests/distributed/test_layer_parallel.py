@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
+from tests.upstream import with_gdn_norm_out
 
 UNEQUAL = (8, 24, 16, 8)  # multiples of 2 * cp for cp = 2 and 4
 PADDED = ((8, 24, 16, 8), (5, 21, 16, 1))  # slots, and the real lengths in them
@@ -76,6 +77,7 @@ def test_biases_and_the_deterministic_mode_equal_one_rank(pools, tp, cp, sp, pac
     equal(pools, tp, cp, sp, lengths=packed, mode=mode, changes=changes, **biases)
 
 
+@with_gdn_norm_out
 @modes
 @pytest.mark.parametrize("qkv", [False, True], ids=["norm", "norm and qkv"])
 def test_recomputing_equals_one_rank(pools, mode, qkv):

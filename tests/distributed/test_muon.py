@@ -25,8 +25,11 @@ def test_it_does_so_where_ranks_add_up_their_parts_of_the_products(pools):
     pools(2).run(laws.sections_step_as_if_alone, "gdn", 2, "distributed", False)
 
 
-def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools):
-    pools(2).run(laws.sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise=True)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("layer_wise", ["buffers", "lists"])
+def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools, layer_wise, ranks):
+    """Two parameters are fp32: of four ranks some have 16-bit ones alone."""
+    pools(ranks).run(laws.sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise)
 
 
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2"])

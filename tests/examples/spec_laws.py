@@ -6,7 +6,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_gdn.specs import gated_delta_net_spec, gpt_block_spec, hybrid_stack_spec
+from megatron_gdn.specs import (
+    gated_delta_net_spec,
+    gdn_hybrid_stack_spec_local,
+    gpt_block_spec,
+    hybrid_stack_spec,
+)
 from tests.parallel import make_config, parallel
 
 
@@ -23,6 +28,22 @@ def hybrid_keys_and_options(pattern: str, **options):
         keys = {entry.key for entry in _leaves(model.sharded_state_dict())}
         names = {name for name, _ in model.named_parameters()}
         return keys, names, str(model.decoder.layers[0].self_attention.cp_layout)
+
+
+def experts_of_hybrid_layers(pattern: str, **changes) -> list[int]:
+    """How many experts each layer of a model with the local spec has."""
+    with parallel():
+        config = make_config(
+            num_layers=len(pattern), add_bias_linear=False, moe_ffn_hidden_size=16, **changes
+        )
+        model = HybridModel(
+            config, gdn_hybrid_stack_spec_local, 16, 8, hybrid_layer_pattern=pattern
+        )
+        layers = model.decoder.layers
+        return [
+            sum(name.endswith("linear_fc1.weight") for name, _ in layer.named_parameters())
+            for layer in layers
+        ]
 
 
 def built_by_calling() -> str:

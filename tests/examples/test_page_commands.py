@@ -31,6 +31,10 @@ WARM_UP = (
 FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
 TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
+DOCTOR = (
+    "tests/doctor/test_rules.py::test_the_command_prints_lines_or_json_and_its_status_says_"
+    "whether_anything_is_wrong"
+)
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
@@ -47,8 +51,10 @@ RUN_BY = {
     "make test-kernels": SUITE,
     "make nightly": SUITE,
     "make docs": SUITE,
+    "make test-versions": SUITE,
     "make test-gpu": GPU,
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
+    "make test-frameworks": SUITE,
     ".venv/bin/python examples/quickstart.py": (
         "tests/examples/test_quickstart.py"
         "::test_the_quickstart_trains_one_layer_on_packed_documents"
@@ -113,6 +119,7 @@ RUN_BY = {
         "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
     ),
     "python3 -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
+    "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}

@@ -18,6 +18,8 @@ from tests.examples.launching import ROOT
 MODEL = 'hybrid_layer_pattern="G-*-"'
 # Block -> a line of it. Every block of every page has one.
 BLOCKS = {
+    "a patch": "megatron_gdn.patch_megatron()",
+    "a function for --spec": "def block(config, vp_stage=None):",
     "a spec": "module=GatedDeltaNet,",
     "a model": MODEL,
     "a spec of one layer": "spec = gated_delta_net_spec(",
@@ -130,7 +132,13 @@ def test_every_block_is_run_here():
 
 
 def test_the_model_trains_generates_and_repeats(tmp_path):
-    code = block("a spec") + block("a spec of one layer") + block("a model")
+    code = (
+        block("a function for --spec")
+        + block("a patch")
+        + block("a spec")
+        + block("a spec of one layer")
+        + block("a model")
+    )
     code += A_LAYER.format(tokens=64) + block("requests") + "print(*out.shape)\n"
     printed = run(code + block("repeats") + block("generation"), tmp_path)
     params, loss, shape, repeats, *checked = printed.splitlines()

@@ -23,6 +23,7 @@ from megatron_gdn.specs import (
     hybrid_stack_spec,
     mamba2_spec,
 )
+from megatron_gdn.specs.local import LocalMoELayer
 from megatron_gdn.specs.mtp import HybridMTPLayer, checked_mtp_spec
 from tests.examples import spec_laws
 from tests.parallel import make_config
@@ -82,6 +83,11 @@ def test_options_reach_the_layer(pools):
 def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symbol):
     (message,) = pools(1).run(spec_laws.hybrid_refusal, "G" + symbol)
     assert f"no layer for '{symbol}'" in message and 'hybrid_stack_spec("te")' in message
+
+
+def test_local_experts_are_as_many_as_the_config_has(pools):
+    """The spec that ``--spec`` names is made before there is a config."""
+    assert pools(1).run(spec_laws.experts_of_hybrid_layers, "GE", num_moe_experts=3) == [[0, 3]]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +177,9 @@ def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeyp
     layers = hybrid_stack_spec("local").submodules
     assert layers.gdn_layer.submodules.self_attention.module is GatedDeltaNet
     assert layers.mamba_layer.submodules.mixer.module is Mamba2Mixer
-    for place, symbol in (("moe_layer", "E"), ("csa_layer", "csa_layer")):
-        with pytest.raises(NotImplementedError, match=f"no layer for {symbol!r}"):
-            build_module(getattr(layers, place))
+    assert layers.moe_layer.module is LocalMoELayer
+    with pytest.raises(NotImplementedError, match="no layer for 'csa_layer'"):
+        build_module(layers.csa_layer)
     assert layers.mtp_block_spec.module is MultiTokenPredictionBlock
 
 
@@ -190,7 +196,7 @@ def test_transformer_engines_prediction_heads_keep_their_parts_and_are_checked()
 
 
 def test_the_installed_stack_has_every_place_filled():
-    layers = hybrid_stack_spec("local", num_moe_experts=2).submodules
+    layers = hybrid_stack_spec("local").submodules
     empty = [f.name for f in fields(layers) if getattr(layers, f.name) is IdentityOp]
     assert not empty
 
@@ -198,8 +204,8 @@ def test_the_installed_stack_has_every_place_filled():
 @pytest.mark.parametrize(
     ("version", "warned"),
     [
-        ("0.19.0", False), ("0.19.2+aa12f35", False), ("0.18.2", True), ("0.20.0rc0", True),
-        ("0.20.1", True), ("1.0", True),
+        ("0.19.0", False), ("0.19.2+aa12f35", False), ("0.18.2", False), ("0.17.1", True),
+        ("0.20.0rc0", True), ("0.20.1", True), ("1.0", True),
     ],
 )  # fmt: skip
 def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(

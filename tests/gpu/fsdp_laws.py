@@ -5,6 +5,7 @@ Over nccl as it is; over gloo behind stand-ins for what Megatron-FSDP asks of CU
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -18,10 +19,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_gdn.mixers import precision
 from megatron_gdn.specs import hybrid_stack_spec
@@ -30,6 +33,7 @@ from tests.parallel import make_config, parallel
 
 PATTERN, VOCABULARY, ROWS, TOKENS, STEPS = "G-M-", 32, 4, 16, 3
 SIZES = {**KINDS["gdn"].sizes, **KINDS["mamba2"].sizes} if DEVICE == "cuda" else {}
+MEGATRONS_COPY = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 FULLY = "optim_grads_params"  # the strategy that shards parameters, so that it gathers them
 
 
@@ -55,18 +59,86 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def losses(
-    wrapper: str, dtype: torch.dtype, pattern: str = PATTERN, strategy: str = FULLY
+    wrapper: str,
+    dtype: torch.dtype,
+    pattern: str = PATTERN,
+    strategy: str = FULLY,
+    tp: int = 1,
+    norms_called: bool = False,
 ) -> torch.Tensor:
     """``[STEPS, rows, TOKENS]`` of this rank's tokens, as ``wrapper`` ("ddp" or "fsdp") trains.
 
     The model begins with the same weights in every dtype: those of bf16.
+
+    Args:
+        norms_called: give each ``out_norm`` a hook, so that the mixer calls it.
     """
-    with parallel(), on_this_device():
-        model = build(torch.bfloat16, pattern)
+    with parallel(tp=tp), on_this_device():
+        model = build(torch.bfloat16, pattern, tensor_model_parallel_size=tp)
         if dtype == torch.float32:
-            rounded, model = model.state_dict(), build(dtype, pattern)
+            rounded, model = (
+                model.state_dict(),
+                build(dtype, pattern, tensor_model_parallel_size=tp),
+            )
             model.load_state_dict(rounded)
+        for name, module in model.named_modules():
+            if norms_called and name.endswith("out_norm"):
+                module.register_forward_hook(lambda *call: None)
         return torch.stack(list(_train(*_wrap(wrapper, model, strategy))))
+
+
+def losses_of_a_package(
+    package: str,
+    dtype: torch.dtype,
+    pattern: str,
+    strategy: str,
+    device: str = DEVICE,
+    rounded: bool = False,
+) -> torch.Tensor:
+    """`losses` with torch's SGD under ``package.fully_shard``; "none" sums gradients.
+
+    A sum of gradients, because gloo has no product with a factor in its sum.
+
+    Args:
+        rounded: begin with the weights of the bf16 model.
+    """
+    with parallel(), on_this_device(MEGATRONS_COPY if package == "none" else package):
+        settings = {
+            "use_cpu_initialization": False,
+            "init_model_with_meta_device": device == "meta",
+        }
+        with torch.device(device):
+            first = build(torch.bfloat16 if rounded else dtype, pattern, **settings)
+            model = build(dtype, pattern, **settings) if rounded else first
+            if rounded:
+                model.load_state_dict(first.state_dict())
+        if dtype == torch.bfloat16:
+            model = Float16Module(model.config, model)
+        # Not Adam: fully_shard takes a step with zero gradients, which Adam counts.
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        if package == "none":
+            return torch.stack(list(_steps(model, optimizer, _sum)))
+        groups = [
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_tensor_model_parallel_group(),
+        ]
+        mesh = dist.DeviceMesh.from_group(
+            groups, DEVICE, mesh_dim_names=("dp", "tp"),
+            mesh=[[rank] for rank in range(groups[0].size())],
+        )  # fmt: skip
+        wrapped, optimizer = import_module(package).fully_shard(
+            model, optimizer, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp",
+            fsdp_unit_modules=[TransformerLayer, MambaLayer] if strategy == FULLY else [],
+            zero_dp_strategy=strategy,
+            calculate_per_token_loss=True,
+            device=torch.device(DEVICE), init_model_with_meta_device=device == "meta",
+        )  # fmt: skip
+        return torch.stack(list(_steps(wrapped, optimizer, lambda model: None)))
+
+
+def _sum(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
 
 
 def losses_of_a_model_built_on(device: str, pattern: str, strategy: str) -> torch.Tensor:
@@ -95,15 +167,18 @@ def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
         return losses("fsdp", dtype)
 
 
-def refusal(dtype: torch.dtype, pattern: str) -> str:
+def refusal(dtype: torch.dtype, pattern: str, package: str = "") -> str:
     try:
-        losses("fsdp", dtype, pattern)
+        if package:
+            losses_of_a_package(package, dtype, pattern, FULLY)
+        else:
+            losses("fsdp", dtype, pattern)
     except NotImplementedError as error:
         return str(error)
     return "accepted"
 
 
-def build(dtype: torch.dtype, pattern: str, **settings: bool) -> HybridModel:
+def build(dtype: torch.dtype, pattern: str, **settings: bool | int) -> HybridModel:
     torch.manual_seed(5)
     config = make_config(
         num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
@@ -150,12 +225,7 @@ def _wrap(wrapper: str, model: HybridModel, strategy: str):
 
 
 def _train(model, optimizer) -> Iterator[torch.Tensor]:
-    group = parallel_state.get_data_parallel_group()
-    positions = torch.arange(TOKENS, device=DEVICE).expand(ROWS // group.size(), -1)
-    for step in range(STEPS):
-        torch.manual_seed(100 + step)
-        drawn = torch.randint(VOCABULARY, (ROWS, TOKENS + 1))
-        rows = drawn.chunk(group.size())[group.rank()].to(DEVICE)
+    for rows, positions in _batches():
         model.zero_grad_buffer()
         optimizer.zero_grad()
         per_token = model(rows[:, :-1], positions, None, labels=rows[:, 1:]).float()
@@ -163,6 +233,27 @@ def _train(model, optimizer) -> Iterator[torch.Tensor]:
         finalize_model_grads([model], torch.tensor(per_token.numel(), device=DEVICE))
         optimizer.step()
         yield per_token.detach().cpu()
+
+
+def _steps(model, optimizer, reduce: Callable[[torch.nn.Module], None]) -> Iterator[torch.Tensor]:
+    """As `_train`, without Megatron's optimizer."""
+    for rows, positions in _batches():
+        optimizer.zero_grad()
+        per_token = model(rows[:, :-1], positions, None, labels=rows[:, 1:]).float()
+        (per_token.sum() / (ROWS * TOKENS)).backward()
+        reduce(model)
+        optimizer.step()
+        yield per_token.detach().cpu()
+
+
+def _batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and positions of this rank's rows, step by step."""
+    group = parallel_state.get_data_parallel_group()
+    positions = torch.arange(TOKENS, device=DEVICE).expand(ROWS // group.size(), -1)
+    for step in range(STEPS):
+        torch.manual_seed(100 + step)
+        drawn = torch.randint(VOCABULARY, (ROWS, TOKENS + 1))
+        yield drawn.chunk(group.size())[group.rank()].to(DEVICE), positions
 
 
 @contextmanager
@@ -177,20 +268,42 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
         yield SimpleNamespace(wait=lambda: None)
 
 
+def _in_turn(coalesce: Callable) -> Callable:
+    """``coalesce``, but its collectives have ended when it ends.
+
+    Megatron-FSDP orders collectives and freed buffers by CUDA streams. A CPU has none, and gloo
+    runs two collectives of a group at once.
+    """
+
+    @contextmanager
+    def in_turn(*args, **kwargs):
+        with coalesce(*args, **kwargs) as event:
+            yield event
+        event.wait()
+
+    return in_turn
+
+
 @contextmanager
-def on_this_device() -> Iterator[None]:
-    """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU."""
+def on_this_device(package: str = MEGATRONS_COPY) -> Iterator[None]:
+    """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU.
+
+    Args:
+        package: of Megatron-FSDP.
+    """
     if DEVICE == "cuda":
         yield
         return
     stream, event = type(torch.cuda.current_stream()), torch.cuda.Event
-    cpu = torch.device("cpu")
+    cpu, buffers = torch.device("cpu"), import_module(f"{package}.param_and_grad_buffer")
     with ExitStack() as stack:
         for owner, name, answer in (
+            (torch.Tensor, "cuda", lambda self, *device: self),
             (torch.cuda, "Stream", stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (stream, "record_event", lambda self: event()),
-            (megatron_fsdp, "torch", _Torch(device=lambda name: cpu)),
+            (import_module(f"{package}.megatron_fsdp"), "torch", _Torch(device=lambda name: cpu)),
+            (buffers, "_coalescing_manager", _in_turn(buffers._coalescing_manager)),
             (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
             (torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh),
         ):

@@ -20,14 +20,18 @@ in_a_clone = [
 
 
 def launched(
-    script: str, processes: int, *flags: str, options: str = ""
+    script: str, processes: int, *flags: str, options: str = "", connections: str | None = "1"
 ) -> subprocess.CompletedProcess[str]:
     """``script`` with these flags; the last of two equal ones counts.
 
     Args:
         options: of our layers, as a launch gives them in the environment.
+        connections: CUDA_DEVICE_MAX_CONNECTIONS; torch's FSDP2 wants it unset.
     """
     assert CLONE is not None
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    if connections is not None:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
     return subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -35,9 +39,8 @@ def launched(
             # As a module: a clone has a package `tests` of its own, which would be found first.
             "-m", "tests.launches.on_cpu", str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
         ],
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1", VARIABLE: options}
-        | {"TORCHDYNAMO_DISABLE": "1"},
+        env=environment
+        | {"PYTHONPATH": str(ROOT), VARIABLE: options, "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True, text=True, timeout=550, check=False,
     )  # fmt: skip
 

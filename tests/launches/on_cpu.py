@@ -11,8 +11,11 @@ Megatron takes the last.
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
+import json
 import runpy
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local
     --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
+    --cp-comm-type all_gather
 """
 
 
@@ -54,16 +58,75 @@ def answer_for_a_gpu() -> None:
     torch.cuda.get_device_properties = lambda device=None: hopper
     torch.cuda.Stream = type(torch.cuda.current_stream())  # that of run_megatron_on_cpu
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+
+def make_meshes_of_cpus() -> None:
+    """``--use-torch-fsdp2`` asks for a mesh of GPUs."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
+
+    class Mesh(fsdp2.DeviceMesh):
+        @staticmethod
+        def from_group(group, device_type):
+            return torch.distributed.DeviceMesh.from_group(group, "cpu")
+
+    fsdp2.DeviceMesh = Mesh
 
 
 def take_compiled_helpers_of_the_wheel() -> None:
-    """A clone compiles its C++ index builder into its own folder; megatron-core's wheel has it."""
+    """A clone compiles its C++ index builder into its own folder; megatron-core's wheel has it.
+
+    A clone from which something was installed calls itself a distribution of megatron-core too.
+    """
     from megatron.core import datasets
     from megatron.core.datasets import utils
 
-    wheel = importlib.metadata.distribution("megatron-core")
-    datasets.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
+    found = importlib.metadata.distributions(name="megatron-core")
+    datasets.__path__ += [str(one.locate_file("megatron/core/datasets")) for one in found]
     utils.compile_helpers = lambda: None
+
+
+def read_json_lines_for_datasets() -> None:
+    """``--sft`` reads its lines through the package ``datasets``; here, unless it is installed."""
+    if importlib.util.find_spec("datasets"):
+        return
+    module: Any = types.ModuleType("datasets")
+
+    def load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
+        return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
+
+    module.load_dataset = load_dataset
+    sys.modules["datasets"] = module
+
+
+def cut_documents_without_transformer_engine() -> None:
+    """``--sft`` asks Transformer Engine which tokens of packed documents a rank gets (zigzag)."""
+    from megatron.core import utils
+
+    from megatron_gdn.context_parallel import local_indices
+
+    def indices(offsets: torch.Tensor, tokens: int, ranks: int, rank: int) -> torch.Tensor:
+        return local_indices(offsets.diff().tolist(), ranks, rank)
+
+    utils.tex = SimpleNamespace(thd_get_partitioned_indices=indices)
+
+
+def count_experts_tokens_in_numbers() -> None:
+    """The sizes of an exchange between experts leave the GPU as arrays of numpy."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = moved
+
+
+def predict_tokens_without_transformer_engine() -> None:
+    """Megatron-LM's main asks of a head's projection whether it is of a class of Transformer
+    Engine, which is no class where that is not installed."""
+    from megatron.core.transformer import multi_token_prediction
+
+    vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda module: False
 
 
 def run(script: Path, flags: list[str]) -> None:
@@ -74,7 +137,12 @@ def run(script: Path, flags: list[str]) -> None:
 
     run_megatron_on_cpu()
     answer_for_a_gpu()
+    make_meshes_of_cpus()
     take_compiled_helpers_of_the_wheel()
+    read_json_lines_for_datasets()
+    predict_tokens_without_transformer_engine()
+    cut_documents_without_transformer_engine()
+    count_experts_tokens_in_numbers()
     from megatron.training import training
 
     training.initialize_megatron = functools.partial(

@@ -12,6 +12,7 @@ import pytest
 from tests.examples.commands import launches_of
 from tests.examples.launching import ROOT
 from tests.launches.launching import in_a_clone, launched, losses
+from tests.launches.record import recorded
 
 pytestmark = in_a_clone
 
@@ -26,31 +27,57 @@ TINY = f"""
 """
 
 
-def trained(script: str, processes: int, *flags: str) -> list[float]:
-    """The losses that ``script`` of the clone prints with the page's flags at small sizes."""
-    return losses(launched(script, processes, *flags, *TINY.split()))
+# One process in place of the page's tensor and context parallelism.
+ONE = "--tensor-model-parallel-size 1 --context-parallel-size 1"
+
+
+def trained(script: str, processes: int, changed: str = "") -> list[float]:
+    """The losses of the page's launch of ``script`` at small sizes, with some flags changed.
+
+    An untrained model knows nothing of the tokens.
+    """
+    with recorded(script, processes, f"as printed {changed}") as result:
+        flags = [*launches_of(ROOT)[script], *changed.split(), *TINY.split()]
+        steps = losses(launched(script, processes, *flags))
+        assert steps == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
+        result.trains()
+    return steps
 
 
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
 def test_a_launch_of_the_pages_trains(script):
     """Tensor and sequence parallelism over two, context parallelism over two, as on the page."""
-    steps = trained(script, 4, *launches_of(ROOT)[script])
-    # An untrained model knows nothing of the tokens.
-    assert steps == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
+    trained(script, 4)
 
 
-@pytest.mark.parametrize("parallel", ["context", "data"])
-def test_two_processes_train_it_too(parallel):
-    sizes = ["--tensor-model-parallel-size", "1"]
-    sizes += ["--context-parallel-size", "2" if parallel == "context" else "1"]
-    steps = trained("pretrain_hybrid.py", 2, *launches_of(ROOT)["pretrain_hybrid.py"], *sizes)
-    assert steps == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
+@pytest.mark.parametrize("changed", ["--tensor-model-parallel-size 1", ONE])
+def test_two_processes_train_it_too(changed):
+    """Over two context-parallel ranks, and over two data-parallel ones."""
+    trained("pretrain_hybrid.py", 2, changed)
 
 
 def test_from_the_meta_device_it_trains_alike():
     """Megatron moves such a model without a reset of its modules; here no FSDP resets them."""
-    sizes = ["--tensor-model-parallel-size", "1", "--context-parallel-size", "1"]
-    flags = [*launches_of(ROOT)["pretrain_hybrid.py"], *sizes]
-    here = trained("pretrain_hybrid.py", 1, *flags)
-    assert here == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.1)
-    assert trained("pretrain_hybrid.py", 1, *flags, "--init-model-with-meta-device") == here
+    here = trained("pretrain_hybrid.py", 1, ONE)
+    assert trained("pretrain_hybrid.py", 1, f"{ONE} --init-model-with-meta-device") == here
+
+
+def test_under_torchs_fsdp2_it_trains_as_with_the_distributed_optimizer(tmp_path):
+    """Both keep fp32 masters of equal weights; gradients are summed in bf16 and in fp32.
+
+    A saved run goes on: its last step is that of the run that was not interrupted.
+    """
+    page = [f for f in launches_of(ROOT)["pretrain_hybrid.py"] if f != "--sequence-parallel"]
+    page += [*ONE.split(), *TINY.split()]
+    fsdp2 = [f for f in page if f != "--use-distributed-optimizer"]
+    fsdp2 += ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+
+    def trained_by_fsdp2(*flags: str) -> list[float]:
+        return losses(launched("pretrain_hybrid.py", 2, *fsdp2, *flags, connections=None))
+
+    with recorded("pretrain_hybrid.py", 2, f"as printed {ONE} --use-torch-fsdp2",
+                  "the distributed optimizer") as result:  # fmt: skip
+        here = trained_by_fsdp2()
+        result.equals(here, losses(launched("pretrain_hybrid.py", 2, *page)), rel=1e-4)
+    save = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
+    assert trained_by_fsdp2(*save) + trained_by_fsdp2("--load", str(tmp_path)) == here

@@ -24,16 +24,30 @@ FLAGS = """
     --seq-length 64 --max-position-embeddings 64 --vocab-size 256 --tokenizer-type NullTokenizer
     --micro-batch-size 1 --global-batch-size 2 --train-iters 6 --lr 3e-4 --lr-decay-style constant
     --mock-data --eval-iters 0 --eval-interval 100 --log-interval 1 --num-workers 0
-    --no-persist-layer-norm --bf16 --save-interval 100
+    --no-persist-layer-norm --save-interval 100
 """
-FULLY = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+SHARDED = "--use-distributed-optimizer"  # its optimizer states are dp_reshardable by default
+AGAIN = "--dist-ckpt-optim-fully-reshardable"
 FORMATS = {
-    "fully_reshardable": FULLY,
-    "plain bf16": "",
-    "torch, plain bf16": "--ckpt-format torch",
+    "fully_reshardable": f"--bf16 {SHARDED} {AGAIN}",
+    "plain bf16": "--bf16",
+    "torch, plain bf16": "--bf16 --ckpt-format torch",
+    "fp32, fully_reshardable": f"{SHARDED} {AGAIN}",
+    "torch, plain fp32": "--ckpt-format torch",
 }
-# bf16 keeps 8 bits: a loss of 5.5, a mean over 128 tokens of logits rounded to 2^-9 each.
-ROUNDING = 2.0**-9
+# Files of gradient buffers, and the flags that make of each a file of named tensors.
+BUFFERS = {
+    "dp_reshardable": ("", AGAIN),
+    "torch": ("--ckpt-format torch", f"--ckpt-format torch_dist --auto-detect-ckpt-format {AGAIN}"),
+}
+
+
+def rounding(flags: str) -> float:
+    """Of a loss of 5.5, the mean over 128 tokens.
+
+    bf16 keeps 8 bits: each logit is rounded to 2^-9. fp32: sums over 64 channels, to 2^-24 each.
+    """
+    return 2.0**-9 if "--bf16" in flags else 64 * 2.0**-24
 
 
 def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[str]:
@@ -58,23 +72,47 @@ def test_a_run_goes_on_with_our_layer_and_back_with_megatrons(tmp_path, kind):
         + losses(trained("upstream", 6, f"{flags} --load {second}"))
         for layer, second in (("ours", ours), ("upstream", theirs))
     )
-    assert len(alone) == 4 and found == pytest.approx(alone, rel=ROUNDING)
+    assert len(alone) == 4 and found == pytest.approx(alone, rel=rounding(flags))
 
 
-@pytest.mark.parametrize("kind", ["dp_reshardable", "torch"])
-def test_a_file_of_buffers_is_refused_with_the_flags_that_make_one_that_loads(tmp_path, kind):
-    """Megatron's layer loads its own file and saves it again with these flags; ours goes on."""
-    first, second = tmp_path / "1", tmp_path / "2"
-    flags = f"--use-distributed-optimizer{' --ckpt-format torch' if kind == 'torch' else ''}"
-    losses(trained("upstream", 2, f"{flags} --save {first}"))
-    refused = trained("ours", 4, f"{flags} --load {first}")
+@pytest.mark.parametrize(
+    ("writer", "reader", "precision"),
+    [("upstream", "ours", "--bf16"), ("ours", "upstream", "--bf16"), ("ours", "upstream", "")],
+    ids=["from upstream", "to upstream", "to upstream, fp32"],
+)
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_file_of_buffers_is_refused_and_the_flags_are_named_that_make_one_that_loads(
+    tmp_path, kind, writer, reader, precision
+):
+    """The layer that wrote it loads it and saves it again with these flags; the other goes on.
+
+    Our layer says so: when it refuses such a file of Megatron's, and when it saves one.
+    """
+    first, second, third = (tmp_path / name for name in "123")
+    of_kind, again = BUFFERS[kind]
+    flags = f"{precision} {SHARDED}"
+    written = trained(writer, 2, f"{flags} {of_kind} --save {first}")
+    losses(written)
+    refused = trained(reader, 4, f"{flags} {of_kind} --load {first}")
     assert refused.returncode != 0
-    again = "--ckpt-format torch_dist --auto-detect-ckpt-format " if kind == "torch" else ""
-    again += "--dist-ckpt-optim-fully-reshardable"
-    assert f"save it again with {again}" in refused.stderr
-    alone = losses(trained("upstream", 3, f"{flags} --load {first} --save {tmp_path / '3'}"))
-    alone += losses(trained("upstream", 4, f"{flags} --load {tmp_path / '3'}"))
-    resaved = f"--use-distributed-optimizer {again} --load {first} --save {second}"
-    found = losses(trained("upstream", 3, resaved))
-    found += losses(trained("ours", 4, f"{FULLY} --load {second}"))
-    assert len(alone) == 2 and found == pytest.approx(alone, rel=ROUNDING)
+    said = written if writer == "ours" else refused
+    assert f"save it again with {again}" in said.stderr + said.stdout
+    alone = losses(trained(writer, 3, f"{flags} {of_kind} --load {first} --save {third}"))
+    alone += losses(trained(writer, 4, f"{flags} {of_kind} --load {third}"))
+    found = losses(trained(writer, 3, f"{flags} {again} --load {first} --save {second}"))
+    found += losses(trained(reader, 4, f"{flags} {AGAIN} --load {second}"))
+    assert len(alone) == 2 and found == pytest.approx(alone, rel=rounding(flags))
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_megatrons_file_of_fp32_buffers_loads_here_and_not_with_megatrons_layer(tmp_path, kind):
+    """Megatron writes into a view of a parameter there, which autograd refuses."""
+    first, named = tmp_path / "1", tmp_path / "2"
+    flags = f"{SHARDED} {BUFFERS[kind][0]}"
+    losses(trained("upstream", 2, f"{flags} --save {first}"))
+    refused = trained("upstream", 4, f"{flags} --load {first}")
+    assert "a view of a leaf Variable" in refused.stderr
+    losses(trained("upstream", 2, f"{SHARDED} {AGAIN} --save {named}"))
+    alone = losses(trained("upstream", 4, f"{SHARDED} {AGAIN} --load {named}"))
+    found = losses(trained("ours", 4, f"{flags} --load {first}"))
+    assert len(alone) == 2 and found == pytest.approx(alone, rel=rounding(flags))

@@ -1,5 +1,53 @@
-"""``--spec tests.launches.upstream_layers hybrid_stack``: Megatron's own Gated DeltaNet."""
+"""Megatron's own Gated DeltaNet by ``--spec``, in a stack that is otherwise ours.
 
+--spec tests.launches.upstream_layers hybrid_stack
+--spec tests.launches.upstream_layers gpt_block
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.ssm.gated_delta_net import gdn
+
+from megatron_gdn import GatedDeltaNet
+from megatron_gdn.specs import gpt_block_spec
 from tests.precision.training import stack_of
 
 hybrid_stack = stack_of(upstream_layer=True)
+_mixer = hybrid_stack.submodules.gdn_layer.submodules.self_attention
+_of_one_document = gdn.chunk_gated_delta_rule
+
+
+def _document_by_document(*rows: Any, cu_seqlens: Any = None, **named: Any) -> Any:
+    """Megatron's rule in torch takes no offsets; fla's kernel, which does, needs a GPU."""
+    if cu_seqlens is None:
+        return _of_one_document(*rows, **named)
+
+    def cut(value: Any, start: int, end: int) -> Any:
+        return value[:, start:end] if isinstance(value, torch.Tensor) else value
+
+    found = [
+        _of_one_document(
+            *(cut(value, *ends) for value in rows),
+            **{name: cut(value, *ends) for name, value in named.items()},
+        )[0]
+        for ends in pairwise(cu_seqlens.tolist())
+        if ends[1] > ends[0]
+    ]
+    return torch.cat(found, dim=1), None
+
+
+gdn.chunk_gated_delta_rule = _document_by_document
+
+
+def gpt_block(*args: Any, **kwargs: Any) -> Any:
+    block = gpt_block_spec(*args, **kwargs)
+    layers = [
+        replace(layer, submodules=replace(layer.submodules, self_attention=_mixer))
+        if layer.submodules.self_attention.module is GatedDeltaNet
+        else layer
+        for layer in block.layer_specs
+    ]
+    return replace(block, layer_specs=layers)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.generation_laws import EXACT
 from tests.distributed.layer_laws import randomise_
 from tests.mamba_mixers import mamba_config, whole_mixer
 from tests.parallel import assert_close, make_config
@@ -48,7 +47,7 @@ def replace_config(layer):
 @of_both
 @pytest.mark.parametrize("change", [set_field, replace_config])
 def test_a_config_in_batch_invariant_mode_counts(kind, change):
-    layer, of_the_mode = kind(), kind(**EXACT, attention_dropout=0.0)
+    layer, of_the_mode = kind(), kind(batch_invariant_mode=True)
     x = rows(layer)
     layer(x)
     assert not getattr(layer.rule, "in_steps", False)

@@ -13,7 +13,6 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_gdn import GatedDeltaNet, set_documents, static_packed_seq_params
 from megatron_gdn.mixers.packing import static_documents_of
 from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.generation_laws import EXACT
 from tests.distributed.layer_laws import thd
 from tests.distributed.static_laws import capturing_by_megatron, static_mask_is_accepted
 from tests.parallel import make_config
@@ -23,8 +22,9 @@ COVERED = [("local", []), ("local", ["attn"]), ("transformer_engine", ["attn", "
 covered = pytest.mark.parametrize(("impl", "modules"), COVERED, ids=str)
 
 
-def build(impl, modules, **changes):
-    config = make_config(cuda_graph_impl=impl, cuda_graph_modules=modules, **changes)
+def build(impl, modules, **later):
+    config = make_config(cuda_graph_impl=impl, cuda_graph_modules=modules)
+    vars(config).update(later)  # some Megatrons refuse these themselves
     return build_module(gated_delta_net_spec("local"), config, layer_number=1)
 
 
@@ -76,9 +76,12 @@ def test_packed_documents_beside_graphs_of_other_modules_are_not():
 
 @one_rank
 @covered
-def test_micro_batches_with_ranks_of_their_own_are_refused_when_the_layer_is_built(impl, modules):
-    with pytest.raises(ValueError, match="hybrid_context_parallel packs documents"):
-        build(impl, modules, hybrid_context_parallel=True)
+@pytest.mark.parametrize("field", ["hybrid_context_parallel", "dynamic_context_parallel"])
+def test_micro_batches_with_ranks_of_their_own_are_refused_when_the_layer_is_built(
+    impl, modules, field
+):
+    with pytest.raises(ValueError, match=f"{field} packs documents"):
+        build(impl, modules, **{field: True})
 
 
 def test_a_table_is_not_made_while_a_graph_is_captured():
@@ -124,7 +127,7 @@ def test_what_the_host_has_to_know_is_refused():
     packed = static_packed_seq_params(12, 3, device="cpu")
     with pytest.raises(NotImplementedError, match="known on the device alone"):
         _ = static_documents_of(packed).lengths
-    config = make_config(**EXACT, attention_dropout=0.0)
+    config = make_config(batch_invariant_mode=True)
     layer = build_module(gated_delta_net_spec("local"), config, layer_number=1)
     with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
         layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)

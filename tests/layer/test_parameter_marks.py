@@ -6,6 +6,7 @@ from megatron.core.tensor_parallel import layers
 from torch import nn
 
 from megatron_gdn.compat.observe import log_once
+from megatron_gdn.mixers.tensor_parallel import muon_reads_sections
 from tests import mamba_mixers
 from tests.distributed.mark_laws import WAYS, layer_with
 from tests.parallel import make_config
@@ -22,12 +23,13 @@ EXPECTED = {
         "partition_dim": 0,
         "partition_sizes": [32, 32, 96, 96, 8, 8],
         "use_muon": True,
-        "is_qkv": True,
-        "qkv_split_shapes": [32, 32, 96, 96, 8, 8],
     },
     "out_proj.weight": {**SPLIT, "partition_dim": 1},
     "out_norm.weight": {"sequence_parallel": True},
 }
+
+if muon_reads_sections():
+    EXPECTED["in_proj.weight"] |= {"is_qkv": True, "qkv_split_shapes": [32, 32, 96, 96, 8, 8]}
 
 
 def build(**changes):
@@ -85,14 +87,16 @@ def test_marks_that_somebody_changed_on_purpose_stay_changed():
 
 def test_mamba2s_projection_has_them_too():
     marks = vars(mamba_mixers.build(mamba_mixers.mamba_config(), None).in_proj.weight)
-    assert marks["partition_sizes"] == marks["qkv_split_shapes"] == [24, 24, 10, 10, 8]
-    assert marks["is_qkv"] and not marks["use_muon"]
+    sections = [24, 24, 10, 10, 8]
+    assert marks["partition_sizes"] == sections and not marks["use_muon"]
+    if muon_reads_sections():
+        assert marks["is_qkv"] and marks["qkv_split_shapes"] == sections
 
 
 def test_older_megatrons_are_not_told_of_sections(monkeypatch, caplog):
     """Muon of 0.18 would cut them in the sizes of attention's heads."""
     defaults = dict(layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS)
-    del defaults["qkv_split_shapes"]
+    defaults.pop("qkv_split_shapes", None)
     monkeypatch.setattr(layers, "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS", defaults)
     log_once.cache_clear()
     with caplog.at_level("INFO"):

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from tests.distributed import flaw_laws as laws
 from tests.parallel import make_config
-from tests.upstream import gdn_module, layer_spec
+from tests.upstream import gdn_module, layer_spec, with_gdn_norm_out
 
 
 def build(config=None, **params):
@@ -113,6 +113,7 @@ def test_packed_documents_run_in_deterministic_mode(one_rank):
     assert torch.isfinite(out).all()
 
 
+@with_gdn_norm_out
 def test_the_norm_is_not_recomputed_in_evaluation(one_rank):
     config = make_config(
         recompute_granularity="selective",

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Upstream
-from megatron.core.ssm.gated_delta_net import common
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import GatedDeltaNet
@@ -22,17 +22,27 @@ def steps(width):
     return qkv, gate.unflatten(-1, (H, V)), beta, alpha
 
 
+@pytest.mark.skipif(
+    hasattr(Upstream, "_compute_gates"),
+    reason="later than 0.19 the step computes the gates too, and its arguments are others",
+)
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("value_heads", [8, 4], ids=["shared key heads", "one each"])
 def test_the_rules_inputs(monkeypatch, normalise, value_heads):
-    monkeypatch.setattr(common, "l2norm", l2norm)  # fla's needs a GPU
+    # fla's needs a GPU. In 0.18 the layer is one file.
+    monkeypatch.setattr(getattr(upstream, "common", upstream), "l2norm", l2norm)
     config = make_config(linear_num_value_heads=value_heads)
     spec = gated_delta_net_spec("local", use_qk_l2norm=normalise)
     layer = build_module(spec, config, layer_number=1)
     qkv, gate, beta, alpha = steps(2 * G * K + value_heads * V)
     gate, beta, alpha = gate[:, :, :value_heads], beta[..., :value_heads], alpha[..., :value_heads]
     with torch._dynamo.config.patch(disable=True):
-        expected = Upstream._prepare_input_for_gated_delta_rule(layer, qkv, gate, B, S, beta, alpha)
+        if hasattr(Upstream, "_prepare_input_for_gated_delta_rule"):
+            arguments = qkv, gate, B, S, beta, alpha
+            expected = Upstream._prepare_input_for_gated_delta_rule(layer, *arguments)
+        else:  # 0.18
+            arguments = qkv, gate, beta, alpha, B, S
+            expected = Upstream._prepare_qkv_for_gated_delta_rule(layer, *arguments)
     assert expected[0].shape == (B, S, value_heads, K)
     for found in (
         layer._prepare_input_for_gated_delta_rule(qkv, gate, B, S, beta, alpha),

@@ -19,7 +19,7 @@ SIZES = HeadSizes(2, 4, 64, 64)
 def ampere(monkeypatch):
     """An A100, and nothing remembered of earlier looks at the packages."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    caches = (obstacles._fla_package, fla_functions.why_not_callable, say_once)
+    caches = (obstacles.fla_package, fla_functions.why_not_callable, say_once)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch
@@ -79,7 +79,7 @@ def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(ampere):
     ampere.setattr(
         obstacles, "installed_version", lambda name: "3.6.0" if name == "triton" else known(name)
     )
-    ampere.setattr(obstacles, "_flash_qla_package", lambda: obstacles.Obstacle("not here"))
+    ampere.setattr(obstacles, "flash_qla_package", lambda: obstacles.Obstacle("not here"))
     refused("install tilelang")
 
 

@@ -1,14 +1,17 @@
 """Run on every rank: checkpoints between our layer and Megatron's own, which keeps bf16."""
 
 import io
+from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_gdn.compat import observe
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
 )
+from megatron_gdn.compat.observe import log_once
 from megatron_gdn.fp32_masters import load_fp32_masters
 from tests.parallel import parallel
 from tests.precision.training import (
@@ -88,6 +91,23 @@ def read_dp_reshardable_of_upstream(folder: str) -> str:
         except CheckpointException as error:
             return "\n".join([str(error), *getattr(error, "__notes__", [])])
         return "loaded"
+
+
+def said_when_saved(kind: str, folder: str, as_torch_file: bool = False) -> list[str]:
+    """The log lines of a save that tell how Megatron's own layer can go on."""
+    said: list[str] = []
+    log_once.cache_clear()
+    with (
+        parallel(),
+        mock.patch.object(observe, "log_single_rank", lambda *args: said.append(args[2])),
+    ):
+        training = build(kind)
+        made_up_step(training, 0)
+        if as_torch_file:
+            training.optimizer.save_parameter_state(f"{folder}/optimizer.pt")
+        else:
+            save(training, folder)
+    return [line for line in said if "Megatron's own layer" in line]
 
 
 def switch_by_a_plain_state(upstream_first: bool) -> list[str]:

@@ -78,6 +78,28 @@ def test_a_dp_reshardable_checkpoint_of_upstream_is_refused_and_not_misread(pool
     assert all(outcome.count(way_out) == 1 for outcome in outcomes), outcomes
 
 
+FULLY = "--dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.parametrize(
+    ("as_torch_file", "flags"),
+    [(False, FULLY), (True, f"--ckpt-format torch_dist --auto-detect-ckpt-format {FULLY}")],
+    ids=["dp_reshardable", "torch"],
+)
+def test_a_save_that_megatrons_layer_cannot_load_names_the_flags(
+    pools, tmp_path, as_torch_file, flags
+):
+    """Megatron's own process has nothing of this package that could add to its error."""
+    found = pools(2).run(laws.said_when_saved, "dp_reshardable", str(tmp_path), as_torch_file)
+    for said in found:
+        assert len(said) == 1 and said[0].endswith(f"save it again with {flags}."), said
+
+
+@pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
+def test_a_save_that_it_can_load_says_nothing(pools, tmp_path, kind):
+    assert pools(2).run(laws.said_when_saved, kind, str(tmp_path)) == [[], []]
+
+
 @pytest.mark.parametrize("upstream_first", [True, False], ids=["from upstream", "to upstream"])
 def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(pools, upstream_first):
     """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer."""

@@ -3,12 +3,23 @@
 On GPUs and over nccl: tests/gpu/test_megatron_fsdp.py.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from tests.gpu import fsdp_laws as laws
 
 BF16, FP32 = torch.bfloat16, torch.float32
+PACKAGES = [
+    pytest.param(laws.MEGATRONS_COPY, id="megatron-core's copy"),
+    pytest.param(
+        "megatron_fsdp",
+        id="megatron-fsdp",
+        marks=pytest.mark.skipif(find_spec("megatron_fsdp") is None, reason="not installed"),
+    ),
+]
 
 
 def test_an_fp32_model_trains_as_under_ddp(pools):
@@ -16,6 +27,19 @@ def test_an_fp32_model_trains_as_under_ddp(pools):
     laws.require_exact_in_fp32(
         pool.run(laws.losses, "ddp", FP32), pool.run(laws.losses, "fsdp", FP32)
     )
+
+
+@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern):
+    """tp 2 x dp 2."""
+    pool = pools(4)
+    ddp = pool.run(laws.losses, "ddp", FP32, pattern, tp=2)
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, strategy, tp=2)
+        laws.require_exact_in_fp32(ddp, fsdp)
+    if pattern == "G-":
+        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, "optim_grads", tp=2, norms_called=True)
+        laws.require_exact_in_fp32(ddp, fsdp)
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
@@ -30,7 +54,11 @@ def test_a_model_of_the_meta_device_trains_as_one_built_here(pools, pattern, str
     assert all(map(torch.equal, meta, here))
 
 
-@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
+# Megatron 0.18 does not gather the parameters of a Mamba layer together.
+GATHERED = ["G-", "M-"] if hasattr(mcore_fsdp_adapter, "MambaLayer") else ["G-"]
+
+
+@pytest.mark.parametrize("pattern", GATHERED, ids={"G-": "gdn", "M-": "mamba2"}.get)
 def test_fp32_gates_in_a_bf16_model_are_refused_by_name(pools, pattern):
     for message in pools(2).run(laws.refusal, BF16, pattern):
         assert "Megatron-FSDP" in message and "dt_bias (torch.float32)" in message
@@ -53,3 +81,27 @@ def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools):
     laws.require_as_exact_as_ddp(truth, ddp, pool.run(laws.losses_one_gather_at_a_time, BF16))
     with pytest.raises(AssertionError):
         laws.require_as_exact_as_ddp(truth, ddp, pool.run(laws.losses_if_accepted, BF16))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_fully_shard_trains_an_fp32_model_as_summed_gradients_do(pools, package):
+    pool = pools(2)
+    whole = pool.run(laws.losses_of_a_package, "none", FP32, laws.PATTERN, "")
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        for device in ("cpu", "meta"):
+            if (strategy, device) == ("no_shard", "meta"):  # the package refuses it
+                continue
+            fsdp = pool.run(laws.losses_of_a_package, package, FP32, laws.PATTERN, strategy, device)
+            laws.require_exact_in_fp32(whole, fsdp)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_fully_shard_takes_a_bf16_model_where_dtypes_are_gathered_apart(pools, package):
+    pool = pools(2)
+    truth = pool.run(laws.losses_of_a_package, "none", FP32, laws.PATTERN, "", rounded=True)
+    whole = pool.run(laws.losses_of_a_package, "none", BF16, laws.PATTERN, "")
+    fsdp = pool.run(laws.losses_of_a_package, package, BF16, laws.PATTERN, "optim_grads")
+    laws.require_as_exact_as_ddp(truth, whole, fsdp)
+    for message in pool.run(laws.refusal, BF16, laws.PATTERN, package):
+        assert "Megatron-FSDP" in message and "dt_bias (torch.float32)" in message
+        assert "no fsdp_unit_modules" in message

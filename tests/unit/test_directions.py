@@ -22,6 +22,9 @@ ROOMS = [
     ["specs"],
     ["hf"],
     ["fp32_masters", "testing", "warm_up"],
+    ["doctor", "frameworks"],
+    ["enable"],
+    ["frameworks.verl", "launch"],
     ["__init__"],
 ]
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

@@ -63,9 +63,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ) -> None:
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        alone = copy.copy(config)  # DotProductAttention refuses any other context_parallel_size
-        alone.context_parallel_size = 1
-        super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
+        # DotProductAttention refuses any other context_parallel_size.
+        super().__init__(_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
         self._whole = False  # whether queries and keys are of whole sequences, on every rank
@@ -91,6 +90,17 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             yield
         finally:
             self._whole = False
+
+    @contextmanager
+    def _config_of_one_rank(self) -> Iterator[None]:
+        """Inside, Megatron's forward gathers no keys: that of its dev branch does by the config."""
+        config = self.config
+        if config.context_parallel_size > 1:
+            self.config = _of_one_rank(config)
+        try:
+            yield
+        finally:
+            self.config = config
 
     def forward(
         self,
@@ -130,9 +140,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 return self._query_by_query(query, key, value)
             if attention_mask is None and 1 < query.shape[0] < key.shape[0]:
                 attention_mask = _future_of_last(query.shape[0], key.shape[0], query.device)
-            return super().forward(
-                query, key, value, attention_mask, attn_mask_type, attention_bias
-            )
+            with self._config_of_one_rank():
+                return super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias
+                )
         packed = micro_batch.documents is not None
         self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
         if attention_bias is not None:
@@ -212,3 +223,9 @@ def _future_of_last(queries: int, keys: int, device: torch.device) -> Tensor:
     """bool ``[1, 1, queries, keys]``: True where a key comes after one of the last queries."""
     position = torch.arange(keys - queries, keys, device=device)
     return (torch.arange(keys, device=device) > position[:, None])[None, None]
+
+
+def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    return alone

@@ -17,7 +17,12 @@ from ...compat.torch_norm import TorchRMSNorm
 from ...ops.layout import Layout
 from ...ops.parts import GatedNorm
 from ...ops.readout.base import Apart, called_per_head
-from ..hooks import has_hooks, only_waits_for_parameters, wait_for_parameters
+from ..hooks import (
+    has_hooks,
+    only_waits_for_parameters,
+    parameters_waited_for,
+    wait_for_parameters,
+)
 from ..tensor_parallel import gradients_summed, sum_gradient
 
 _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
@@ -77,10 +82,7 @@ def apply_gated_norm(
         x, gate: ``[..., H, V]``.
         group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
     """
-    if group is not None:
-        for module in norm.modules():  # before gradients_summed: hooks know the real parameters
-            wait_for_parameters(module)
-    with gradients_summed(norm, group):
+    with parameters_waited_for(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return (normed * F.silu(gate.to(wide))).to(x.dtype)

@@ -3,7 +3,8 @@
     q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
     g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
 
-:mod:`.front_triton` has the Triton kernels, :mod:`.front_torch` their plain twins.
+:mod:`.front_triton` has the Triton kernels, :mod:`.front_torch` their plain twins,
+:mod:`.front_conv_package` the same with another convolution.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..front.base import Parameters
+from ..front.conv_package import why_not_conv_package
 from ..kernels.builds import watch_triton_builds
 from ..kernels.obstacles import why_not_triton
 from ..layout import Layout
 from ..once import say_once
 from ..state_maps.state_map import StateShape
-from . import front_torch
+from . import front_conv_package, front_torch
 from .front_torch import GDNParameterGrads
 from .rule.base import RuleGrads, RuleInputs
 from .rule.step import RecurrentRule
@@ -39,7 +41,7 @@ class GDNFront:
 
     Attributes:
         sizes: the heads of a projection row.
-        kernels: :mod:`.front_triton` or :mod:`.front_torch`.
+        kernels: :mod:`.front_triton`, :mod:`.front_torch` or :mod:`.front_conv_package`.
         normalise_qk: scale q and k to unit length.
         dtype: of q, k and v; None is the projection's.
         batch_invariant: the bits of a packed document do not depend on where it lies.
@@ -71,11 +73,13 @@ class GDNFront:
         normalise_qk: bool = True,
         recompute_qkv: bool = False,
         kernels: str = "auto",
+        aligned: bool = False,
     ) -> GDNFront:
         """The front of rows in ``dtype`` on a type of device.
 
         Args:
             operands, batch_invariant: the rule's ``operand_dtype`` and ``batch_invariant``.
+            aligned: no package computes a token, see :mod:`..aligned`.
 
         Raises:
             ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
@@ -86,8 +90,8 @@ class GDNFront:
                 f"length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
             )
         return GDNFront(
-            sizes, kernels_for(device, dtype, taps, kernels), normalise_qk, operands,
-            batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
+            sizes, kernels_for(device, dtype, taps, sizes, kernels, aligned), normalise_qk,
+            operands, batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
         )  # fmt: skip
 
     @property
@@ -100,7 +104,7 @@ class GDNFront:
 
     @cached_property
     def triton(self) -> bool:
-        return self.kernels is not front_torch
+        return self.kernels not in (front_torch, front_conv_package)
 
     def for_step(self, dtype: torch.dtype) -> GDNFront:
         wide = torch.promote_types(dtype, torch.float32)
@@ -149,25 +153,48 @@ class GDNFront:
         return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
 
 
-def kernels_for(device: str, dtype: torch.dtype, taps: int, kernels: str = "auto") -> ModuleType:
+def kernels_for(
+    device: str,
+    dtype: torch.dtype,
+    taps: int,
+    sizes: HeadSizes,
+    kernels: str = "auto",
+    aligned: bool = False,
+) -> ModuleType:
     """The front's module: our Triton kernels or their plain-torch twins.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
-            or ``"torch"``.
+            or ``"torch"``. Where ``"auto"`` cannot take Triton on a GPU, causal-conv1d computes the
+            convolution if it is installed, unless the rows are ``aligned``.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
     if kernels == "auto":
         why = why_not_triton(device, dtype, taps)
-        kernels = "triton" if why is None else "torch"
         if why is not None:
-            say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.",
-                     device)  # fmt: skip
-    if kernels == "triton":
-        from . import front_triton
+            return _without_triton(why, device, dtype, taps, sizes, aligned)
+    if kernels == "torch":
+        return front_torch
+    from . import front_triton
 
-        if device == "cuda":
-            watch_triton_builds()
-        return front_triton
-    return front_torch
+    if device == "cuda":
+        watch_triton_builds()
+    return front_triton
+
+
+def _without_triton(
+    why: str, device: str, dtype: torch.dtype, taps: int, sizes: HeadSizes, aligned: bool
+) -> ModuleType:
+    in_torch = "Gated DeltaNet runs conv, gates and norm in plain torch"
+    if device != "cuda":
+        say_once(f"{in_torch}: {why}.", device)
+        return front_torch
+    why_not = why_not_conv_package(device, dtype, taps, sizes.layout.conv_widths, aligned)
+    if why_not is not None:
+        say_once(f"{in_torch}: {why}; {why_not}.", device)
+        return front_torch
+    say_once(
+        f"Gated DeltaNet runs gates and norm in plain torch, conv by causal-conv1d: {why}.", device
+    )
+    return front_conv_package

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..conv import convolve_rows
+from ..conv import Convolve, convolve_rows
 from ..documents import Documents
 from ..gates import decay_and_write_gates
 from ..norm import l2norm
@@ -49,8 +49,9 @@ def prepare_forward(
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    convolve: Convolve = convolve_rows,
 ) -> RuleInputs:
-    """As :func:`.front_triton.prepare_forward`, differentiable."""
+    """As :func:`.front_triton.prepare_forward`, differentiable; ``convolve`` is conv + SiLU."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     rows_BSP = proj.transpose(0, 1)
     assert parts and parts in "qkvg"
@@ -59,7 +60,7 @@ def prepare_forward(
     columns = dict(zip("qkv", _column_slices(sizes), strict=True))
     for part in parts.rstrip("g"):
         section = columns[part]
-        x = convolve_rows(
+        x = convolve(
             rows_BSP[..., section].to(wide),
             conv_weight.flatten(1)[section].to(wide),
             None if conv_bias is None else conv_bias[section].to(wide),
@@ -99,6 +100,7 @@ def prepare_backward(
     normalise_qk: bool = True,
     eps: float = 1e-6,
     batch_invariant: bool = False,
+    convolve: Convolve = convolve_rows,
 ) -> GDNParameterGrads:
     """As :func:`.front_triton.prepare_backward`, through autograd of the forward above."""
     wide = torch.promote_types(proj.dtype, torch.float32)
@@ -109,7 +111,7 @@ def prepare_backward(
         rows, weight, decay, time_bias, *bias = leaves
         outputs = prepare_forward(
             rows, weight, bias[0] if bias else None, decay, time_bias, sizes,
-            documents=documents, normalise_qk=normalise_qk, eps=eps,
+            documents=documents, normalise_qk=normalise_qk, eps=eps, convolve=convolve,
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))

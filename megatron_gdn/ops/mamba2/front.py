@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..conv import convolve_rows
+from ..conv import Convolve, convolve_rows
 from ..documents import Documents
 from ..elementwise import softplus
 from ..front.base import Front, FrontAround, Parameters
@@ -67,12 +67,14 @@ class Mamba2Front:
         dt_limit: least and greatest time step.
         triton: convolve with the kernels of :mod:`.front_triton`, not in plain torch.
         batch_invariant: the bits of a packed document do not depend on where it lies.
+        convolve: conv + SiLU without Triton: plain torch, or :mod:`..front.conv_package`.
     """
 
     layout: Layout
     dt_limit: tuple[float, float] = UNLIMITED
     triton: bool = False
     batch_invariant: bool = False
+    convolve: Convolve = convolve_rows
 
     names = SSDInputs._fields
     convolved = ("x", "B", "C")
@@ -173,7 +175,7 @@ class Mamba2Front:
             from .front_triton import conv_forward
 
             return conv_forward(proj, weight, bias, self.layout, documents, self.batch_invariant)
-        rows = convolve_rows(self._conv_rows(proj), weight.flatten(1), bias, documents)
+        rows = self.convolve(self._conv_rows(proj), weight.flatten(1), bias, documents)
         return tuple(x.contiguous() for x in self._cut(rows))
 
     def _convolve_backward(
@@ -195,7 +197,7 @@ class Mamba2Front:
         with torch.enable_grad():
             leaves = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
             of_rows, of_weight, of_bias = leaves
-            rows = convolve_rows(of_rows, of_weight, of_bias, documents)
+            rows = self.convolve(of_rows, of_weight, of_bias, documents)
         d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(rows.dtype)
         given = [x for x in leaves if x is not None]
         d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)

@@ -9,9 +9,12 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from ..conv import Convolve, convolve_rows
+from ..front import conv_package
+from ..front.conv_package import why_not_conv_package
 from ..kernels.obstacles import why_not_triton
 from ..layout import Layout
-from ..parts import GatedNorm, Parts
+from ..parts import GatedNorm, Parts, in_steps
 from ..readout.base import Apart
 from ..readout.choose import grouped
 from ..readout.grouped import GateOnly
@@ -46,7 +49,8 @@ def mamba2_parts(
         norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
             None: the gate alone.
         dt_limit: least and greatest time step.
-        kernels: ``"triton"``, ``"torch"`` or ``"auto"``, Triton where it runs.
+        kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
+            for the convolution where that runs, else plain torch.
 
     Raises:
         ValueError: rows of other heads; unknown ``kernels``.
@@ -58,9 +62,13 @@ def mamba2_parts(
         )
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
-    triton = kernels == "triton"
+    triton, convolve = kernels == "triton", convolve_rows
     if kernels == "auto":
-        triton = why_not_triton(rows.device.type, rows.dtype, conv_weight.shape[-1]) is None
+        kind = rows.device.type, rows.dtype, conv_weight.shape[-1]
+        triton = why_not_triton(*kind) is None
+        widths = (sum(layout.conv_widths),)
+        if not triton and why_not_conv_package(*kind, widths, in_steps(rule)) is None:
+            convolve = conv_package.convolve_rows
     gamma, gate = None, layout.gate_columns
     if norm is None:
         readout = GateOnly(gate)
@@ -69,12 +77,16 @@ def mamba2_parts(
     else:
         gamma, eps, _ = norm
         readout = grouped(gate, layout.heads("group"), eps, triton)
-    front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant)
+    front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant, convolve)
     return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, gamma))
 
 
 @lru_cache(maxsize=64)
 def _front(
-    layout: Layout, dt_limit: tuple[float, float], triton: bool, batch_invariant: bool
+    layout: Layout,
+    dt_limit: tuple[float, float],
+    triton: bool,
+    batch_invariant: bool,
+    convolve: Convolve,
 ) -> Mamba2Front:
-    return Mamba2Front(layout, dt_limit, triton, batch_invariant)
+    return Mamba2Front(layout, dt_limit, triton, batch_invariant, convolve)

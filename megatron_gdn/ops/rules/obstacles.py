@@ -60,7 +60,7 @@ def why_not_flash_qla(
         )
     if torch.cuda.get_device_capability(device) not in _FLASH_QLA_CAPABILITIES:
         return Obstacle("flash_qla trains on compute capability 9.0, 10.0 and 10.3 only")
-    return _flash_qla_package()
+    return flash_qla_package()
 
 
 def why_not_heads(backend: str, value_heads: int) -> str | None:
@@ -72,7 +72,7 @@ def why_not_heads(backend: str, value_heads: int) -> str | None:
 
 
 @cache
-def _flash_qla_package() -> Obstacle | None:
+def flash_qla_package() -> Obstacle | None:
     if find_spec("flash_qla") is None:
         why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
         return Obstacle(why, ImportError)
@@ -96,7 +96,7 @@ def why_not_fla(
         return Obstacle(f"fla would round {dtype} to tf32")
     if key_dim is not None and key_dim > 256:
         return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
-    return _fla_package(torch.cuda.get_device_capability(device)[0])
+    return fla_package(torch.cuda.get_device_capability(device)[0])
 
 
 @cache
@@ -111,7 +111,7 @@ def fla_needs_tilelang(device: torch.device) -> bool:
 
 
 @cache
-def _fla_package(major: int) -> Obstacle | None:
+def fla_package(major: int) -> Obstacle | None:
     if find_spec("fla") is None:
         why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
         return Obstacle(why, ImportError)

@@ -1,0 +1,23 @@
+"""Importing this module calls :func:`megatron_gdn.patch_megatron`.
+
+For launches that can only be told to import something, in each process that builds a model::
+
+    VERL_USE_EXTERNAL_MODULES=megatron_gdn.enable       # verl
+
+The environment variable ``MEGATRON_GDN`` says what is built by us: ``gdn`` (also when unset),
+``mamba`` or ``gdn,mamba``.
+"""
+
+import os
+
+from .frameworks.patch import patch_megatron
+
+_LAYERS = ("gdn", "mamba")
+_given = os.environ.get("MEGATRON_GDN") or "gdn"
+_asked = {name.strip() for name in _given.split(",")}
+if not _asked <= set(_LAYERS):
+    raise ValueError(
+        f"MEGATRON_GDN={_given!r} names layers for megatron_gdn to build: 'gdn', 'mamba' or "
+        f"'gdn,mamba'. Change it, or unset it for 'gdn'."
+    )
+patch_megatron(**{name: name in _asked for name in _LAYERS})

@@ -1,0 +1,175 @@
+"""One call, and what builds Megatron's own recurrent layer builds ours.
+
+Specs, deep-copied or pickled specs, partials and providers all hold the class of Megatron and call
+it. So the class stays, and its ``__new__`` answers with a layer of ours: Python then leaves
+upstream's ``__init__`` out, because what came back is no instance of its class. A name replaced in
+a module would not reach what imported that name before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Megatron's class, and ours in its place.
+_GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
+_MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
+
+Options = bool | Mapping[str, Any]
+
+
+def patch_megatron(*, gdn: Options = True, mamba: Options = False) -> None:
+    """Let every call of Megatron's own class build our layer, in this process, from now on.
+
+    A spec, partial or provider that was made before the call follows. Layers that were built before
+    stay. The last call counts: ``patch_megatron(gdn=False)`` gives Megatron its classes back.
+
+    A subclass of Megatron's class stays what it is, and a log line names it when it is built: it
+    has code of its own for Megatron's weights, which may lie in another order than ours.
+
+    Args:
+        gdn: for ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: True for our
+            :class:`GatedDeltaNet`, False for Megatron's own, or a dict of options for ours, such as
+            ``{"backend": "fla"}``. What the spec gives counts more than such an option.
+        mamba: the same for ``megatron.core.ssm.mamba_mixer.MambaMixer`` and our
+            :class:`Mamba2Mixer`.
+
+    Raises:
+        TypeError: an option that our layer does not know; or Megatron's constructor takes an
+            argument that ours does not, or has another default or place for one.
+        RuntimeError: other code has replaced ``__new__`` of Megatron's class.
+    """
+    wanted = [_Class(*_GDN, gdn), _Class(*_MAMBA, mamba)]
+    for each in wanted:  # all are checked before one is changed
+        each.check()
+    for each in wanted:
+        each.install()
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("; ".join(each.told() for each in wanted) + ".")
+
+
+class _Class:
+    """One of Megatron's classes, and what calls of it shall give."""
+
+    def __init__(self, theirs: str, ours: str, options: Options) -> None:
+        self.theirs, self.ours = _imported(theirs), _imported(ours)
+        self.replaced = options is not False
+        self.options = dict(options) if isinstance(options, Mapping) else {}
+
+    def check(self) -> None:
+        found = vars(self.theirs).get("__new__")
+        if found is not None and inspect.unwrap(found).__module__ != __name__:
+            raise RuntimeError(
+                f"{_path(self.theirs)}.__new__ was replaced by other code ({found!r}). "
+                f"megatron_gdn would undo that, so it does nothing. Call patch_megatron() without "
+                f"the other patch, or give your specs {_public(self.ours)} yourself."
+            )
+        if self.replaced:
+            _require_known_options(self.theirs, self.ours, self.options)
+            _require_known_constructor(self.theirs, self.ours)
+
+    def install(self) -> None:
+        if self.replaced:
+            self.theirs.__new__ = _builder(self.theirs, self.ours, self.options)
+        elif "__new__" in vars(self.theirs):
+            # Without a __new__ of its own, the class would from now on refuse every argument:
+            # Python does not go back to "none was ever there".
+            self.theirs.__new__ = _builder(self.theirs, None, {})
+
+    def told(self) -> str:
+        theirs = f"Megatron's {self.theirs.__name__}"
+        if not self.replaced:
+            return f"{theirs} stays Megatron's"
+        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{theirs} is built as {_public(self.ours)}({given})"
+
+
+def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
+    """``__new__`` of ``theirs``."""
+
+    def __new__(cls, *args, **kwargs):
+        built = bool(args or kwargs)  # a copy or unpickled layer is filled afterwards instead
+        if ours is not None and built:
+            if cls is theirs:
+                return ours(*args, **{**options, **kwargs})
+            _name_subclass(cls, theirs)
+        return object.__new__(cls)
+
+    return staticmethod(__new__)
+
+
+@cache
+def _name_subclass(cls: type, theirs: type) -> None:
+    logger.warning(
+        f"{_path(cls)} is a subclass of Megatron's {theirs.__name__} and is built as it is, not as "
+        f"megatron_gdn's layer."
+    )
+
+
+def _require_known_options(theirs: type, ours: type, options: dict[str, Any]) -> None:
+    """Options are what ours has beside the arguments that Megatron gives."""
+    known = _arguments(ours).keys() - _arguments(theirs).keys()
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise TypeError(
+            f"{_public(ours)} has no option {', '.join(unknown)} here. Its options are "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _require_known_constructor(theirs: type, ours: type) -> None:
+    """Each argument of theirs has its name, its place and its default in ours.
+
+    One that ours takes by name alone is refused by Python where it is given by place.
+    """
+    given, taken = _arguments(theirs), _arguments(ours)
+    places = [
+        name for name, argument in taken.items() if argument.kind is not argument.KEYWORD_ONLY
+    ]
+    wrong = []
+    for place, (name, argument) in enumerate(given.items()):
+        mine = taken.get(name)
+        if mine is None:
+            wrong.append(f"{name} is not known")
+        elif name in places and places.index(name) != place:
+            wrong.append(f"{name} has another place")
+        elif not _same_default(argument.default, mine.default):
+            wrong.append(f"{name}={argument.default!r} is {mine.default!r} in ours")
+    if wrong:
+        from megatron.core import __version__
+
+        raise TypeError(
+            f"The constructor of {_path(theirs)} in megatron-core {__version__} is not the one "
+            f"that {_public(ours)} was written for: {'; '.join(wrong)}. Take a tested "
+            f"megatron-core, or give your specs {_public(ours)} yourself."
+        )
+
+
+def _same_default(theirs: Any, ours: Any) -> bool:
+    # A stage's offset that is not given is none, whether it is written None or 0.
+    return theirs == ours or {theirs, ours} <= {None, 0, inspect.Parameter.empty}
+
+
+def _arguments(cls: type) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(cls.__init__).parameters
+    return {name: each for name, each in parameters.items() if name != "self"}
+
+
+def _imported(path: str) -> type:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _public(ours: type) -> str:
+    return f"megatron_gdn.{ours.__name__}"

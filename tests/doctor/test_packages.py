@@ -1,0 +1,118 @@
+"""The doctor names what is broken, in environments that are broken."""
+
+import importlib
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_gdn.doctor.packages import _EXTRAS, kernels, machine, packages
+from megatron_gdn.ops.rules import obstacles
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
+    """Installs packages that hide the true ones: ``name="version"``, and modules with this code."""
+    caches = (obstacles.fla_package, obstacles.flash_qla_package)
+
+    def install(modules: dict[str, str] | None = None, **versions: str) -> None:
+        for name, version in versions.items():
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        for name, code in (modules or {}).items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+
+    for cache in caches:
+        cache.cache_clear()
+    yield install
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU as far as the doctor asks before it runs anything."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def said(findings, subject: str) -> tuple[str, str]:
+    """State and text of the only finding about ``subject``."""
+    (found,) = (each for each in findings if each.subject == subject)
+    return found.state, found.text
+
+
+@pytest.mark.parametrize(
+    "name, version, told",
+    [
+        ("megatron_core", "0.17.0", "0.17.0 is installed, <0.21,>="),
+        ("torch", "2.6.0", "2.6.0 is installed, >=2."),
+        ("transformer_engine", "2.4.0", "2.4.0 is installed, >=2.8 works"),
+        ("transformers", "4.57.1", "4.57.1 is installed, >=5."),
+        ("flash_linear_attention", "0.5.0", "0.5.0 is installed, <0.7,>=0.6 works; pip install"),
+        ("causal_conv1d", "1.5.2", "1.5.2 is installed, >=1.6"),
+    ],
+)
+def test_a_version_that_does_not_work_is_named(environment, name, version, told):
+    environment(**{name: version})
+    state, text = said(packages(), name.replace("_", "-"))
+    assert state == "wrong" and text.startswith(told)
+
+
+def test_a_package_that_was_built_for_another_torch_is_named(environment):
+    environment({"causal_conv1d": "raise ImportError('undefined symbol: _ZN3c10')"},
+                causal_conv1d="1.6.1")  # fmt: skip
+    state, text = said(packages(), "causal-conv1d")
+    assert state == "wrong" and "undefined symbol: _ZN3c10; build it for torch" in text
+
+
+@pytest.mark.parametrize(
+    "modules, versions, subject, told",
+    [
+        (["fla"], {"flash_linear_attention": "0.6.0", "fla_core": "0.5.1"},
+         "flash-linear-attention", "fla-core 0.5.1 is not known here, 0.6 is"),
+        (["fla"], {"triton": "3.5.0", "flash_linear_attention": "0.6.0", "fla_core": "0.6.0"},
+         "flash-linear-attention", "Triton 3.5.0 miscompiles fla's backward on Hopper"),
+        (["flash_qla"], {"flash_qla": "0.1.2"}, "flash-qla", "computes wrong gradients at times"),
+        (["flash_qla"], {}, "flash-qla", "flash_qla carries no version"),
+        (["flash_qla"], {"flash_qla": "0.1.3"}, "flash-qla", "tilelang, which is not installed"),
+    ],
+)  # fmt: skip
+def test_a_bad_pair_is_named(environment, hopper, modules, versions, subject, told):
+    environment(dict.fromkeys(modules, ""), **versions)
+    state, text = said(kernels(), f"rule of {subject}")
+    assert state == "wrong" and told in text
+
+
+def test_without_a_gpu_it_is_a_note_about_hopper(environment):
+    environment({"flash_qla": ""}, flash_qla="0.1.2")
+    state, text = said(kernels(), "rule of flash-qla")
+    assert state == "note" and text.startswith("on a Hopper GPU: flash-qla 0.1.2 computes wrong")
+
+
+def test_a_gpu_that_torch_does_not_see_is_named(tmp_path, monkeypatch):
+    assert said(machine(), "gpu")[0] == "note"
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    state, text = said(machine(), "gpu")
+    assert state == "wrong" and "sees no GPU: the driver may be too old" in text
+
+
+def test_what_is_absent_and_optional_is_a_note_and_the_rest_is_well():
+    found = list(packages())
+    assert {each.subject for each in found} >= {"torch", "megatron-core", "psutil", "transformers"}
+    assert all(each.state == "ok" or "not installed" in each.text for each in found)
+
+
+def test_every_extra_of_training_is_looked_at():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert set(_EXTRAS) <= set(extras)
+    of_the_project = {"docs", "dev", "test", "bench", "train", "hf-train"}
+    assert set(extras) - set(_EXTRAS) == of_the_project

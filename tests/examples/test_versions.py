@@ -1,0 +1,71 @@
+"""The page of versions, and the bounds that pip reads, say what was run."""
+
+import json
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests import versions
+from tests.versions import MEGATRON_LM, PAGE, ROOT, Row, filled, recorded, table
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ASKED = {
+    one.name: one.specifier
+    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["hf"]
+    for one in [Requirement(text)]
+}
+RUN = {line["row"]: line["result"] for line in recorded() if line["result"] != "not installed"}
+RELEASES = [tuple(row.split("==")) for row in RUN if row.partition("==")[0] in ASKED]
+
+
+def test_the_table_of_the_page_is_of_the_record():
+    assert filled(PAGE.read_text(), table(recorded())) == PAGE.read_text()
+
+
+def test_every_row_was_run_or_says_why_not():
+    assert {line["row"] for line in recorded()} == set(versions.ROWS)
+    assert all("why" in line for line in recorded() if line["result"] == "not installed")
+
+
+@pytest.mark.parametrize(("package", "version"), RELEASES)
+def test_pip_installs_what_is_green_and_refuses_what_is_red(package, version):
+    green = RUN[f"{package}=={version}"] == "green"
+    assert ASKED[package].contains(version) == green, f"{package} {ASKED[package]}"
+
+
+@pytest.mark.parametrize("package", ["torch", "megatron-core", "transformers"])
+def test_the_lower_bound_is_in_the_oldest_green_row(package):
+    rows = [version for name, version in RELEASES if name == package]
+    oldest = min(Version(v) for v in rows if RUN[f"{package}=={v}"] == "green").release
+    (lower,) = (s.version for s in ASKED[package] if s.operator == ">=")
+    assert oldest[: len(Version(lower).release)] == Version(lower).release
+
+
+def test_a_row_is_recorded_in_place_of_its_older_one(tmp_path, monkeypatch):
+    record, page = tmp_path / "versions.jsonl", tmp_path / "versions.md"
+    monkeypatch.setattr(versions, "RECORD", record)
+    monkeypatch.setattr(versions, "PAGE", page)
+    page.write_text("above\n<!-- versions -->\nold\n<!-- end of versions -->\nbelow\n")
+    versions.record({"row": "torch==2.7.0", "result": "red"})
+    versions.record({"row": "python==3.13", "result": "red"})
+    versions.record({"row": "torch==2.7.0", "result": "green"})
+    found = [json.loads(line) for line in record.read_text().splitlines()]
+    assert {line["row"]: line["result"] for line in found} == {
+        "torch==2.7.0": "green", "python==3.13": "red",
+    }  # fmt: skip
+    above, *_, below = page.read_text().splitlines()
+    assert (above, below) == ("above", "below") and "old" not in page.read_text()
+
+
+def test_a_branch_is_taken_from_a_clone_or_fetched(tmp_path):
+    row = Row.of("megatron-core@main")
+    assert row.requirement(None) == f"megatron-core @ git+{MEGATRON_LM}@main"
+    assert row.requirement(tmp_path) == f"megatron-core @ file://{tmp_path}/mlm-main"
+
+
+@pytest.mark.parametrize("text", ["torch", "torch@main", "numpy==2.0", "torch>=2.7"])
+def test_what_is_no_row_is_refused_before_anything_is_run(text):
+    with pytest.raises(ValueError, match="give package==version with one of torch, "):
+        Row.of(text)

@@ -1,0 +1,161 @@
+"""Megatron's own specs build our layers after one call. Run behind the stand-in, by test_patch.py.
+
+The specs are imported, and in part made, before the call.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec as gpt_block,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.post_training.modelopt.hybrid.model_specs import get_hybrid_stack_modelopt_spec
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+import megatron_gdn
+from megatron_gdn.compat.one_process import end_one_process, start_one_process
+from tests.frameworks import te_on_cpu
+from tests.parallel import make_config
+from tests.upstream import upstream_on_cpu
+
+VOCABULARY, TOKENS = 32, 24
+Theirs = upstream_on_cpu().GatedDeltaNet
+SIZES = {
+    "ffn_hidden_size": 32, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "apply_rope_fusion": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def megatron():
+    start_one_process()
+    yield
+    megatron_gdn.patch_megatron(gdn=False)
+    end_one_process()
+
+
+def hybrid(spec=hybrid_stack_spec):
+    torch.manual_seed(0)
+    return HybridModel(
+        make_config(num_layers=4, **SIZES), spec, vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS, hybrid_layer_pattern="G-*-", position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def gpt(spec=gpt_block):
+    torch.manual_seed(0)
+    config = make_config(
+        num_layers=4, experimental_attention_variant="gated_delta_net", linear_attention_freq=2,
+        **SIZES,
+    )  # fmt: skip
+    return GPTModel(
+        config, spec(config, vp_stage=None), vocab_size=VOCABULARY, max_sequence_length=TOKENS,
+        position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def mixer(model):
+    return model.decoder.layers[0].self_attention
+
+
+def logits(model) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens, torch.arange(TOKENS).expand(2, -1), None)
+
+
+def test_this_runs_behind_the_stand_in():
+    assert HAVE_TE and te_on_cpu.installed()
+
+
+@pytest.mark.parametrize("build", [hybrid, gpt])
+def test_a_spec_of_megatrons_builds_our_layer_and_the_same_model(build):
+    theirs = build()
+    megatron_gdn.patch_megatron(gdn={"backend": "reference"})
+    ours = build()
+    assert type(mixer(theirs)) is Theirs and type(mixer(ours)) is megatron_gdn.GatedDeltaNet
+    assert mixer(ours).backend == "reference"
+    assert theirs.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
+    ours.load_state_dict(theirs.state_dict())
+    expected = logits(theirs)
+    # Under 16 roundings on the way to a logit, each of at most the largest number's last place.
+    rounding = 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+    torch.testing.assert_close(logits(ours), expected, rtol=0, atol=rounding)
+    megatron_gdn.patch_megatron(gdn=False)
+    assert type(mixer(build())) is Theirs
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_or_pickled_spec_builds_our_layer(way):
+    megatron_gdn.patch_megatron()
+    assert isinstance(mixer(hybrid(way(hybrid_stack_spec))), megatron_gdn.GatedDeltaNet)
+
+
+def test_modelopts_spec_of_megatron_builds_our_layer():
+    megatron_gdn.patch_megatron()
+    layer = get_hybrid_stack_modelopt_spec().submodules.gdn_layer.submodules.self_attention
+    assert layer.module is Theirs
+    assert isinstance(mixer(hybrid()), megatron_gdn.GatedDeltaNet)
+
+
+def test_a_layer_that_was_built_before_stays_and_can_be_copied():
+    theirs = hybrid()
+    before = logits(theirs)
+    megatron_gdn.patch_megatron()
+    theirs.decoder.layers[0].self_attention = copy.copy(mixer(theirs))
+    assert type(mixer(theirs)) is Theirs
+    assert torch.equal(logits(theirs), before)
+
+
+def test_one_line_says_what_was_replaced_and_what_was_left(caplog):
+    megatron_gdn.patch_megatron(gdn={"backend": "fla"})
+    assert [record.message for record in caplog.records] == [
+        "Megatron's GatedDeltaNet is built as megatron_gdn.GatedDeltaNet(backend='fla'); "
+        "Megatron's MambaMixer stays Megatron's."
+    ]
+
+
+def test_a_subclass_stays_what_it_is_and_is_named_once(caplog):
+    class Permuted(Theirs):
+        pass
+
+    megatron_gdn.patch_megatron()
+    spec = copy.deepcopy(hybrid_stack_spec)
+    spec.submodules.gdn_layer.submodules.self_attention.module = Permuted
+    assert type(mixer(hybrid(spec))) is type(mixer(hybrid(spec))) is Permuted
+    named = [record.message for record in caplog.records if "Permuted" in record.message]
+    assert len(named) == 1 and "subclass of Megatron's GatedDeltaNet" in named[0]
+
+
+def test_mamba_too_where_asked():
+    spec = hybrid_stack_spec.submodules.mamba_layer.submodules.mixer
+    assert spec.module is MambaMixer
+    megatron_gdn.patch_megatron(gdn=False, mamba=True)
+    model = HybridModel(
+        make_config(num_layers=1, **SIZES), hybrid_stack_spec, vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS, hybrid_layer_pattern="M", position_embedding_type="none",
+    )  # fmt: skip
+    megatron_gdn.patch_megatron(gdn=False, mamba=False)
+    assert isinstance(model.decoder.layers[0].mixer, megatron_gdn.Mamba2Mixer)
+    assert logits(model).isfinite().all()
+
+
+def test_a_step_of_training():
+    megatron_gdn.patch_megatron()
+    model = hybrid()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    tokens = torch.arange(TOKENS).expand(2, -1) % 7
+    losses = []
+    for _ in range(3):
+        loss = model(tokens, torch.arange(TOKENS).expand(2, -1), None, labels=tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]

@@ -1,0 +1,181 @@
+"""A stand-in for Transformer Engine on the CPU: the modules that a dense model is built from.
+
+Transformer Engine has no CPU build. Megatron's own specs, and frameworks that build models by them,
+name its linears, norms and attention. ``install()``, before Megatron is imported, puts modules of
+these names in ``sys.modules``: the same parameters, in plain torch, at a tensor parallel size of 1.
+Every other name of Transformer Engine is a class that says so when it is called.
+"""
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Others are not found: Megatron goes on without them, as with an older Transformer Engine.
+MODULES = {
+    "transformer_engine",
+    *(f"transformer_engine.{name}" for name in ("common", "common.recipe", "pytorch")),
+    *(f"transformer_engine.pytorch.{name}" for name in ("distributed", "fp8", "ops", "tensor")),
+}
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return (x32 * (x32.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+
+
+class RMSNorm(nn.Module):
+    def __init__(
+        self, normalized_shape=None, hidden_size=None, eps=1e-5, zero_centered_gamma=False,
+        params_dtype=None, **_,
+    ):  # fmt: skip
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered_gamma
+        first = torch.zeros if zero_centered_gamma else torch.ones
+        self.weight = nn.Parameter(first(hidden_size or normalized_shape, dtype=params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight + int(self.zero_centered), self.eps)
+
+
+class _Base(nn.Module):
+    """What Megatron's wrappers call on every module of Transformer Engine."""
+
+    def __init__(self, out_features, in_features, bias, params_dtype, init_method, return_bias):
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.use_bias, self.te_returns_bias, self.tp_size = bias, return_bias, 1
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        if init_method is not None:
+            init_method(self.weight)
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else None
+
+    def set_tensor_parallel_group(self, group) -> None:
+        self.tp_group = group
+
+    def _linear(self, x: Tensor):
+        if self.te_returns_bias:
+            return F.linear(x, self.weight), self.bias
+        return F.linear(x, self.weight, self.bias)
+
+
+class Linear(_Base):
+    def __init__(
+        self, in_features, out_features, bias=True, params_dtype=None, init_method=None,
+        return_bias=False, tp_size=1, **_,
+    ):  # fmt: skip
+        _require_one(tp_size)
+        super().__init__(out_features, in_features, bias, params_dtype, init_method, return_bias)
+
+    def forward(self, x: Tensor, is_first_microbatch=None, **_):
+        return self._linear(x)
+
+
+class LayerNormLinear(_Base):
+    def __init__(
+        self, in_features, out_features, eps=1e-5, bias=True, normalization="LayerNorm",
+        params_dtype=None, init_method=None, return_bias=False, tp_size=1,
+        zero_centered_gamma=False, **_,
+    ):  # fmt: skip
+        _require_one(tp_size)
+        assert normalization == "RMSNorm", normalization
+        super().__init__(out_features, in_features, bias, params_dtype, init_method, return_bias)
+        self.eps, self.zero_centered = eps, zero_centered_gamma
+        first = torch.zeros if zero_centered_gamma else torch.ones
+        self.layer_norm_weight = nn.Parameter(first(in_features, dtype=params_dtype))
+
+    def forward(self, x: Tensor, is_first_microbatch=None, **_):
+        weight = self.layer_norm_weight + int(self.zero_centered)
+        return self._linear(_rms_norm(x, weight, self.eps))
+
+
+class DotProductAttention(nn.Module):
+    """Causal attention within each document: [s, b, heads, k] or packed [t, heads, k]."""
+
+    def __init__(self, num_attention_heads, kv_channels, softmax_scale=None, **settings):
+        super().__init__()
+        self.softmax_scale, self.qkv_format = softmax_scale, settings.get("qkv_format", "sbhd")
+
+    def forward(self, query, key, value, attention_mask=None, *, qkv_format=None, **settings):
+        packed = (qkv_format or self.qkv_format) == "thd"
+        if packed:
+            ends = settings["cu_seqlens_q"].tolist()
+            lengths = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+            rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            return torch.cat([self._attend(*(x[:, None] for x in row))[:, 0] for row in rows])
+        return self._attend(query, key, value)
+
+    def _attend(self, query, key, value) -> Tensor:
+        mixed = F.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+            is_causal=True, scale=self.softmax_scale, enable_gqa=True,
+        )  # fmt: skip
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def _require_one(tp_size: int) -> None:
+    if tp_size != 1:
+        raise NotImplementedError("the stand-in for Transformer Engine has tensor parallel size 1")
+
+
+class _Absent(type):
+    """A class that exists to be named, subclassed and asked isinstance of; not to be called."""
+
+    def __call__(cls, *args, **kwargs):
+        raise NotImplementedError(f"{cls.__name__} is not in the stand-in for Transformer Engine")
+
+    def __getattr__(cls, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None  # a state that is asked for, such as "is fp8 on"
+
+
+FUNCTIONS = {
+    "activation_recompute_forward", "checkpoint", "fp8_autocast", "fp8_model_init",
+    "is_fp8_activation_recompute_enabled",
+}  # fmt: skip
+HERE = {cls.__name__: cls for cls in (RMSNorm, Linear, LayerNormLinear, DotProductAttention)}
+
+
+class _Names(ModuleType):
+    __version__, __path__ = "2.4.0", []
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in HERE:
+            return HERE[name]
+        if f"{self.__name__}.{name}" in MODULES:
+            return import_module(f"{self.__name__}.{name}")
+        if name[0].islower() and name not in FUNCTIONS:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return _Absent(name, (), {})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of the stand-in."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname in MODULES:
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Names(spec.name)
+
+    def exec_module(self, module) -> None:
+        pass
+
+
+def installed() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    assert "megatron.core" not in sys.modules, "before Megatron, which asks once what is there"
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,168 @@
+"""`megatron_gdn.patch_megatron`, and the three ways to have it called."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+import megatron_gdn
+from megatron_gdn import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def undone():
+    yield
+    megatron_gdn.patch_megatron(gdn=False)
+
+
+def test_megatrons_own_specs_build_our_layers():
+    """All of patch_laws.py, behind a stand-in for Transformer Engine, in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.frameworks.behind_te_on_cpu",
+         "tests/frameworks/patch_laws.py"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:]
+
+
+def _with_constructor(change: Callable[[inspect.Signature], inspect.Signature]):
+    def constructor(self): ...
+
+    constructor.__signature__ = change(inspect.signature(Theirs.__init__))
+    return patch.object(Theirs, "__init__", constructor)
+
+
+def _replace(parameters, name, **changes):
+    return [each.replace(**changes) if each.name == name else each for each in parameters]
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda each: [*each, inspect.Parameter("gates", inspect.Parameter.KEYWORD_ONLY)],
+         "gates is not known"),
+        (lambda each: [each[0], each[2], each[1], *each[3:]], "submodules has another place"),
+        (lambda each: _replace(each, "use_qk_l2norm", default=False),
+         "use_qk_l2norm=False is True in ours"),
+    ],
+)  # fmt: skip
+def test_a_constructor_that_we_do_not_know_is_refused(change, told):
+    rewritten = _with_constructor(
+        lambda signature: signature.replace(parameters=change([*signature.parameters.values()]))
+    )
+    with rewritten, pytest.raises(TypeError, match=told):
+        megatron_gdn.patch_megatron()
+    assert "__new__" not in vars(MambaMixer)
+
+
+def test_an_unknown_option_is_refused_before_anything_is_replaced():
+    before = vars(Theirs).get("__new__")
+    with pytest.raises(TypeError, match="has no option kernel here. Its options are backend, cp_"):
+        megatron_gdn.patch_megatron(gdn=True, mamba={"kernel": "fla"})
+    with pytest.raises(TypeError, match="has no option bias here"):
+        megatron_gdn.patch_megatron(gdn={"bias": True})
+    assert vars(Theirs).get("__new__") is before
+
+
+def test_a_class_that_other_code_has_changed_is_left_to_it():
+    with (
+        patch.object(MambaMixer, "__new__", lambda cls, *args, **kwargs: object.__new__(cls)),
+        pytest.raises(RuntimeError, match=r"MambaMixer.__new__ was replaced by other code"),
+    ):
+        megatron_gdn.patch_megatron(mamba=True)
+
+
+def enable(given: str) -> list[bool]:
+    """Whether Gated DeltaNet and Mamba2 are ours after the import, as in a new process."""
+    sys.modules.pop("megatron_gdn.enable", None)
+    with patch.dict(os.environ, MEGATRON_GDN=given):
+        importlib.import_module("megatron_gdn.enable")
+    return [is_ours(cls) for cls in (Theirs, MambaMixer)]
+
+
+def is_ours(cls: type) -> bool:
+    """A call without what is required: our constructor, or theirs, says so."""
+    with pytest.raises(TypeError) as raised:
+        cls(bias=False)
+    return "megatron_gdn" in str(raised.traceback[-1].path)
+
+
+@pytest.mark.parametrize(
+    "given, replaced",
+    [("", [True, False]), ("mamba", [False, True]), ("gdn, mamba", [True, True])],
+)
+def test_importing_enable_is_the_call(given, replaced):
+    assert enable(given) == replaced
+
+
+def test_enable_says_what_may_be_asked_for():
+    with pytest.raises(ValueError, match="MEGATRON_GDN='gdn2' names layers .* 'gdn,mamba'"):
+        enable("gdn2")
+
+
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("3", 0)])
+def test_one_rank_tells(monkeypatch, caplog, rank, lines):
+    monkeypatch.setenv("RANK", rank)
+    megatron_gdn.patch_megatron()
+    assert len(caplog.records) == lines
+
+
+def test_verl_finds_a_plugin_which_waits_for_the_environment_variable(monkeypatch, caplog):
+    """verl imports what stands in this group, and swallows what it raises."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    plugin = points["verl.plugins"]["megatron_gdn"]
+    for given, ours in (("", False), ("gdn", True)):
+        for name in (plugin, "megatron_gdn.enable"):
+            sys.modules.pop(name, None)
+        monkeypatch.setenv("MEGATRON_GDN", given)
+        importlib.import_module(plugin)
+        assert ("megatron_gdn.enable" in sys.modules) is ours
+    for name in (plugin, "megatron_gdn.enable"):
+        sys.modules.pop(name)
+    monkeypatch.setenv("MEGATRON_GDN", "rwkv")
+    with pytest.raises(ValueError, match="MEGATRON_GDN='rwkv'"):
+        importlib.import_module(plugin)
+    assert "this process trains Megatron's own" in caplog.text
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import beside
+patched = "megatron_gdn.enable" in sys.modules
+Path(__file__).with_name("seen").write_text(json.dumps([__name__, sys.argv, sys.path[0], patched]))
+"""
+
+
+def test_launch_runs_a_script_as_python_does(monkeypatch, tmp_path):
+    script, seen = tmp_path / "pretrain_my.py", tmp_path / "seen"
+    script.write_text(SCRIPT)
+    (tmp_path / "beside.py").touch()
+    subprocess.run([sys.executable, str(script), "--lr", "1"], check=True)
+    as_python = json.loads(seen.read_text())
+    assert as_python == ["__main__", [str(script), "--lr", "1"], str(tmp_path), False]
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    for named in (str(script), "pretrain_my"):
+        monkeypatch.setattr(sys, "argv", [])
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        seen.unlink()
+        launch.main([named, "--lr", "1"])
+        assert json.loads(seen.read_text()) == [*as_python[:3], True]
+
+
+def test_launch_says_where_it_looked_and_how_to_get_a_script(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="git clone https://github.com/NVIDIA/Megatron-LM"):
+        launch.script_file("pretrain_hybrid")

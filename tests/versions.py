@@ -1,0 +1,211 @@
+"""Runs the package with one other version at a time, and writes what came of it.
+
+    make test-versions [ROWS="torch==2.7.0 python==3.13"] [CLONES=folder] [SCRATCH=folder]
+
+A row names one package and its version; everything else has the version of ``constraints.txt``.
+It gets a virtual environment of its own, in which the quick tests of two folders and one launch
+run, and a line in ``docs/versions.jsonl``, from which the table of ``docs/versions.md`` is made.
+A row against the bounds of ``pyproject.toml`` runs too: that is how a bound is known to be true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORD, PAGE = ROOT / "docs" / "versions.jsonl", ROOT / "docs" / "versions.md"
+# The ends of each package's versions, and those beside which something broke.
+ROWS = [
+    *(f"megatron-core=={v}" for v in ("0.17.1", "0.18.0", "0.18.2", "0.19.2")),
+    *("megatron-core@main", "megatron-core@dev"),
+    *(f"torch=={v}" for v in ("2.7.0", "2.8.0", "2.15.0")),
+    *("python==3.13", "python==3.14"),
+    *(f"transformers=={v}" for v in ("5.2.0", "5.4.0")),
+]
+PINNED = "3.12"
+# What a package's own requirements move with it, as the constraints begin.
+MOVES = {
+    "torch": ("torch==", "triton==", "nvidia-", "cuda-"),
+    "transformers": ("transformers==", "tokenizers==", "huggingface_hub=="),
+    "megatron-core": ("megatron-core==",),
+    "python": (),
+}
+SHOWN = ("torch", "megatron-core", "transformers")
+TESTS = {"transformers": ["tests/hf"]}
+LAUNCH = "tests/examples/test_pretrain_hybrid.py::test_torchrun_launches_the_same_run"
+MEGATRON_LM = "https://github.com/NVIDIA/Megatron-LM"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``package==version``, or ``megatron-core@branch``."""
+
+    package: str
+    version: str
+    branch: bool
+
+    @classmethod
+    def of(cls, text: str) -> Row:
+        found = re.fullmatch(r"(\S+?)(==|@)(\S+)", text)
+        package, sign, version = found.groups() if found else ("", "", "")
+        if package not in MOVES or (sign == "@" and package != "megatron-core"):
+            raise ValueError(
+                f"{text} is no row: give package==version with one of {', '.join(MOVES)}, or "
+                "megatron-core@branch"
+            )
+        return cls(package, version, sign == "@")
+
+    def requirement(self, clones: Path | None) -> str:
+        """What the row installs, in place of what ``pyproject.toml`` asks for."""
+        if not self.branch:
+            return f"{self.package}=={self.version}"
+        where = f"git+{MEGATRON_LM}@{self.version}"
+        if clones is not None:
+            where = f"file://{clones.resolve() / f'mlm-{self.version}'}"
+        return f"megatron-core @ {where}"
+
+
+class Environment:
+    """A virtual environment in a folder of its own, with the row's version and the pinned rest."""
+
+    def __init__(self, row: Row, folder: Path, clones: Path | None) -> None:
+        self.python = folder / "venv" / "bin" / "python"
+        python = row.version if row.package == "python" else PINNED
+        uv("venv", "--python", python, str(folder / "venv"))
+        pins = (ROOT / "constraints.txt").read_text().splitlines()
+        kept = [pin for pin in pins if not pin.startswith(MOVES[row.package])]
+        (folder / "constraints.txt").write_text("\n".join(kept))
+        instead = "" if row.package == "python" else row.requirement(clones)
+        (folder / "overrides.txt").write_text(instead)
+        uv(
+            "pip", "install", "--python", str(self.python), "-r", str(ROOT / "pyproject.toml"),
+            "--extra", "test", "--constraint", str(folder / "constraints.txt"),
+            "--override", str(folder / "overrides.txt"),
+        )  # fmt: skip
+
+    def versions(self) -> dict[str, str]:
+        ask = "import platform; print(platform.python_version())"
+        ask += "".join(f"; print(version({name!r}))" for name in SHOWN)
+        printed = self._run("-c", f"from importlib.metadata import version; {ask}").stdout
+        return dict(zip(("python", *SHOWN), printed.split(), strict=True))
+
+    def pytest(self, *arguments: str) -> tuple[bool, str]:
+        """Did it pass, and the line that pytest ends with."""
+        done = self._run("-m", "pytest", "-p", "no:cacheprovider", *arguments)
+        print(done.stdout[-30000:], flush=True)
+        ends = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in ", done.stdout, flags=re.M)
+        return done.returncode == 0, ends[-1] if ends else last_words(done.stderr)
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        # uv compiles nothing at install: what an import compiles is kept, as pip would have.
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return subprocess.run(
+            [str(self.python), *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+            env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def last_words(printed: str) -> str:
+    """The last line, without what pytest writes before it and without paths of this machine."""
+    return re.sub(r"^E\s+| *\(?/\S+", "", printed.strip().splitlines()[-1])
+
+
+def uv(*arguments: str) -> None:
+    """Runs uv, with pyenv's Pythons in its reach; RuntimeError with its last words if it fails."""
+    root = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
+    path = os.pathsep.join([*glob.glob(f"{root}/versions/3.*/bin"), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "uv", "--quiet", *arguments], env=os.environ | {"PATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(last_words(" ".join(done.stderr.split())))
+
+
+def run(name: str, folder: Path, clones: Path | None) -> dict:
+    """One row's line: what was installed, what passed."""
+    row = Row.of(name)
+    line = {"row": name, "date": str(datetime.date.today())}
+    try:
+        environment = Environment(row, folder, clones)
+    except RuntimeError as error:
+        return line | {"result": "not installed", "why": str(error)}
+    line |= environment.versions()
+    if row.branch and clones is not None:
+        git = ["git", "-C", str(clones / f"mlm-{row.version}"), "rev-parse", "--short=10", "HEAD"]
+        line["commit"] = subprocess.check_output(git, text=True).strip()
+    quick = "not gpu and not nightly and not slow"
+    folders = TESTS.get(row.package, ["tests/unit", "tests/layer"])
+    passed, line["tests"] = environment.pytest(
+        *folders, "-m", quick, "-n", "2", "--dist", "loadfile"
+    )
+    launched, line["launch"] = environment.pytest(LAUNCH, "-m", "")
+    return line | {"result": "green" if passed and launched else "red"}
+
+
+def recorded() -> list[dict]:
+    """The lines of the record, in the order of ``ROWS``."""
+    lines = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    order = {name: place for place, name in enumerate(ROWS)}
+    return sorted(lines, key=lambda line: order.get(line["row"], len(order)))
+
+
+def record(line: dict) -> None:
+    """The line in place of an older one of its row, and the page's table of all."""
+    lines = recorded() if RECORD.exists() else []
+    lines = [other for other in lines if other["row"] != line["row"]] + [line]
+    RECORD.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    RECORD.write_text("".join(json.dumps(one) + "\n" for one in recorded()))
+    PAGE.write_text(filled(PAGE.read_text(), table(recorded())))
+
+
+def table(lines: list[dict]) -> str:
+    head = ["row", "Python", *SHOWN, "tests", "launch", "result", "date"]
+    rows = [head, ["---"] * len(head)]
+    for line in lines:
+        name = f"`{line['row']}`" + (f" ({line['commit']})" if "commit" in line else "")
+        keys = ("python", *SHOWN, "tests", "launch", "result", "date")
+        rows.append([name, *(line.get(key, "-") for key in keys)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def filled(page: str, rows: str) -> str:
+    """The page with its table in the marked place."""
+    start, end = "<!-- versions -->\n", "\n<!-- end of versions -->"
+    return page[: page.index(start) + len(start)] + rows + page[page.index(end) :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rows", nargs="*", default=ROWS, metavar="package==version")
+    parser.add_argument("--clones", type=Path, help="has mlm-main and mlm-dev; else by git")
+    parser.add_argument("--scratch", type=Path, help="environments are made and removed in here")
+    args = parser.parse_args()
+    try:
+        for name in args.rows:
+            Row.of(name)
+    except ValueError as error:  # before the first row is run
+        parser.error(str(error))
+    for name in args.rows:
+        folder = Path(tempfile.mkdtemp(prefix="versions-", dir=args.scratch))
+        try:
+            line = run(name, folder, args.clones)
+        finally:
+            shutil.rmtree(folder)
+        record(line)
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
