@@ -119,7 +119,7 @@ def test_fields_without_effect_are_named_once(log):
 @pytest.mark.parametrize("core", SOURCES)
 def test_every_part_to_recompute_is_recomputed_or_named(core, log):
     parts = choices_of(core, "recompute_modules")
-    assert "gdn_norm_out" in parts
+    assert "core_attn" in parts
     for part in parts:
         log.clear()
         layer = selective(part)
