@@ -3,7 +3,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
-from tests.parallel import parallel
+from tests.parallel import end_groups, parallel
 
 
 @pytest.fixture(scope="package")
@@ -12,6 +12,7 @@ def world(tmp_path_factory):
     store = tmp_path_factory.mktemp("gloo") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
+    end_groups()  # none is kept for the next world
     dist.destroy_process_group()
 
 
