@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from megatron.bridge import AutoBridge
+from megatron.bridge.peft.lora import LoRA
 from safetensors.torch import load_file
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 
-TOKENS = 24
+TOKENS, RANK, ALPHA = 24, 4, 8
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64,
@@ -130,3 +131,56 @@ def test_it_trains(tmp_path):
         optimizer.step()
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """Bridge's Qwen3.5 with LoRA on all four kinds of linears, none of which does nothing."""
+    published("Qwen3.5", tmp_path, torch.float32)
+    megatron_gdn.patch_megatron()
+    model, bridge = bridged(tmp_path, torch.float32)
+    lora = LoRA(target_modules=["in_proj", "out_proj", "linear_qkv", "linear_fc1"], dim=RANK,
+                alpha=ALPHA, dropout=0.0)  # fmt: skip
+    model = lora(model, training=True)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert "adapter" in name
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model, bridge, load_file(tmp_path / "model.safetensors")
+
+
+def exported(weights) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in weights}
+
+
+def test_merged_adapters_are_the_model_that_was_trained(adapted, tmp_path):
+    model, bridge, base = adapted
+    merged = exported(bridge.export_hf_weights([model], cpu=True, show_progress=False))
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    sections = [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
+    assert {f"model.layers.0.linear_attn.{x}.weight" for x in (*sections, "out_proj")} <= changed
+    theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path).eval()
+    theirs.load_state_dict(merged)
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+        difference = (logits(model, tokens()) - expected).abs().max().item()
+    # As without adapters, and each merged weight was rounded once more.
+    assert difference <= 32 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+
+
+def test_exported_adapters_are_what_the_merged_export_adds(adapted):
+    model, bridge, base = adapted
+    merged = exported(bridge.export_hf_weights([model], cpu=True, show_progress=False))
+    alone = exported(bridge.export_adapter_weights([model], show_progress=False))
+    places = {name.rpartition(".lora_")[0] for name in alone}
+    assert any("in_proj_z" in place for place in places)
+    for place in places:
+        (name,) = (x for x in base if x.removesuffix(".weight") == place.split("model.", 2)[-1]
+                   or place.endswith(x.removesuffix(".weight")))  # fmt: skip
+        down, up = (alone[f"{place}.lora_{x}.weight"] for x in "AB")
+        added = ALPHA / RANK * up @ down
+        # The sum was rounded at the size of the merged weight, the product at its own.
+        largest = max(x.abs().max().item() for x in (merged[name], added))
+        rounding = 4 * torch.finfo(torch.float32).eps * largest
+        torch.testing.assert_close(merged[name] - base[name], added, rtol=0, atol=rounding)

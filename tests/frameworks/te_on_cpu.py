@@ -88,10 +88,14 @@ class LayerNormLinear(_Base):
         self.eps, self.zero_centered = eps, zero_centered_gamma
         first = torch.zeros if zero_centered_gamma else torch.ones
         self.layer_norm_weight = nn.Parameter(first(in_features, dtype=params_dtype))
+        self.return_layernorm_output = False  # low-rank adapters ask for the normed rows
 
     def forward(self, x: Tensor, is_first_microbatch=None, **_):
-        weight = self.layer_norm_weight + int(self.zero_centered)
-        return self._linear(_rms_norm(x, weight, self.eps))
+        normed = _rms_norm(x, self.layer_norm_weight + int(self.zero_centered), self.eps)
+        y = self._linear(normed)
+        if not self.return_layernorm_output:
+            return y
+        return (*y, normed) if isinstance(y, tuple) else (y, normed)
 
 
 class DotProductAttention(nn.Module):
