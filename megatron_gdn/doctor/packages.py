@@ -69,7 +69,9 @@ def _package(asked: Requirement, extra: str | None) -> Finding:
     if found is None:
         return Finding(name, "note", f"not installed (pip install 'megatron-gdn[{extra}]')")
     if not asked.specifier.contains(found, prereleases=True):
-        return Finding(name, "wrong", f"{found} is installed, {asked.specifier} works; {install}")
+        # A layer of Megatron's runs without the extra "hf", beside any version of its packages.
+        state = "note" if extra == "hf" else "wrong"
+        return Finding(name, state, f"{found} is installed, {asked.specifier} works; {install}")
     module = _BUILT.get(name)
     try:
         if module is not None:

@@ -54,7 +54,6 @@ def said(findings, subject: str) -> tuple[str, str]:
         ("megatron_core", "0.17.0", "0.17.0 is installed, <0.21,>="),
         ("torch", "2.6.0", "2.6.0 is installed, >=2."),
         ("transformer_engine", "2.4.0", "2.4.0 is installed, >=2.8 works"),
-        ("transformers", "4.57.1", "4.57.1 is installed, >=5."),
         ("flash_linear_attention", "0.5.0", "0.5.0 is installed, <0.7,>=0.6 works; pip install"),
         ("causal_conv1d", "1.5.2", "1.5.2 is installed, >=1.6"),
     ],
@@ -63,6 +62,12 @@ def test_a_version_that_does_not_work_is_named(environment, name, version, told)
     environment(**{name: version})
     state, text = said(packages(), name.replace("_", "-"))
     assert state == "wrong" and text.startswith(told)
+
+
+def test_of_transformers_it_is_a_note_for_no_layer_needs_it(environment):
+    environment(transformers="5.12.1")
+    state, text = said(packages(), "transformers")
+    assert state == "note" and text.startswith("5.12.1 is installed, >=5.16")
 
 
 def test_a_package_that_was_built_for_another_torch_is_named(environment):
