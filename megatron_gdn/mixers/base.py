@@ -12,7 +12,7 @@ import torch
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.random import checkpoint, is_checkpointing
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -164,27 +164,18 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config)
-        if context is not None:
-            rows = self._project(hidden_states)
-            return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
-        rest = attention_mask, packed_seq_params, cp_group
-        # Without a gradient of its input a checkpoint would give the parameters none either.
-        if self.recompute_whole and self.training and hidden_states.requires_grad:
-            return checkpoint(lambda x: self._compute(x, *rest), False, hidden_states)
-        return self._compute(hidden_states, *rest)
-
-    def _project(self, hidden_states: Tensor) -> Tensor:
+        if self.recompute_whole and context is None and self._starts_checkpoint(hidden_states):
+            return checkpoint(
+                lambda x: self.forward(
+                    x, attention_mask, packed_seq_params=packed_seq_params,
+                    pg_collection=pg_collection,
+                ),
+                False, hidden_states,
+            )  # fmt: skip
         with span(self, "in_proj"):
-            return self.in_proj(hidden_states)[0]
-
-    def _compute(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None,
-        cp_group: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        rows = self._project(hidden_states)
+            rows, _ = self.in_proj(hidden_states)
+        if context is not None:
+            return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
@@ -200,6 +191,13 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         return out_sBD, out_bias
+
+    def _starts_checkpoint(self, hidden_states: Tensor) -> bool:
+        """Whether a forward keeps its input alone; not inside a checkpoint, which calls it again.
+
+        Without a gradient of its input a checkpoint would give the parameters none either.
+        """
+        return self.training and hidden_states.requires_grad and not is_checkpointing()
 
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def _mix(

@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether a token's bits depend on its sequence's tokens alone, see :mod:`.aligned`."""
-        return in_steps(self.rule)
+        return getattr(self.rule, "in_steps", False)
 
     @property
     def of_front(self) -> tuple[Tensor | None, ...]:
@@ -77,11 +77,6 @@ class Parts(NamedTuple):
         weight = self.parameters[0]
         assert weight is not None
         return _shape(cast(GeneratingFront, self.front), weight.shape[-1], self.aligned)
-
-
-def in_steps(rule: Rule) -> bool:
-    """Whether the rule computes in steps that keep a token's bits, see :mod:`.aligned`."""
-    return getattr(rule, "in_steps", False)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..parts import GatedNorm, Parts, in_steps
+from ..parts import GatedNorm, Parts
 from ..readout.base import Apart
 from ..readout.choose import per_head
 from ..rules.base import Rule
@@ -57,7 +57,8 @@ def gdn_parts(
         )
     front = GDNFront.of(
         rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
-        rule.batch_invariant, normalise_qk, recompute_qkv, kernels, in_steps(rule),
+        rule.batch_invariant, normalise_qk, recompute_qkv, kernels,
+        getattr(rule, "in_steps", False),
     )  # fmt: skip
     readout, gamma = norm, None
     if isinstance(readout, GatedNorm):

@@ -14,7 +14,7 @@ from ..front import conv_package
 from ..front.conv_package import why_not_conv_package
 from ..kernels.obstacles import why_not_triton
 from ..layout import Layout
-from ..parts import GatedNorm, Parts, in_steps
+from ..parts import GatedNorm, Parts
 from ..readout.base import Apart
 from ..readout.choose import grouped
 from ..readout.grouped import GateOnly
@@ -67,7 +67,8 @@ def mamba2_parts(
         kind = rows.device.type, rows.dtype, conv_weight.shape[-1]
         triton = why_not_triton(*kind) is None
         widths = (sum(layout.conv_widths),)
-        if not triton and why_not_conv_package(*kind, widths, in_steps(rule)) is None:
+        aligned = getattr(rule, "in_steps", False)
+        if not triton and why_not_conv_package(*kind, widths, aligned) is None:
             convolve = conv_package.convolve_rows
     gamma, gate = None, layout.gate_columns
     if norm is None:
