@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -20,16 +21,24 @@ from megatron.core.distributed import (
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    preprocess_state_dict_for_uneven_dtensor,
+)
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+    handle_fp8_extra_state_case,
+    handle_gdn_in_state_dict,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_gdn.mixers import precision
-from megatron_gdn.specs import hybrid_stack_spec
 from tests.gpu.parallel_laws import DEVICE, KINDS
 from tests.parallel import make_config, parallel
+from tests.precision.training import stack_of
 
 PATTERN, VOCABULARY, ROWS, TOKENS, STEPS = "G-M-", 32, 4, 16, 3
 SIZES = {**KINDS["gdn"].sizes, **KINDS["mamba2"].sizes} if DEVICE == "cuda" else {}
@@ -167,6 +176,92 @@ def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
         return losses("fsdp", dtype)
 
 
+def losses_after_a_save(
+    folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
+) -> torch.Tensor:
+    """`losses` in bf16 after the first step, at which an fsdp_dtensor checkpoint is written.
+
+    Args:
+        split: store the sections of ``in_proj`` and ``conv1d``, as Megatron's branch dev does.
+        upstream: with Megatron's own Gated DeltaNet.
+    """
+    with parallel(tp=tp), on_this_device():
+        wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=0.0)
+        steps = _train(wrapped, optimizer)
+        next(steps)
+        stored, _ = _fsdp_dtensors(wrapped, optimizer, split)
+        checkpoint.save(stored, checkpoint_id=folder)
+        return torch.stack(list(steps))
+
+
+def losses_after_a_load(
+    folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
+) -> torch.Tensor:
+    """The same, of a model with other weights that loads this checkpoint."""
+    with parallel(tp=tp), on_this_device():
+        wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=1.0)
+        stored, state = _fsdp_dtensors(wrapped, optimizer, split, is_loading=True)
+        checkpoint.load(stored, checkpoint_id=folder)
+        wrapped.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return torch.stack(list(_train(wrapped, optimizer, first=1)))
+
+
+def _bf16_run(tp: int, pattern: str, upstream: bool, offset: float):
+    """Model and optimizer; ``offset`` is added to the weights that the model begins with."""
+    # What torch remembers of operations on equal meshes names groups that have ended.
+    _clear_sharding_prop_cache()
+    model = build(torch.bfloat16, pattern, upstream=upstream, tensor_model_parallel_size=tp)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(offset)
+    return _wrap("fsdp", model, "optim_grads")
+
+
+def keys_of(folder: str) -> list[str]:
+    return list(checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def _fsdp_dtensors(
+    wrapped, optimizer, split: bool, is_loading: bool = False
+) -> tuple[dict[str, dict], dict[str, dict]]:
+    """What ``--ckpt-format fsdp_dtensor`` stores, and the state whose tensors these are."""
+    _fill_states_of_empty_shards(optimizer.optimizer)
+    state = {
+        "model": wrapped.module.state_dict_for_save_checkpoint(),
+        "optimizer": optimizer.sharded_state_dict(
+            {}, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
+        ),
+    }
+    handle_fp8_extra_state_case(state["model"])
+    stored = {name: part.copy() for name, part in state.items()}
+    if split:
+        parts = handle_gdn_in_state_dict(wrapped.module, stored["model"], stored["optimizer"])
+        stored = dict(zip(stored, parts, strict=True))
+    preprocess_state_dict_for_uneven_dtensor(stored)
+    return stored, state
+
+
+def _fill_states_of_empty_shards(adam: torch.optim.Optimizer) -> None:
+    """torch's Adam gets a state for every parameter, as Transformer Engine's FusedAdam has.
+
+    It has none for a parameter of which a rank holds no element. Megatron gathers the shapes of
+    the states one by one, so ranks with other states wait for each other.
+    """
+    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        return
+    counts = [state["step"] for state in adam.state.values()] or [torch.tensor(0.0)]
+    for group in adam.param_groups:
+        for shard in group["params"]:
+            empty = {
+                "step": counts[0].clone(),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
+            # Put back in the order of the parameters, which is the same on every rank.
+            adam.state[shard] = adam.state.pop(shard, empty)
+
+
 def refusal(dtype: torch.dtype, pattern: str, package: str = "") -> str:
     try:
         if package:
@@ -178,7 +273,9 @@ def refusal(dtype: torch.dtype, pattern: str, package: str = "") -> str:
     return "accepted"
 
 
-def build(dtype: torch.dtype, pattern: str, **settings: bool | int) -> HybridModel:
+def build(
+    dtype: torch.dtype, pattern: str, upstream: bool = False, **settings: bool | int
+) -> HybridModel:
     torch.manual_seed(5)
     config = make_config(
         num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
@@ -187,7 +284,7 @@ def build(dtype: torch.dtype, pattern: str, **settings: bool | int) -> HybridMod
     )  # fmt: skip
     rules = {"backend": "reference"} if dtype == torch.float32 else {}
     model = HybridModel(
-        config, hybrid_stack_spec("local", **rules), vocab_size=VOCABULARY, max_sequence_length=64,
+        config, stack_of(upstream, rules), vocab_size=VOCABULARY, max_sequence_length=64,
         hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
         position_embedding_type="none",
     )  # fmt: skip
@@ -224,8 +321,8 @@ def _wrap(wrapper: str, model: HybridModel, strategy: str):
     return wrapped, optimizer
 
 
-def _train(model, optimizer) -> Iterator[torch.Tensor]:
-    for rows, positions in _batches():
+def _train(model, optimizer, first: int = 0) -> Iterator[torch.Tensor]:
+    for rows, positions in _batches(first):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         per_token = model(rows[:, :-1], positions, None, labels=rows[:, 1:]).float()
@@ -246,11 +343,11 @@ def _steps(model, optimizer, reduce: Callable[[torch.nn.Module], None]) -> Itera
         yield per_token.detach().cpu()
 
 
-def _batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and positions of this rank's rows, step by step."""
+def _batches(first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and positions of this rank's rows, step by step from ``first``."""
     group = parallel_state.get_data_parallel_group()
     positions = torch.arange(TOKENS, device=DEVICE).expand(ROWS // group.size(), -1)
-    for step in range(STEPS):
+    for step in range(first, STEPS):
         torch.manual_seed(100 + step)
         drawn = torch.randint(VOCABULARY, (ROWS, TOKENS + 1))
         yield drawn.chunk(group.size())[group.rank()].to(DEVICE), positions

@@ -105,3 +105,36 @@ def test_fully_shard_takes_a_bf16_model_where_dtypes_are_gathered_apart(pools, p
     for message in pool.run(laws.refusal, BF16, laws.PATTERN, package):
         assert "Megatron-FSDP" in message and "dt_bias (torch.float32)" in message
         assert "no fsdp_unit_modules" in message
+
+
+WEIGHT = "model.module.decoder.layers.0.self_attention.in_proj.weight."
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("split", [True, False], ids=["by section", "in_proj whole"])
+def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, tmp_path, split, tp):
+    """To the bit, in bf16; Megatron's dev stores sections, core_r0.19.0 and main do not."""
+    pool, folder = pools(2 * tp), str(tmp_path)
+    saved = pool.run(laws.losses_after_a_save, folder, split, tp)
+    loaded = pool.run(laws.losses_after_a_load, folder, split, tp)
+    assert all(map(torch.equal, loaded, saved))
+    found = {key.split(".in_proj.weight.")[1] for key in laws.keys_of(folder) if WEIGHT in key}
+    assert found == ({"query", "key", "value", "z", "beta", "alpha"} if split else set())
+
+
+def test_megatrons_own_layer_goes_on_from_an_fsdp_dtensor_checkpoint(pools, tmp_path):
+    """The yardstick of the law above: the same calls, the same stand-in for FusedAdam's states."""
+    run, layer = pools(2).run, {"pattern": "G-", "upstream": True}
+    saved = run(laws.losses_after_a_save, str(tmp_path), True, **layer)
+    loaded = run(laws.losses_after_a_load, str(tmp_path), True, **layer)
+    assert all(map(torch.equal, loaded, saved))
+
+
+def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_size(
+    pools, tmp_path
+):
+    """To bf16's error; a tensor-parallel rank holds rows of each section, not one run of rows."""
+    truth = [x[1:] for x in pools(2).run(laws.losses, "ddp", FP32, "G-")]
+    saved = pools(2).run(laws.losses_after_a_save, str(tmp_path), True, pattern="G-")
+    loaded = pools(4).run(laws.losses_after_a_load, str(tmp_path), True, tp=2, pattern="G-")
+    laws.require_as_exact_as_ddp(truth, saved, loaded[::2])
