@@ -30,9 +30,10 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
+# Compiled code in a cache of its own: torch would take, and fail to build, what another capability made.
 test-shapes: $(VENV)/.ready
-	BITS_BY_SHAPE=1 ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-		--dist loadfile -m "not gpu and not nightly and not slow"
+	BITS_BY_SHAPE=1 ATEN_CPU_CAPABILITY=default TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor-default \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
 test-all: test-kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
