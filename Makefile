@@ -54,16 +54,19 @@ test-versions: $(VENV)/.ready
 	$(BIN)/python tests/versions.py $(ROWS) $(if $(CLONES),--clones $(CLONES)) \
 		$(if $(SCRATCH),--scratch $(SCRATCH))
 
-# An environment of its own for each framework, whose transformers may be an older one.
-BRIDGE = .venv-frameworks/bridge
-test-frameworks: $(BRIDGE)/.ready
-	OMP_NUM_THREADS=1 $(BRIDGE)/bin/python -m pytest -p tests.frameworks.behind_te_on_cpu -s \
-		tests/frameworks/bridge_laws.py
+# An environment of its own for each framework, whose transformers may be an older one. NAME.txt has
+# what is installed, NAME.no_deps.txt what is installed without what it asks for, NAME_laws.py the tests.
+FRAMEWORKS = $(filter-out %.no_deps,$(basename $(notdir $(wildcard tests/frameworks/environments/*.txt))))
+test-frameworks: $(FRAMEWORKS:%=test-with-%)
 
-$(BRIDGE)/.ready: tests/frameworks/bridge.txt pyproject.toml
-	$(PYTHON) -m venv $(BRIDGE)
-	$(BRIDGE)/bin/pip install --quiet -e ".[fla]" pytest -r tests/frameworks/bridge.txt
-	$(BRIDGE)/bin/pip install --quiet --no-deps megatron-bridge==0.6.2
+test-with-%: .venv-frameworks/%/.ready
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -p tests.frameworks.behind_te_on_cpu -s tests/frameworks/$*_laws.py
+
+.PRECIOUS: .venv-frameworks/%/.ready
+.venv-frameworks/%/.ready: tests/frameworks/environments/%.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -e ".[fla]" pytest -r $<
+	$(if $(wildcard $(<:.txt=.no_deps.txt)),$(@D)/bin/pip install --quiet --no-deps -r $(<:.txt=.no_deps.txt))
 	touch $@
 
 test-gpu:
