@@ -139,9 +139,9 @@ def resolve_packed_seq_params(
         # torch does not record writes to such a tensor, so nothing is remembered.
         return _as_tree(_resolve(sources, total_tokens, device), params)
     documents = _as_tree(_resolve(sources, total_tokens, device), params)
-    recomputed = known is not None and _is_recomputed()
-    if recomputed and not torch.equal(documents.stamp, known.documents.stamp):
-        found = f"{list(documents.offsets)} after {list(known.documents.offsets)}"
+    before = known.documents if known is not None and _is_recomputed() else documents
+    if not torch.equal(documents.stamp, before.stamp):
+        found = f"{list(documents.offsets)} after {list(before.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
     looks, parents = tuple(_Look.at(source) for source in sources), params.__dict__.get(_PARENTS)
     known = _Resolved(params.qkv_format, parents, looks, documents, {stream_of_tables(): documents})

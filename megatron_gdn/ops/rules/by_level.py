@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..fp32_matmul import full_fp32_matmul
 from ..state_maps.state_map import StateMap
 from ..trees import Level, TreeDocuments
 from .base import Rule, RuleOutput, Saved, on_tokens
@@ -109,10 +110,19 @@ class BackwardByLevel:
                 break
             d_entered = begun.d_initial()
             if d_final is not None:
-                d_entered = StateMap(d_entered, through).transposed(d_entered).apply(d_final)
+                d_entered = _carried(StateMap(d_entered, through), d_final)
             grads.insert(0, begun.run(entered, d_final))
             d_final = _summed(d_entered, level, len(levels[number - 1].documents.lengths))
         return _gathered(grads, self._documents)
+
+
+def _carried(maps: StateMap, d_final: Tensor) -> Tensor:
+    """``through^T d_final + local``; products of one shape, whatever other sequences there are."""
+    if maps.is_diagonal:
+        return maps.apply(d_final)
+    with full_fp32_matmul(d_final.device.type):
+        pairs = zip(*maps, d_final, strict=True)
+        return torch.stack([torch.baddbmm(local, m.mT, d) for local, m, d in pairs])
 
 
 def _summed(d_entered: Tensor, level: Level, above: int) -> Tensor:
