@@ -244,7 +244,8 @@ def _layer(
 
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **_options(mode, precision))
-    layer = _ready(build_module(spec, _config(args, precision, cp), layer_number=1), mode, device)
+    built: Any = build_module(spec, _config(args, precision, cp), layer_number=1)
+    layer = _ready(built, mode, device)
     dtype = torch.float64 if mode == "fp64" else precision.dtype
     x, d_out = torch.randn(2, sum(args.lengths), 1, args.hidden).to(precision.dtype).to(dtype)
     x = x[held].to(device).requires_grad_()
