@@ -33,6 +33,7 @@ from ..ops.layout import Layout
 from ..ops.neighbours import ALONE
 from ..ops.rules.base import PreparedRule, Rule
 from ..ops.state_maps.state_map import StateShape
+from ..ops.trees import TreeDocuments
 from .loader_layout import LoaderLayout
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 
@@ -289,6 +290,8 @@ class MicroBatches:
         element_size: int,
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
+        if isinstance(documents, TreeDocuments):
+            return self._of_trees(schemes)
         only = schemes.only()
         if only is not None:
             self._announce(only, "the only one that these heads and this backend leave")
@@ -309,6 +312,28 @@ class MicroBatches:
             f"sequences: bytes received per rank and forward, {cost.headwise / 2**20:.1f} MiB "
             f"headwise, {cost.chunkwise / 2**20:.1f} MiB chunkwise with its extra work",
         )
+        return scheme
+
+    def _of_trees(self, schemes: _Schemes) -> Scheme:
+        """The scheme of documents that continue others: all their tokens lie on one rank.
+
+        Raises:
+            NotImplementedError: only chunkwise can run, or ``config.batch_invariant_mode`` is on.
+        """
+        if self._config.batch_invariant_mode:
+            raise NotImplementedError(
+                "documents that continue others run without config.batch_invariant_mode: its "
+                "steps of tokens begin anew in every document. Switch it off, or pack the "
+                "sequences separately."
+            )
+        scheme = schemes.whole or schemes.headwise
+        if scheme is None:
+            raise NotImplementedError(
+                "documents that continue others run on whole sequences, and these layers can only "
+                "run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
+                "context-parallel ranks can share, or pack the sequences separately."
+            )
+        self._announce(scheme, "the one that runs documents that continue others")
         return scheme
 
     def _announce(self, scheme: Scheme, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,12 +11,16 @@ import torch
 from ..ops import Documents, StaticDocuments
 from ..ops.documents import changed_before_recomputation
 from ..ops.host_tables import stream_of_tables
+from ..ops.trees import TreeDocuments
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
 _STATIC = "_megatron_gdn_static_documents"
+_PARENTS = "_megatron_gdn_parents"
+# Layers that do not know trees must not take the documents for separate ones.
+TREE = "thd_tree"
 _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
 _UNPACKED = ("sbhd", "bshd")
 
@@ -45,6 +50,7 @@ class _Resolved(NamedTuple):
     """What the first layer of a micro-batch found, for the later layers."""
 
     layout: str | None  # qkv_format
+    parents: tuple[int, ...] | None  # of trees
     looks: tuple[_Look, ...]  # at _BOUNDARIES
     documents: Documents
     of_streams: dict[int, Documents]  # the same, for every stream that asked
@@ -53,6 +59,7 @@ class _Resolved(NamedTuple):
         """Whether the same tensors hold the same offsets, for the same rows."""
         return (
             params.qkv_format == self.layout
+            and params.__dict__.get(_PARENTS) == self.parents
             and all(
                 look.still_holds(getattr(params, name))
                 for name, look in zip(_BOUNDARIES, self.looks, strict=True)
@@ -65,7 +72,7 @@ class _Resolved(NamedTuple):
         stream = stream_of_tables()
         found = self.of_streams.get(stream)
         if found is None:
-            found = Documents(self.documents.offsets, self.documents.device)
+            found = replace(self.documents)
             self.of_streams[stream] = found
         return found
 
@@ -130,13 +137,14 @@ def resolve_packed_seq_params(
     sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
     if any(source is not None and source.is_inference() for source in sources):
         # torch does not record writes to such a tensor, so nothing is remembered.
-        return _resolve(sources, total_tokens, device)
-    documents = _resolve(sources, total_tokens, device)
-    if known is not None and _is_recomputed() and documents.offsets != known.documents.offsets:
-        found = f"{list(documents.offsets)} after {list(known.documents.offsets)}"
+        return _as_tree(_resolve(sources, total_tokens, device), params)
+    documents = _as_tree(_resolve(sources, total_tokens, device), params)
+    before = known.documents if known is not None and _is_recomputed() else documents
+    if not torch.equal(documents.stamp, before.stamp):
+        found = f"{list(documents.offsets)} after {list(before.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
-    looks = tuple(_Look.at(source) for source in sources)
-    known = _Resolved(params.qkv_format, looks, documents, {stream_of_tables(): documents})
+    looks, parents = tuple(_Look.at(source) for source in sources), params.__dict__.get(_PARENTS)
+    known = _Resolved(params.qkv_format, parents, looks, documents, {stream_of_tables(): documents})
     params.__dict__[_RESOLVED] = known
     return documents
 
@@ -158,6 +166,34 @@ def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     """The documents in fixed buffers that ``params`` was given; None if it was given none."""
     return params.__dict__.get(_STATIC)
+
+
+def give_parents(params: PackedSeqParams, parents: Sequence[int]) -> None:
+    """Attach the parents of the documents to ``params``, whose ``qkv_format`` is :data:`TREE`."""
+    params.__dict__[_PARENTS] = tuple(parents)
+
+
+def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
+    """The documents with their parents, if they have any.
+
+    Raises:
+        ValueError: parents and no ``qkv_format`` that says so, or the reverse.
+    """
+    parents = params.__dict__.get(_PARENTS)
+    if (parents is not None) != (params.qkv_format == TREE):
+        had = "no parents" if parents is None else "parents of its documents"
+        raise ValueError(
+            f"packed_seq_params has qkv_format={params.qkv_format!r} and {had}. Documents that "
+            f"continue others have qkv_format={TREE!r} and come from "
+            f"megatron_gdn.tree_packed_seq_params; copies made with dataclasses.replace lose the "
+            f"parents."
+        )
+    if parents is None:
+        return documents
+    lengths = documents.lengths
+    if params.cu_seqlens_q_padded is not None and params.cu_seqlens_q is not None:
+        lengths = params.cu_seqlens_q.diff().tolist()
+    return TreeDocuments(documents.offsets, documents.device, parents, tuple(lengths))
 
 
 def _fitting(
@@ -195,7 +231,7 @@ def _slots_of(params: PackedSeqParams) -> tuple[str, ...]:
 def _is_packed(params: PackedSeqParams) -> bool:
     """Whether documents are packed. Boundaries that are given are never ignored."""
     layout = params.qkv_format
-    if layout == "thd":
+    if layout in ("thd", TREE):
         return True
     if layout is not None and layout not in _UNPACKED:
         raise ValueError(

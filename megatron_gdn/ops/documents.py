@@ -155,6 +155,15 @@ class Documents:
         position_T = torch.arange(self.total_tokens, device="cpu") - start_T
         return to_device(position_T.to(torch.int32), self.device)
 
+    @property
+    def longest_sequence(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def position_in_sequence_T(self) -> Tensor:
+        """int32 ``[T]``: the same, and the tokens of the documents that this one continues."""
+        return self.position_T
+
 
 def changed_before_recomputation(found: str) -> str:
     """The message about a recomputed forward with other boundaries than the first."""

@@ -13,6 +13,8 @@ Legend: S seq, B batch, P projection width, H heads with a state, V columns of a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +28,8 @@ from .no_tokens import mix_no_tokens
 from .parts import Parts
 from .readout.base import Apart
 from .recompute import RefilledOutput
+from .rules.by_level import RuleByLevel
+from .trees import TreeDocuments
 
 
 def mix(
@@ -54,6 +58,9 @@ def mix(
         front = AlignedFront(front)
         inside = AlignedReadout(inside) if inside.reads_o else inside
     if rows.numel():
+        if isinstance(neighbours.documents, TreeDocuments):
+            rule, history = RuleByLevel(rule), neighbours.documents.history(parts.past)
+            neighbours = replace(neighbours, history=history)
         if neighbours.history is not None:
             front = ContinuedFront(front, neighbours.history)
         keep = torch.is_grad_enabled() and (rows.requires_grad or _any_wanted(parameters))

@@ -22,6 +22,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import thd
 from tests.parallel import assert_close, group_of_one, parallel
+from tests.trees import Tree, separately
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def parallel_equals_one_rank(
     tokens: int = 48,
     lengths: tuple[int, ...] | None = None,
     real_lengths: tuple[int, ...] | None = None,
+    tree: Tree | None = None,
     layout: str = "zigzag",
     mode: str | None = None,
     own_cp_group: bool = False,
@@ -87,17 +89,21 @@ def parallel_equals_one_rank(
 
     Args:
         lengths: of packed documents, or of their slots if ``real_lengths`` are given.
+        tree: of packed documents; one rank runs the sequences separately.
         own_cp_group: ``PackedSeqParams`` bring the context-parallel group, and the mixer is built
             without one.
         changes: to the config.
         options: of the mixer, whole and in parallel.
     """
+    if tree is not None:
+        lengths = tree.slots
     if lengths is not None:
         tokens, batch = sum(lengths), 1
     changes = changes or {}
 
     def packed(**cp_group):
         params = None if lengths is None else thd(lengths, real_lengths=real_lengths)
+        params = params if tree is None else tree.params
         for name, value in cp_group.items():
             setattr(params, name, value)
         return params
@@ -112,7 +118,11 @@ def parallel_equals_one_rank(
         shape, dtype = (tokens, batch, config.hidden_size), config.params_dtype
         x, weight = (torch.randn(shape, dtype=dtype) for _ in "xw")
         x.requires_grad_()
-        y = output(one, x, packed())
+        if tree is None:
+            y = output(one, x, packed())
+        else:
+            y = separately(tree).run(x, lambda rows, lengths: output(one, rows, thd(lengths)))
+            weight = tree.without_padding(weight)
         (y * weight).sum().backward()
 
         config = mixers.config(
@@ -143,7 +153,8 @@ def parallel_equals_one_rank(
             ddp.finish_grad_sync()
             _allreduce_non_tensor_model_parallel_grads([ddp], config)
             grads = [p.main_grad.clone() for p in mixer.parameters()]
-            found.append([y_mine.detach(), x_mine.grad, *grads])
+            y_mine = y_mine.detach() if tree is None else y_mine.detach() * (weight[mine] != 0)
+            found.append([y_mine, x_mine.grad, *grads])
         assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
         assert_close("output", found[0][0], y[mine], mixers.tolerance)
         assert_close("input gradient", found[0][1], x.grad[mine], mixers.tolerance)

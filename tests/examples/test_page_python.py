@@ -33,6 +33,7 @@ BLOCKS = {
     "weights": "load_hf_weights(model",
     "transformers": "print(patch(model))",
     "a packed batch": "logits = model(input_ids",
+    "shared prefixes": "packed = megatron_gdn.pack_tree(",
     "a mesh": "share = context_parallel_share(",
     "a trainer": "class CPTrainer(",
 }
@@ -174,6 +175,14 @@ def test_heads_of_mtp_train_and_a_model_of_mamba2_has_a_dynamic_context(tmp_path
 def test_the_head_exchange_goes_around_another_mixer(tmp_path):
     code = MAMBA + block("an exchange of heads") + "print(*out.shape)"
     assert run(code, tmp_path).split() == ["3", "6", "5"]
+
+
+def test_a_prompt_has_several_responses(tmp_path):
+    code = block("a model") + "import megatron_gdn\n"
+    code += "prompts = [torch.tensor([1, 2, 3], device=device)]\n"
+    code += "responses = [[torch.tensor(x, device=device) for x in ([4, 5], [6])]]\n"
+    code += block("shared prefixes") + "print([len(x) for x in per_response[0]])"
+    assert run(code, tmp_path).splitlines()[-1] == "[2, 1]"
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ The routes are those of real layouts; what another rank would send is random.
 Legend: R rows of history, B batch, C conv channels.
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -20,11 +22,15 @@ from megatron_gdn.ops.gdn.rule.base import RuleGrads
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.mamba2.front import Mamba2Front
 from megatron_gdn.ops.mamba2.rule.base import SSDInputs
+from megatron_gdn.ops.trees import TreeDocuments
 
 from . import test_mamba2_kernels as mamba2
 from .kernel_cases import Case, assert_close
 
-# Lengths, ranks, layout, and the rank at hand.
+# A prompt of two tokens with 18 children, one of which has a child: rows that many read.
+PARENTS = (-1, *[0] * 18, 5)
+
+# Lengths, ranks, layout or parents, and the rank at hand.
 CUTS = {
     "one sequence": ((48,), 2, "zigzag", 1),
     "first rank": ((48,), 2, "zigzag", 0),
@@ -33,10 +39,16 @@ CUTS = {
     "it sends and gets nothing": ((24,), 3, "contiguous", 0),
     "it gets and sends nothing": ((24,), 3, "contiguous", 2),
     "several pieces read one row": ((8, 8), 8, "contiguous", 1),
+    "a shared prefix": ((2, *[1, 4, 2] * 6, 3), 1, PARENTS, 0),
 }
 
 # For GDN's front, whose cases take the interpreter up to ten seconds each; Mamba2's takes all cuts.
-FEW_CUTS = "one sequence", "pieces of one token and more", "a fragment of many documents"
+FEW_CUTS = (
+    "one sequence",
+    "pieces of one token and more",
+    "a fragment of many documents",
+    "a shared prefix",
+)
 
 
 class Link:
@@ -66,6 +78,11 @@ class Link:
 
 def link_of(cut, taps, batch, channels, device, normal):
     lengths, cp, layout, rank = cut
+    if layout is PARENTS:
+        tree = TreeDocuments((0, *accumulate(lengths)), device, PARENTS, lengths)
+        route = tree.history(taps - 1)
+        count = len(route.table.buffer.arrived)
+        return Link(route, normal(count, batch, channels), normal(count, batch, channels)), tree
     where = lengths, cp, SequenceLayout.parse(layout), rank
     route = history_route(*where, taps, device)
     history = normal(sum(route.receive_counts), batch, channels)

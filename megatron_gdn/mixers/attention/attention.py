@@ -151,23 +151,33 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         rows = 1 if packed else query.shape[1]
         tokens = query.shape[0] * micro_batch.size
         require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
-        if packed:
+        without_rows = query.dim() == 3  # Megatron takes the row of a batch off "thd" queries
+        if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
         out_sBHD = torch.cat([self._attend(span, query, key, value) for span in micro_batch.spans])
-        return out_sBHD.flatten(1) if packed else out_sBHD.flatten(2)
+        return out_sBHD.flatten(1) if without_rows else out_sBHD.flatten(2)
 
     def _attend(self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor):
         """One document's queries on this rank, over its keys up to the last of them."""
         query = query_sBHD[span.first : span.last]
         key, value = (x[span.start : span.end] for x in (key_SBGD, value_SBGD))
+        position, before = span.position, 0
+        if span.before:
+            before = sum(keys.stop - keys.start for keys in span.before)
+            key, value = (
+                torch.cat([*(whole[keys] for keys in span.before), own])
+                for whole, own in ((key_SBGD, key), (value_SBGD, value))
+            )
+            if position is None:
+                position = torch.arange(len(query), device="cpu")
         shared_by = query.shape[2] // key.shape[2]
         if shared_by > 1:
             key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
         mask = None
-        if span.position is not None:
-            position = span.position.to(query.device, non_blocking=True)
-            mask = position[:, None] >= torch.arange(span.end - span.start, device=query.device)
+        if position is not None:
+            position = position.to(query.device, non_blocking=True) + before
+            mask = position[:, None] >= torch.arange(len(key), device=query.device)
         rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
         own = rate and not self.config.sequence_parallel

@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from ...context_parallel.layouts import SequenceLayout
+from ...ops.trees import TreeDocuments
 from ..loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .attention import TorchAttention
 from .share import MicroBatchShare, gather_in_order
@@ -159,6 +160,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
 
     def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:
         own_group = self.pg_collection.cp
+        if isinstance(share.documents, TreeDocuments):
+            return False
         same_group = share.group is own_group or share.size == own_group.size() == 1
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
 
@@ -172,14 +175,17 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            longest = max(share.lengths)
+            if isinstance(share.documents, TreeDocuments):  # the model cut them, as if not packed
+                whole = (angles.shape[0] * share.size,)
+                angles = gather_in_order(angles, share.group, whole, SequenceLayout.ZIGZAG)
+            longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
                 raise ValueError(
                     f"packed_seq_params.max_seqlen_q and max_seqlen_kv give {angles.shape[0]} "
-                    f"rotary positions, but the longest document's slot has {longest} tokens; set "
-                    f"both to at least {longest}."
+                    f"rotary positions, but the longest document's slot, with what it continues, "
+                    f"has {longest} tokens; set both to at least {longest}."
                 )
-            return angles[share.documents.position_T[positions]]
+            return angles[share.documents.position_in_sequence_T[positions]]
         if share.group is not self.pg_collection.cp:
             raise NotImplementedError(
                 "rotary positions of a batch that is not packed cannot follow a context-parallel "

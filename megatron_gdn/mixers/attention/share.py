@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
 from ...ops import Documents
+from ...ops.trees import TreeDocuments
 from ..packing import context_parallel_group_of, resolve_packed_seq_params
 
 
@@ -24,7 +25,8 @@ class Span(NamedTuple):
 
     ``start:end`` are the document's keys in sequence order, up to the last that any row sees.
     ``position`` int64 ``[last - first]`` is the place of each row, counted from ``start``; None if
-    the rows are all of ``start:end``, in order.
+    the rows are all of ``start:end``, in order. ``before`` are keys of documents that this one
+    continues, which all rows see.
     """
 
     first: int
@@ -32,6 +34,7 @@ class Span(NamedTuple):
     start: int
     end: int
     position: Tensor | None
+    before: tuple[slice, ...] = ()
 
 
 class MicroBatchShare(NamedTuple):
@@ -84,7 +87,10 @@ class MicroBatchShare(NamedTuple):
     @property
     def spans(self) -> tuple[Span, ...]:
         """This rank's rows by document, in order; empty documents are left out."""
-        return _spans(self.lengths, self.size, self.rank, self.layout)
+        spans, documents = _spans(self.lengths, self.size, self.rank, self.layout), self.documents
+        if isinstance(documents, TreeDocuments):
+            return tuple(x._replace(before=documents.tokens_before(x.start)) for x in spans)
+        return spans
 
     def gather(self, x: Tensor) -> Tensor:
         """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order.

@@ -14,6 +14,7 @@ from ...ops.documents import Documents
 from ...ops.generation.slots import decode_slots
 from ...ops.generation.step import decode, prefill
 from ...ops.parts import Parts
+from ...ops.trees import TreeDocuments
 from ..packing import resolve_packed_seq_params
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ def _boundaries(
     documents = resolve_packed_seq_params(packed, tokens, device)
     if packed is None or documents is None:
         return None
+    if isinstance(documents, TreeDocuments):
+        raise NotImplementedError(
+            "generation takes requests that do not continue each other; give each request its own "
+            "tokens, or fork a request."
+        )
     padded, real = packed.cu_seqlens_q_padded, packed.cu_seqlens_q
     if padded is not None and real is not None and not torch.equal(padded, real):
         raise ValueError(

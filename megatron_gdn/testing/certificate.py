@@ -1,0 +1,302 @@
+"""What context parallelism changes, measured: a layer, and a policy step of reinforcement learning.
+
+    python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
+
+One row for every precision, scheme and number of ranks. ``error`` is the largest difference over
+the largest entry; for gradients, of the parameter where it is worst.
+
+    layer       output and gradients against the same layer in fp64, with the same rounded weights
+    policy      log p of tokens in a model with attention, against one rank in the same precision:
+                KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
+
+With GPUs each rank has one; without, ranks are processes over gloo and the rule is plain torch.
+
+Legend: T tokens of the packed buffer, D hidden size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor, nn
+
+from ..compat.quiet import hide_import_notes
+from ..context_parallel import local_indices
+
+CLIP = 0.2  # PPO's and GRPO's usual range of the ratio is 1 - 0.2 .. 1 + 0.2
+VOCABULARY, PATTERN = 512, "G-*-G-"
+
+
+class Precision(NamedTuple):
+    """Of weights, inputs and activations; and ``rule_operands``."""
+
+    name: str
+    dtype: torch.dtype
+    operands: str = "fp16"
+
+
+def precisions() -> list[Precision]:
+    found = [Precision("fp32", torch.float32)]
+    if not torch.cuda.is_available():
+        return [*found, Precision("bf16", torch.bfloat16)]
+    return found + [
+        Precision(f"bf16, {operands} operands", torch.bfloat16, operands)
+        for operands in ("fp16", "bf16")
+    ]
+
+
+class Row(NamedTuple):
+    """One line of the certificate; errors as in :mod:`.certificate`."""
+
+    precision: str
+    mode: str
+    ranks: int
+    output: float
+    gradients: float
+    kl: float
+    ratio_mean: float
+    ratio_farthest: float  # from 1
+    clipped: float
+
+    @property
+    def cells(self) -> list[str]:
+        numbers = [f"{x:.1e}" for x in self[3:6]]
+        ratios = [
+            f"{self.ratio_mean - 1:+.1e}",
+            f"{self.ratio_farthest:.1e}",
+            f"{self.clipped:.2%}",
+        ]
+        return [self.precision, self.mode, str(self.ranks), *numbers, *ratios]
+
+
+HEADINGS = (
+    "precision", "scheme", "ranks", "output", "worst gradient", "KL", "mean ratio - 1",
+    "farthest ratio from 1", f"ratios outside 1 ± {CLIP}",
+)  # fmt: skip
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_gdn.testing.certificate",
+        description="What context parallelism changes in a layer and in a policy step.",
+    )
+    add = parser.add_argument
+    add("--heads", default="16:32", help="key and value heads, as 16:32")
+    add("--head-dim", type=int, default=128)
+    add("--hidden", type=int, default=256)
+    add("--lengths", type=int, nargs="+", default=[512, 256, 256], help="of the packed documents")
+    add("--cp", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    add("--modes", nargs="+", default=["headwise", "chunkwise"], choices=["headwise", "chunkwise"])
+    add("--json", action="store_true", help="one JSON line a row in place of a table")
+    args = parser.parse_args(given)
+    try:
+        args.heads = tuple(int(x) for x in args.heads.split(":"))
+        assert len(args.heads) == 2
+    except (ValueError, AssertionError):
+        parser.error(f"--heads {args.heads}: give key and value heads, as 16:32")
+    for cp in args.cp:
+        if any(length % (2 * cp) for length in args.lengths):
+            parser.error(f"--lengths {args.lengths}: every document must be a multiple of {2 * cp}")
+        if torch.cuda.is_available() and cp > torch.cuda.device_count():
+            parser.error(f"--cp {cp}: this machine has {torch.cuda.device_count()} GPUs")
+    return args
+
+
+def certificate(args: argparse.Namespace) -> list[Row]:
+    """The rows; ``args`` as :func:`arguments` gives them."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for cp in (1, *args.cp):
+            where = (cp, folder, args)
+            processes.start_processes(_rank, where, nprocs=cp, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
+        for precision in precisions():
+            exact = _read(folder, precision, "fp64", 1, args.lengths)
+            one = _read(folder, precision, "one rank", 1, args.lengths)
+            cases = [("one rank", 1), *((mode, cp) for mode in args.modes for cp in args.cp)]
+            for mode, cp in cases:
+                found = _read(folder, precision, mode, cp, args.lengths)
+                rows.append(_row(precision.name, mode, cp, found, exact, one))
+    return rows
+
+
+def _row(name: str, mode: str, cp: int, found: Any, exact: Any, one: Any) -> Row:
+    gradients = [
+        _error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
+    ]
+    p, q = (x["logits"].double().log_softmax(-1) for x in (one, found))
+    token = one["token"][:, None]
+    ratio = (q - p).gather(1, token).exp()
+    return Row(
+        name, mode, cp, _error(found["output"], exact["output"]), max(gradients),
+        (p.exp() * (p - q)).sum(-1).mean().item(), ratio.mean().item(),
+        (ratio - 1).abs().max().item(), ((ratio - 1).abs() > CLIP).double().mean().item(),
+    )  # fmt: skip
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    exact = exact.double()
+    return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def _read(folder: str, precision: Precision, mode: str, cp: int, lengths: list[int]) -> Any:
+    """The tensors of all ranks, tokens in sequence order; a parameter's gradient is their sum."""
+    ranks = [torch.load(_file(folder, precision, mode, cp, rank)) for rank in range(cp)]
+    whole = {}
+    for name, first in ranks[0].items():
+        if name.endswith("'s gradient"):
+            whole[name] = sum(rank[name].double() for rank in ranks)
+            continue
+        whole[name] = first.new_empty(sum(lengths), *first.shape[1:])
+        for number, rank in enumerate(ranks):
+            whole[name][local_indices(lengths, cp, number)] = rank[name]
+    return whole
+
+
+def _file(folder: str, precision: Precision, mode: str, cp: int, rank: int) -> Path:
+    return Path(folder) / f"{precision.name} {mode} {cp} {rank}.pt"
+
+
+def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
+    """One process: every precision and scheme over ``cp`` ranks."""
+    hide_import_notes()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from ..compat.megatron_on_cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // cp))
+    store = dist.FileStore(f"{folder}/store {cp}", cp)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=cp)
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    model_parallel_cuda_manual_seed(1234)
+    held = local_indices(args.lengths, cp, rank)
+    for precision in precisions():
+        for mode in ["one rank", "fp64"] if cp == 1 else args.modes:
+            made = _layer(args, precision, mode, cp, held, device)
+            made |= _policy(args, precision, mode, cp, held, device)
+            torch.save(made, _file(folder, precision, mode, cp, rank))
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _config(args: argparse.Namespace, precision: Precision, cp: int) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=len(PATTERN), hidden_size=args.hidden, num_attention_heads=4,
+        normalization="RMSNorm", context_parallel_size=cp, cp_comm_type="p2p",
+        linear_num_key_heads=args.heads[0], linear_num_value_heads=args.heads[1],
+        linear_key_head_dim=args.head_dim, linear_value_head_dim=args.head_dim,
+        linear_conv_kernel_dim=4, init_method_std=0.1, attention_dropout=0.0, hidden_dropout=0.0,
+        add_bias_linear=False, gradient_accumulation_fusion=False, calculate_per_token_loss=True,
+        use_cpu_initialization=True, bf16=precision.dtype is torch.bfloat16,
+        params_dtype=precision.dtype,
+    )  # fmt: skip
+
+
+def _options(mode: str, precision: Precision) -> dict[str, str]:
+    options = {} if mode in ("one rank", "fp64") else {"linear_cp_mode": mode}
+    return {**options, "rule_operands": precision.operands}
+
+
+def _ready(module: nn.Module, mode: str, device: torch.device) -> nn.Module:
+    """On the device; in fp64 with the same rounded values where that is the mode."""
+    module = module.to(device)
+    if mode == "fp64":
+        for parameter in module.parameters():
+            parameter.data = parameter.data.double()
+    return module
+
+
+def _packed(lengths: list[int], device: torch.device) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
+    )  # fmt: skip
+
+
+def _layer(
+    args: argparse.Namespace, precision: Precision, mode: str, cp: int, held: Tensor,
+    device: torch.device,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Output, input gradient and gradients of one layer, this rank's tokens."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from ..specs import gated_delta_net_spec
+
+    torch.manual_seed(1)
+    spec = gated_delta_net_spec("local", **_options(mode, precision))
+    built: Any = build_module(spec, _config(args, precision, cp), layer_number=1)
+    layer = _ready(built, mode, device)
+    dtype = torch.float64 if mode == "fp64" else precision.dtype
+    x, d_out = torch.randn(2, sum(args.lengths), 1, args.hidden).to(precision.dtype).to(dtype)
+    x = x[held].to(device).requires_grad_()
+    out, _ = layer(x, None, packed_seq_params=_packed(args.lengths, device))
+    out.backward(d_out[held].to(device))
+    assert x.grad is not None
+    return {"output": out.detach().cpu(), "input gradient": x.grad.cpu()} | _gradients(layer)
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    named = ((name, x.grad) for name, x in module.named_parameters())
+    return {f"{name}'s gradient": grad.cpu() for name, grad in named if grad is not None}
+
+
+def _policy(
+    args: argparse.Namespace, precision: Precision, mode: str, cp: int, held: Tensor,
+    device: torch.device,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Logits of a model with attention, and the tokens whose log-probabilities count."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from ..specs import hybrid_stack_spec
+
+    torch.manual_seed(2)
+    model = HybridModel(
+        _config(args, precision, cp), hybrid_stack_spec("local", **_options(mode, precision)),
+        vocab_size=VOCABULARY, max_sequence_length=max(args.lengths),
+        hybrid_layer_pattern=PATTERN, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    model = _ready(model, mode, device)
+    tokens = torch.randint(VOCABULARY, (1, sum(args.lengths) + 1))
+    positions = torch.cat([torch.arange(length) for length in args.lengths])[None]
+    packed = _packed(args.lengths, device)
+    shown, places = (x[:, held].to(device) for x in (tokens[:, :-1], positions))
+    with torch.no_grad():
+        logits = model(shown, places, None, packed_seq_params=packed)
+    return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    args = arguments(given)
+    rows = certificate(args)
+    if args.json:
+        for row in rows:
+            print(json.dumps(row._asdict()))
+        return
+    print(f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS), sep="\n")
+    for row in rows:
+        print(f"| {' | '.join(row.cells)} |")
+
+
+if __name__ == "__main__":
+    main()

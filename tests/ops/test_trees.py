@@ -1,0 +1,129 @@
+"""A mixer over documents that share prefixes, against the same sequences packed separately."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_gdn.ops.gdn.parts import gdn_parts
+from megatron_gdn.ops.gdn.rule.base import RuleGrads
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.neighbours import Neighbours
+from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.rules import by_level
+from tests.ops.test_mixer import make_inputs, plain_rule
+from tests.parallel import assert_close
+from tests.trees import Tree, random_tree, separately
+
+SIZES = HeadSizes(1, 2, 4, 3)
+
+
+def run(leaves, rows, documents, recompute=False):
+    _, weight, bias, A_log, dt_bias, gamma = leaves
+    parts = gdn_parts(
+        rows, weight, bias, A_log, dt_bias, SIZES,
+        rule=plain_rule(SIZES), norm=GatedNorm(gamma), recompute_qkv=recompute,
+    )  # fmt: skip
+    return mix(rows, parts, Neighbours(documents))
+
+
+def both(tree, dtype=torch.float64, recompute=False):
+    """Output and gradients of the tree's tokens, packed as a tree and separately."""
+    leaves, _ = make_inputs(SIZES, max(sum(tree.slots), 1), bias=True)
+    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    apart = separately(tree)
+    torch.manual_seed(2)
+    d_out = torch.randn(len(apart.tokens), 1, SIZES.value_heads * SIZES.value_dim, dtype=dtype)
+    outs = (
+        run(leaves, leaves[0], tree.documents, recompute)[apart.tokens],
+        run(leaves, leaves[0][apart.source], apart.documents)[apart.kept],
+    )
+    return [(out, *torch.autograd.grad(out, leaves, d_out)) for out in outs]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_equals_the_sequences_packed_separately(seed):
+    tree = random_tree(seed, multiple=seed % 3 + 1)
+    for ours, theirs in zip(*both(tree, recompute=bool(seed % 2)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-11), (torch.float32, 1e-4)])
+def test_five_hundred_trees(dtype, tolerance):
+    """In fp32 some 400 roundings: parameters' gradients are sums over all tokens, which cancel."""
+    for seed in range(500):
+        tree = random_tree(seed, multiple=seed % 4 + 1, most=20, longest=20)
+        for ours, theirs in zip(*both(tree, dtype, recompute=bool(seed % 2)), strict=True):
+            assert_close(f"tree {seed}", ours, theirs, tolerance)
+
+
+@pytest.mark.gpu
+def test_a_branch_has_the_same_bits_whatever_its_siblings():
+    """Its rows of output and gradient; where the plain rule promises bits, on a GPU."""
+    rows, d_out = torch.randn(2, 200, 1, SIZES.width, device="cuda")
+    d_out = d_out[..., : SIZES.value_heads * SIZES.value_dim]
+    leaves = [x if x is None else x.detach().float().cuda() for x in make_inputs(SIZES, 1)[0]]
+    found = []
+    for siblings in ((), (1,), (50, 0, 3)):
+        tree = Tree((-1, *[0] * (1 + len(siblings)), 1), (65, 30, *siblings, 20))
+        last, T = len(tree.lengths) - 1, sum(tree.lengths)
+        mine = [*tree.tokens(0), *tree.tokens(1), *tree.tokens(last)]
+        x, d = torch.zeros_like(rows[:T]), torch.zeros_like(d_out[:T])
+        x[mine], d[mine] = rows[: len(mine)], d_out[: len(mine)]
+        documents = replace(tree.documents, device=torch.device("cuda", 0))
+        out = run(leaves, x.requires_grad_(), documents)
+        (grad,) = torch.autograd.grad(out, x, d)
+        found.append((out[mine], grad[mine][65:]))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_shared_prefix_goes_through_the_rule_once():
+    """Tokens of the rule's calls in forward and backward: those of the buffer, 6144 of 36864."""
+    seen, rule = [], plain_rule(SIZES)
+
+    class Watched(type(rule)):
+        def begin(self, inputs, documents):
+            seen.append(inputs.k.shape[1])
+            return super().begin(inputs, documents)
+
+        def begin_backward(self, d_o, inputs, saved, documents):
+            seen.append(inputs.k.shape[1])
+            return super().begin_backward(d_o, inputs, saved, documents)
+
+    leaves, _ = make_inputs(SIZES, 2048 + 16 * 256)
+    tree = Tree((-1, *[0] * 16), (2048, *[256] * 16))
+    with patch(f"{__name__}.plain_rule", lambda sizes: Watched()):
+        run(leaves, leaves[0], tree.documents).sum().backward()
+    assert seen == [2048, 4096, 4096, 2048]
+
+
+def test_factors_of_levels_become_one():
+    """Powers of two: nothing is rounded."""
+    documents, grads = Tree((-1, 0), (2, 3)).documents, []
+    for tokens, factor in ((2, 1.0), (3, 8.0)):
+        shapes = [(1, tokens, 1, 4)] * 2 + [(1, tokens, 2, 3)] + [(1, tokens, 2)] * 2
+        made = [torch.randn(shape) for shape in shapes]
+        # Value heads of one key head share their factor.
+        grads.append(RuleGrads(*made, torch.tensor([factor] * 2)))
+    whole = by_level._gathered(grads, documents)
+    for name in RuleGrads._fields[:-1]:
+        right = torch.cat([getattr(each, name) * each.factor[0] for each in grads], 1)
+        assert torch.equal(getattr(whole, name) * whole.factor[0], right), name
+
+
+@pytest.mark.parametrize(
+    "parents, lengths, told",
+    [
+        ((-1, 1), (3, 3), r"parents\[1\] is 1; a document continues an earlier one"),
+        ((-2,), (3,), r"parents\[0\] is -2"),
+        ((-1,), (3, 3), "parents has 1 entries; there are 2 documents"),
+        ((-1, 0), (3, -1), "backwards|has -1 tokens"),
+    ],
+)
+def test_what_is_no_tree_is_refused(parents, lengths, told):
+    with pytest.raises(ValueError, match=told):
+        _ = Tree(parents, lengths).documents
