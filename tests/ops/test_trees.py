@@ -101,6 +101,16 @@ def test_a_shared_prefix_goes_through_the_rule_once():
     assert seen == [2048, 4096, 4096, 2048]
 
 
+def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
+    """fp32 gates of two heads are 8 bytes a token, and the second level begins at an odd one."""
+    documents, seen = Tree((-1, 0), (3, 6)).documents, []
+    with patch.object(by_level, "on_tokens", lambda x, change: seen.append(change(x)) or seen[-1]):
+        for level in documents.levels:
+            by_level._of(level, torch.randn(1, 9, 2))
+    assert [x.shape[1] for x in seen] == [3, 6]
+    assert all(x.data_ptr() % by_level.ALIGNMENT == 0 for x in seen)
+
+
 def test_factors_of_levels_become_one():
     """Powers of two: nothing is rounded."""
     documents, grads = Tree((-1, 0), (2, 3)).documents, []

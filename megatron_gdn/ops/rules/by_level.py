@@ -20,6 +20,8 @@ from ..state_maps.state_map import StateMap
 from ..trees import Level, TreeDocuments
 from .base import Rule, RuleOutput, Saved, on_tokens
 
+ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
+
 
 class _Kept(NamedTuple):
     """What the backward of one level takes beside the inputs.
@@ -137,7 +139,8 @@ def _rows(level: Level, x: Tensor) -> Tensor:
     """The tokens of a level, of ``[1, S, ...]``."""
     tokens = level.tokens
     if isinstance(tokens, slice):
-        return x[:, tokens]
+        rows = x[:, tokens]
+        return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
     if x.stride(1) == 0:  # one value for all tokens
         return x[:, : len(tokens)]
     return x.index_select(1, tokens)
