@@ -139,7 +139,7 @@ class ToyMixer(RecurrentMixer):
     def parts(self, rows, batch):
         layout = batch.scheme.layout
         parameters = local_parameters(batch.scheme, self.conv1d.weight, None, self.decay_bias)
-        gamma, eps, zero_centered = norm_of(self.out_norm, self.norm_group, layout)
+        gamma, eps, zero_centered, _ = norm_of(self.out_norm, self.norm_group, layout)
         return Parts(
             AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
             batch.rule,

@@ -99,6 +99,7 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
     check_aliases(weights, plan)
     check_dtypes(weights, plan)
     _check_tie(bare, record.config)
+    _check_mixers(bare)
     ranks = _Ranks.current()
     params = _global_parameters(bare, ranks)
     targets = _match(plan, params, ranks, record, kind)
@@ -160,6 +161,7 @@ def save_hf_weights(
     source = SafetensorsFolder(like)
     plan = record.plan(_architecture(bare), bare.config.layernorm_zero_centered_gamma)
     _check_tie(bare, record.config)
+    _check_mixers(bare)
     params, merged = _global_parameters(bare, ranks), with_adapters_merged(bare)
 
     def read_shards(entry: TensorMap) -> list[Tensor]:
@@ -214,6 +216,19 @@ def _check_tie(model: Any, config: HFModelConfig) -> None:
             f"tie_word_embeddings={config.tied} in config.json, but the model was built with "
             f"share_embeddings_and_output_weights={shared}; build it with {config.tied}."
         )
+
+
+def _check_mixers(model: nn.Module) -> None:
+    """No file says that a layer computes something else from its weights."""
+    published = {"output_gate_activation": "silu", "use_qk_l2norm": True}
+    for name, module in model.named_modules():
+        for option, value in published.items():
+            given = getattr(module, option, value)
+            if given != value:
+                raise ValueError(
+                    f"{name} was built with {option}={given!r}; models of these formats have "
+                    f"{value!r}, and their weights mean something else in such a layer."
+                )
 
 
 def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:

@@ -148,6 +148,11 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
         )
     if field("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={field('hidden_act')!r} is not supported; it must be 'silu'.")
+    if field("output_gate_type", None) not in (None, "silu", "swish"):
+        raise ValueError(
+            f"output_gate_type={field('output_gate_type')!r} is not supported in whole models; it "
+            f"must be 'silu'. A layer of its own takes output_gate_activation='sigmoid'."
+        )
     if not field("attn_output_gate", True):
         raise ValueError("attn_output_gate=false is not supported: these weights have the gate.")
     rope = field("rope_parameters", None) or field("rope_scaling", None) or {}

@@ -16,11 +16,12 @@ from .state_maps.state_map import StateShape
 
 
 class GatedNorm(NamedTuple):
-    """The output norm: ``RMSNorm(o) * gamma * SiLU(z)``, or ``* (1 + gamma)`` zero-centered."""
+    """The output norm: ``RMSNorm(o) * gamma * act(z)``, or ``* (1 + gamma)`` zero-centered."""
 
     gamma: Tensor  # [V]
     eps: float = 1e-6
     zero_centered: bool = False
+    activation: str = "silu"  # or "sigmoid"
 
 
 class Parts(NamedTuple):

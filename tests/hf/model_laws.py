@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_gdn import GatedDeltaNet
 from megatron_gdn.hf import (
     compare_folders,
     gdn_layer_from_hf,
@@ -277,14 +278,18 @@ def _warnings_of(name: str):
 
 
 def loading_fails(
-    folder: Path, kind: str = "hybrid", tp: int = 1, config=None, untouched: bool = True, **changes
-) -> str:
+    folder: Path, kind: str = "hybrid", tp: int = 1, config=None, untouched: bool = True,
+    gate: str = "silu", **changes,
+) -> str:  # fmt: skip
     """The message of the error that loading into a model of another ``config`` raises."""
     import dataclasses
 
     built_for = dataclasses.replace(read_hf_config(folder), **(config or {}))
     with parallel(tp):
         model = build_megatron(built_for, kind, **changes)
+        for module in model.modules():
+            if isinstance(module, GatedDeltaNet):
+                module.output_gate_activation = gate
         before = {name: tensor.clone() for name, tensor in megatron_state(model).items()}
         try:
             load_hf_weights(model, folder)

@@ -99,6 +99,8 @@ def test_experts_follow_the_step_and_the_exceptions():
     config = parse_hf_config(moe)
     assert config.hybrid_layer_pattern == "G-GEG-*-G-GEG-*E"
     assert config.storage == "interleaved"
+    with pytest.raises(ValueError, match="output_gate_type='sigmoid' is not supported"):
+        parse_hf_config(moe | {"output_gate_type": "sigmoid"})
     with pytest.raises(ValueError, match="norm_topk_prob=false"):
         parse_hf_config(moe | {"norm_topk_prob": False})
 

@@ -50,7 +50,8 @@ def layer_by_the_equation(layer, x_SBD, dtype=torch.float64):
     g = -p["A_log"].exp() * F.softplus(a + p["dt_bias"])
     unit = {"use_qk_l2norm_in_kernel": layer.use_qk_l2norm}
     o, _ = recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), **unit)
-    y = F.rms_norm(o, (12,), p["out_norm.weight"], 1e-5) * F.silu(z)
+    gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[layer.output_gate_activation](z)
+    y = F.rms_norm(o, (12,), p["out_norm.weight"], 1e-5) * gate
     out = y.flatten(2) @ p["out_proj.weight"].T
     return out.transpose(0, 1)
 
@@ -75,6 +76,23 @@ def test_the_layer_computes_its_equation(length, bias, unit):
     exact = torch.autograd.grad((expected * weight).sum(), [x, *parameters])
     for name, a, e in zip(["input", *names], actual, exact, strict=True):
         assert_close(f"gradient of {name}", a, e, 1e-5)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["fused", "called norm"])
+def test_the_gate_may_be_a_sigmoid(called):
+    """As an option, as a newer config's field; in the fused readout and around a module's norm."""
+    config = make_config()
+    config.gdn_output_gate_activation = "sigmoid"
+    layers = [build(output_gate_activation="sigmoid"), build(config)]
+    for layer in layers:
+        if called:
+            layer.out_norm.register_forward_hook(lambda *_: None)
+        layer.load_state_dict(layers[0].state_dict())
+    x = torch.randn(65, 2, 24)
+    expected = layer_by_the_equation(layers[0], x)
+    for layer in layers:
+        assert_close("output", layer(x, None)[0], expected, 1e-5)
+    assert build(config, output_gate_activation="silu").output_gate_activation == "silu"
 
 
 def test_the_steps_under_upstreams_names_add_up_to_the_forward():
@@ -345,6 +363,7 @@ def test_in_bf16_the_layer_is_no_less_exact_than_its_equation_step_by_step(lengt
 
 REFUSED = [
     (lambda: build(A_init_range=(0, 16)), ValueError, "0 < low <= high"),
+    (lambda: build(output_gate_activation="tanh"), ValueError, "use one of 'silu', 'sigmoid'"),
     (lambda: build(backend="cuda"), ValueError, "unknown backend 'cuda'.*'reference'"),
     (lambda: build(backend="fla"), ValueError, "fla runs on a GPU, not on cpu"),
     (lambda: build(cp_layout="zig"), ValueError, "unknown context-parallel layout 'zig'"),

@@ -36,6 +36,7 @@ from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
 from .newer_config import (
     GDN_FIELDS,
+    gate_activation,
     name_ignored_offloads,
     recomputed_parts,
     require_this_variant,
@@ -75,11 +76,11 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         beta_t           = sigmoid(b_t)
         S_t              = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t              = S_t^T q_t / sqrt(K)
-        y                = out_proj(RMSNorm(o) * SiLU(z))
+        y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the sigmoid
 
     (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.) Same
     constructor, parameters and checkpoint keys as ``megatron.core.ssm.gated_delta_net``. The
-    convolution and the gate always use SiLU; the MLP's activation does not change that.
+    convolution always uses SiLU; the MLP's activation does not change that.
 
     Args:
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
@@ -114,12 +115,15 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             ``--recompute-modules gdn_norm_out`` switches it on too. ``gdn`` of newer Megatrons
             computes the whole layer again.
 
-    The last six are given through ``ModuleSpec(params={...})``.
+        output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
+            ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
+
+    The last seven are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout or mode, a bad ``A_init_range``, a config of the variant ``gdn2``; Megatron's
-            CUDA graphs of layers beside hybrid context parallelism.
+            layout, mode or activation, a bad ``A_init_range``, a config of the variant ``gdn2``;
+            Megatron's CUDA graphs of layers beside hybrid context parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -154,6 +158,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         linear_cp_mode: str | LinearCpMode | None = None,
         recompute_qkv: bool = False,
         recompute_norm_out: bool = False,
+        output_gate_activation: str | None = None,
     ) -> None:
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(
@@ -167,6 +172,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         in_layer_graph(config)  # refuses what no graph of a layer takes
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
+        self.output_gate_activation = gate_activation(output_gate_activation, config)
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self._name_sizes()
         self._choose_by(
@@ -201,7 +207,9 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             *local_parameters(scheme, conv.weight, conv.bias, *fp32),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
-            norm=norm_of(self.out_norm, self.norm_group, scheme.layout),
+            norm=norm_of(
+                self.out_norm, self.norm_group, scheme.layout, self.output_gate_activation
+            ),
             normalise_qk=self.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
         )

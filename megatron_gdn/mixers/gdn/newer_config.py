@@ -9,13 +9,14 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...compat.observe import log_once
+from ...ops.readout.base import ACTIVATIONS
 from ..ignored_fields import ConfigFields
 
 GDN_FIELDS = ConfigFields(
     prefixes=("gdn_", "linear_"),
     read=(
-        "linear_attention_freq", "linear_conv_kernel_dim", "linear_cp_mode",
-        "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+        "gdn_output_gate_activation", "linear_attention_freq", "linear_conv_kernel_dim",
+        "linear_cp_mode", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
         "linear_value_head_dim",
     ),
     without_effect={
@@ -49,6 +50,19 @@ def require_this_variant(config: TransformerConfig) -> None:
             "and parameters. Change the variant, or build "
             "megatron.core.ssm.gated_delta_net.GatedDeltaNet2."
         )
+
+
+def gate_activation(given: str | None, config: TransformerConfig) -> str:
+    """The activation of the output gate: the option, else the config's, else ``"silu"``.
+
+    Raises:
+        ValueError: it is neither ``"silu"`` nor ``"sigmoid"``.
+    """
+    activation = given or getattr(config, "gdn_output_gate_activation", None) or "silu"
+    if activation not in ACTIVATIONS:
+        legal = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"output_gate_activation={activation!r}; use one of {legal}.")
+    return activation
 
 
 def recomputed_parts(config: TransformerConfig) -> set[str]:

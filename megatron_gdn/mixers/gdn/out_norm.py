@@ -25,6 +25,7 @@ from ..hooks import (
 )
 from ..tensor_parallel import gradients_summed, sum_gradient
 
+_ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
@@ -53,12 +54,15 @@ def is_plain_rms_norm(module: Any) -> bool:
     return _is_plain(module) and only_waits_for_parameters(module)
 
 
-def norm_of(module: Any, group: dist.ProcessGroup | None, layout: Layout) -> GatedNorm | Apart:
+def norm_of(
+    module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
+) -> GatedNorm | Apart:
     """The norm for the readout: weight and epsilon of a plain norm, or a readout that calls it.
 
     Args:
         group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
         layout: of the rows with its gate.
+        activation: of the gate, ``"silu"`` or ``"sigmoid"``.
     """
     if has_hooks(module):
         plain = is_plain_rms_norm(module)
@@ -68,15 +72,17 @@ def norm_of(module: Any, group: dist.ProcessGroup | None, layout: Layout) -> Gat
         plain = _is_plain(module)
     if plain:
         gamma = module.weight if group is None else sum_gradient(module.weight, group)
-        return GatedNorm(gamma, module.eps, bool(getattr(module, "zero_centered_gamma", False)))
-    call = partial(apply_gated_norm, module, group=group)
+        zero_centered = bool(getattr(module, "zero_centered_gamma", False))
+        return GatedNorm(gamma, module.eps, zero_centered, activation)
+    call = partial(apply_gated_norm, module, group=group, activation=activation)
     return called_per_head(layout.gate_columns, layout.state_heads, call)
 
 
 def apply_gated_norm(
-    norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """``norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32 (fp64 for fp64).
+    norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """``norm(x) * act(gate)`` in ``x.dtype``, the product taken in fp32 (fp64 for fp64).
 
     Args:
         x, gate: ``[..., H, V]``.
@@ -85,4 +91,4 @@ def apply_gated_norm(
     with parameters_waited_for(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (normed * F.silu(gate.to(wide))).to(x.dtype)
+    return (normed * _ACTIVATIONS[activation](gate.to(wide))).to(x.dtype)

@@ -42,6 +42,7 @@ class UpstreamNames:
     out_proj: Any
     out_norm: Any
     norm_group: Any
+    output_gate_activation: str
 
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
 
@@ -72,7 +73,7 @@ class UpstreamNames:
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The activation of the convolution and of the gate."""
+        """The activation of the convolution; the gate's is ``output_gate_activation``."""
         return F.silu
 
     @property
@@ -108,8 +109,9 @@ class UpstreamNames:
         return partial(gated_delta_rule, backend=self.backend)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``out_norm(x) * SiLU(gate)`` in ``x.dtype``, the product taken in fp32."""
-        return apply_gated_norm(self.out_norm, x, gate, self.norm_group)
+        """``out_norm(x) * act(gate)`` in ``x.dtype``, the product taken in fp32."""
+        activation = self.output_gate_activation
+        return apply_gated_norm(self.out_norm, x, gate, self.norm_group, activation)
 
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor

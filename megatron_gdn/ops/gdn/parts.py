@@ -62,6 +62,7 @@ def gdn_parts(
     )  # fmt: skip
     readout, gamma = norm, None
     if isinstance(readout, GatedNorm):
-        gamma, eps, zero_centered = readout
-        readout = per_head(sizes.layout.gate_columns, eps, zero_centered, front.triton)
+        gamma, eps, zero_centered, activation = readout
+        gate = sizes.layout.gate_columns
+        readout = per_head(gate, eps, zero_centered, front.triton, activation)
     return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, gamma))

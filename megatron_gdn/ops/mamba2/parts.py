@@ -76,7 +76,7 @@ def mamba2_parts(
     elif isinstance(norm, Apart):
         readout = norm
     else:
-        gamma, eps, _ = norm
+        gamma, eps, *_ = norm
         readout = grouped(gate, layout.heads("group"), eps, triton)
     front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant, convolve)
     return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, gamma))
