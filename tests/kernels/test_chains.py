@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes
-from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_all as share_steps
+from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, _steps_of_share
 from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
 from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts
@@ -106,7 +105,7 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
 
 def chain_of(nodes, local, through):
     """What enters every node, at the place of its map."""
-    steps = share_steps(nodes, 1, 4, local.device)
+    steps = _steps_of_share(nodes, 0, 1, 1, 4, local.device).of_nodes
     out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
     return chains_kernels.follow(local, through, steps, out, None)
 
