@@ -266,7 +266,7 @@ class MicroBatches:
         if self._mode is LinearCpMode.HEADWISE:
             return _Schemes(headwise)
         # One exchange of maps for all documents: the other exchange adds in another order.
-        exchange = "share" if rule.batch_invariant else None
+        exchange = "fixed" if rule.batch_invariant else None
         return _Schemes(
             headwise,
             Chunkwise(

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import machines
-from megatron_gdn.context_parallel.chunkwise import map_exchange
+from megatron_gdn.context_parallel import machines, price
+from megatron_gdn.context_parallel.chunkwise import map_exchange, scheme
 from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, pack, share_and_fold
+from megatron_gdn.context_parallel.chunkwise.scheme import exchange_of
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
 from megatron_gdn.context_parallel.machines import ranks_per_machine
 from megatron_gdn.context_parallel.price import map_exchanges
@@ -205,6 +206,28 @@ def auto_over_machines(local: int, told: int | None) -> str:
         shape = (local, 1, layer.dims.layout.width)
         rows = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         return layer.micro_batches.of(None, rows).scheme.name
+
+
+def exchanges_of_a_rule_that_knows_no_neighbours(told: int | None) -> list[str]:
+    """What the plain rule takes for one row, for three rows, and for few and many documents."""
+    cp, taken = dist.get_world_size(), []
+
+    def count(name, per_machine):
+        taken.append(name)
+        return exchange_of(name, per_machine)
+
+    with (
+        parallel(cp=cp),
+        patch.object(price, "LATENCY", 0),
+        patch.object(scheme, "exchange_of", count),
+    ):
+        options = {"linear_cp_mode": "chunkwise", "cp_ranks_per_machine": told}
+        layer = build_layer(make_config(context_parallel_size=cp), groups_of_megatron(), options)
+        for rows, lengths in ((1, None), (3, None), (1, (2 * cp,)), (1, (2 * cp,) * 8)):
+            tokens = 2 * cp if lengths is None else sum(lengths)
+            x = torch.empty(tokens // cp, rows, layer.dims.layout.width)
+            layer.micro_batches.of(None if lengths is None else thd(lengths), x)
+    return taken
 
 
 def bad_options_are_refused() -> None:

@@ -96,5 +96,12 @@ def test_auto_follows_the_option(pools):
     assert pools(16).run(laws.auto_over_machines, 1024, 8) == ["headwise"] * 16
 
 
+def test_a_rule_that_knows_no_neighbours_takes_one_exchange_for_all_documents(pools):
+    """By the machines alone. Without latencies few steps are always cheaper."""
+    law = laws.exchanges_of_a_rule_that_knows_no_neighbours
+    assert pools(8).run(law, 4) == [["levels"] * 4] * 8
+    assert pools(8).run(law, None) == [["share"] * 4] * 8
+
+
 def test_what_is_no_number_of_ranks_is_refused(pools):
     pools(2).run(laws.bad_options_are_refused)

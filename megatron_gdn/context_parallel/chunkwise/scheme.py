@@ -43,7 +43,8 @@ class Chunkwise:
         sequence_layout: how the data loader cut the sequence.
         exchange: how state maps travel, ``"gather"``, ``"share"`` or ``"levels"`` (see
             :func:`exchange_of`); None takes the cheapest for each micro-batch, see
-            :mod:`megatron_gdn.context_parallel.price`.
+            :mod:`megatron_gdn.context_parallel.price`; ``"fixed"`` one for all micro-batches, the
+            cheaper of the last two for one sequence.
         cp_ranks_per_machine: None asks the hosts, see :mod:`..machines`.
     """
 
@@ -97,9 +98,11 @@ class Chunkwise:
         self, packed: tuple[int, ...] | None, rows: int, device: torch.device
     ) -> Exchange:
         name, n = self._exchange, ranks_per_machine(self._group, self._told, device)
-        if name is None:
-            shape = (self._state, self.size, self._sequence_layout)
-            prices = exchange_prices(*shape, rows, packed, n)
+        if name in (None, "fixed"):
+            batch = (rows, packed) if name is None else (1, None)
+            prices = exchange_prices(self._state, self.size, self._sequence_layout, *batch, n)
+            if name == "fixed":
+                prices.pop("gather", None)
             name = min(prices, key=prices.__getitem__)
         return exchange_of(name, n)
 
