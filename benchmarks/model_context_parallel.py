@@ -8,11 +8,11 @@ forward + backward, of one rank with s tokens of one sequence, cp ranks:
     layer      s * token                             the layer on one GPU
     wire       2 * bytes received / bandwidth        the backward sends as much again
     headwise   layer + wire(row_bytes) * passes
-    chunkwise  layer + states + wire(exchange) + 2 * nodes * step
+    chunkwise  layer + states + wire(exchange) + 2 * steps * step
 
-``row_bytes``, and the bytes and nodes of ``exchange`` (the cheaper of gather and share), are those
-of :mod:`megatron_gdn.context_parallel.price`. Within a node bytes go over NVLink. Beyond one node,
-the share that leaves the node goes over one network card per GPU.
+``row_bytes``, and the bytes and steps of ``exchange`` (the cheapest way), are those of
+:mod:`megatron_gdn.context_parallel.price`. Within a machine bytes go over NVLink. Beyond one
+machine, the share that leaves it goes over one network card per GPU: computed, never measured.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import matplotlib.pyplot as plt  # noqa: E402  the backend must be chosen first
 
 HERE = Path(__file__).parent
 SIZES, BF16 = HeadSizes(16, 32, 128, 128), 2
-GPUS_PER_NODE = 8
-NETWORK = 50e9  # bytes per second and GPU: one 400 Gbit/s card each, an assumption
+PER_MACHINE = 8
 STEP_MS = 0.006  # one product of a chain of maps, which waits for the one before
 
 
@@ -87,22 +86,18 @@ def row_bytes(s: float, cp: int) -> float:
     return price.row_bytes(SIZES.layout.share(cp), cp, int(s), BF16)
 
 
-def wire_ms(received: float, cp: int, nvlink: float) -> float:
-    """Of bytes that come in equal parts from every peer."""
-    if cp <= GPUS_PER_NODE:
-        return received / nvlink * 1e3
-    outside = (cp - GPUS_PER_NODE) / (cp - 1)
-    return max(received * outside / NETWORK, received * (1 - outside) / nvlink) * 1e3
-
-
 def headwise_ms(s: float, cp: int, c: Constants) -> float:
-    return s * c.token_ms + 2 * wire_ms(row_bytes(s, cp), cp, c.nvlink) * c.passes
+    received = price.Received.from_all(row_bytes(s, cp), cp, min(cp, PER_MACHINE))
+    return s * c.token_ms + 2 * received.ms(c.nvlink / 1e3) * c.passes
 
 
 def exchange_ms(cp: int, nvlink: float) -> float:
     """Of the maps of one sequence in zigzag, the cheapest way, one direction."""
-    ways = price.map_exchanges(SIZES.state, cp, SequenceLayout.ZIGZAG, rows=1, lengths=None)
-    return min(wire_ms(x.received, cp, nvlink) + x.nodes * STEP_MS for x in ways.values())
+    ways = price.map_exchanges(
+        SIZES.state, cp, SequenceLayout.ZIGZAG, rows=1, lengths=None,
+        per_machine=min(cp, PER_MACHINE),
+    )  # fmt: skip
+    return min(x.wire_ms(nvlink / 1e3) + x.steps * STEP_MS for x in ways.values())
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:

@@ -42,6 +42,7 @@ from .local import (
 )
 from .mtp import checked_mtp_spec, local_mtp_spec
 
+_OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
@@ -68,8 +69,8 @@ class HybridStackSpec(ModuleSpec):
             mamba: keyword arguments of the Mamba2Mixer constructor, for 'M' layers.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
                 the delta rule). ``cp_layout`` also goes to 'M' and local '*' layers. 'M' layers
-                also get ``linear_cp_mode``, and ``backend`` if Mamba2 has it. In 'M' layers
-                ``mamba`` overrides all three.
+                also get ``linear_cp_mode``, ``cp_ranks_per_machine``, and ``backend`` if Mamba2 has
+                it. In 'M' layers ``mamba`` overrides all four.
 
         Returns:
             a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
@@ -112,7 +113,7 @@ def _upstream() -> HybridStackSubmodules:
 
 def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
     """Of GatedDeltaNet's options those that mean the same in a Mamba2 mixer."""
-    shared = {k: v for k, v in options.items() if k in ("cp_layout", "linear_cp_mode")}
+    shared = {k: v for k, v in options.items() if k in _OF_BOTH}
     if options.get("backend") in RULES:
         shared["backend"] = options["backend"]
     return shared

@@ -1,21 +1,29 @@
 """Which context-parallel scheme is cheaper for a micro-batch, from its lengths alone.
 
-Both schemes are priced in bytes that one rank receives in one forward (the backward repeats them).
-Compute time is converted to bytes at wire bandwidth.
+Both schemes are priced in milliseconds of one forward (the backward repeats them). Within a machine
+bytes go over NVLink, between machines over the network, both at the same time:
 
-    headwise    (cp - 1) * s * B * (p + h V) * element size      rows in, mixed rows out
-    chunkwise   map * s * B * SUMMARY + FIXED                    computing the maps, small launches
-                + the cheapest of                                sending them, with b = map * chains
-        gather  (cp - 1) * b + LATENCY + n * STEP                * nodes of a chain on one rank
-        share   (cp - 1) / cp * (1 + V / (K + V)) * b + 2 * LATENCY + n * STEP
+    wire(b)     max(within / WITHIN, across / ACROSS), the parts of b from a rank's own machine and
+                from others; every other rank sends as much: across = (cp - n) / (cp - 1) * b
 
-map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
-A chain is a sequence that states travel along: a document in zigzag, else a batch row. It has n
-nodes, 2 on every rank, or 1 when contiguous. Bytes and nodes come from :func:`row_bytes` and
-:func:`map_exchanges`, which ``benchmarks/model_context_parallel.py`` reads too.
+    headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, mixed rows out
+    chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
+                + the cheapest of                                    sending them, d = map * chains
+        gather  wire((cp - 1) * d) + LATENCY + l * STEP                * nodes of a chain on a rank
+        share   wire((cp - 1) / cp * r * d) + 2 * LATENCY + l * STEP
+        levels  (n - 1) / n * r * d / WITHIN + (c - 1) / c * r * d / n / ACROSS
+                + 4 * LATENCY + (2 * n + l / n) * STEP
+
+map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state;
+r = 1 + V / (K + V), or 1 + V / (1 + V): maps there, states back. A chain is a sequence that states
+travel along: a document in zigzag, else a batch row. It has l nodes, 2 on every rank, or 1 when
+contiguous. ``levels`` shares within machines, then across. Bytes and steps come from
+:func:`row_bytes` and :func:`map_exchanges`, which ``benchmarks/model_context_parallel.py`` reads
+too. Across machines nothing was measured.
 
 Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
-head exchange and p the projection width there, K key dim, V value dim.
+head exchange and p the projection width there, K key dim, V value dim, n ranks per machine,
+c = cp / n machines.
 """
 
 from __future__ import annotations
@@ -27,15 +35,21 @@ from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 from .layouts import SequenceLayout
 
+# Bytes that a rank receives per millisecond.
+WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
+ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
+
 # On H200 with flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks, a chunkwise
 # forward takes longer than the layer alone: 0.22 ms as a CUDA graph, 0.7 ms if the host is too slow
-# for its launches. The wire carries 128 MiB in 0.46 ms.
-SUMMARY = 1 / 7000  # computing the maps of the pieces: a share of a map's bytes for every token
-FIXED = 128 * 2**20  # small launches and the history, once per layer
+# for its launches.
+SUMMARY = 1 / 7000 / WITHIN  # computing the maps of the pieces: per token and byte of a map
+FIXED = 0.46  # small launches and the history, once per layer: between these two
+# Over several machines: as a graph. The host gets ahead while a GPU waits for the network.
+FIXED_ACROSS = 0.22
 # Per collective: 57 us, an estimate. GPUs take 10 to 28 us for a small collective, and a slow host
 # takes 300 us to issue it.
-LATENCY = 16 * 2**20
-STEP = 1.5 * 2**20  # per product of a chain, which waits for the product before: 5.8 us
+LATENCY = 0.0575
+STEP = 0.0054  # per product of a chain, which waits for the product before
 GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps cost memory too
 
 
@@ -61,7 +75,7 @@ class LinearCpMode(StrEnum):
 
 
 class Price(NamedTuple):
-    """Bytes of both schemes; compute time counts as the bytes that the wire carries in it."""
+    """Milliseconds of one forward that each scheme adds to the layer."""
 
     headwise: float
     chunkwise: float
@@ -72,12 +86,31 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
+class Received(NamedTuple):
+    """Bytes that one rank receives at a time."""
+
+    within: float  # from ranks of its machine
+    across: float  # from other machines
+
+    @classmethod
+    def from_all(cls, received: float, cp_size: int, per_machine: int) -> Received:
+        """Bytes that come in equal parts from every other rank."""
+        across = received * (cp_size - per_machine) / (cp_size - 1)
+        return cls(received - across, across)
+
+    def ms(self, within: float = WITHIN) -> float:
+        return max(self.within / within, self.across / ACROSS)
+
+
 class MapExchange(NamedTuple):
     """One way for maps to travel, in one forward."""
 
-    received: float  # bytes, by one rank
+    received: tuple[Received, ...]  # by one rank, one after the other
     collectives: int
-    nodes: int  # of a chain: products that wait for each other
+    steps: int  # products that wait for each other
+
+    def wire_ms(self, within: float = WITHIN) -> float:
+        return sum(received.ms(within) for received in self.received)
 
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
@@ -97,6 +130,7 @@ def map_exchanges(
     layout: SequenceLayout,
     rows: int,
     lengths: tuple[int, ...] | None,
+    per_machine: int,
 ) -> dict[str, MapExchange]:
     """The exchanges of :mod:`.chunkwise.map_exchange` that may be used.
 
@@ -106,11 +140,22 @@ def map_exchanges(
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
     nodes, own = per_rank * cp_size, per_rank * chains * state.map_bytes
-    states = state.columns / state.map_columns
-    share = MapExchange((cp_size - 1) / cp_size * (1 + states) * own, 2, nodes)
-    if cp_size > GATHER_UP_TO:
-        return {"share": share}
-    return {"gather": MapExchange((cp_size - 1) * own, 1, nodes), "share": share}
+    shared = (1 + state.columns / state.map_columns) * own  # maps there, states back
+
+    def all_to_all(received: float) -> tuple[Received]:
+        return (Received.from_all(received, cp_size, per_machine),)
+
+    found = {}
+    if cp_size <= GATHER_UP_TO:
+        found["gather"] = MapExchange(all_to_all((cp_size - 1) * own), 1, nodes)
+    found["share"] = MapExchange(all_to_all((cp_size - 1) / cp_size * shared), 2, nodes)
+    machines = cp_size // per_machine
+    if 1 < per_machine < cp_size:
+        within = Received((per_machine - 1) / per_machine * shared, 0)
+        across = Received(0, (machines - 1) / machines * shared / per_machine)
+        steps = 2 * per_machine + per_rank * machines
+        found["levels"] = MapExchange((within, across), 4, steps)
+    return found
 
 
 def exchange_prices(
@@ -119,13 +164,12 @@ def exchange_prices(
     layout: SequenceLayout,
     rows: int,
     lengths: tuple[int, ...] | None,
+    per_machine: int,
 ) -> dict[str, float]:
-    """What each of :func:`map_exchanges` costs."""
+    """What each of :func:`map_exchanges` costs, in milliseconds."""
     return {
-        name: received + collectives * LATENCY + nodes * STEP
-        for name, (received, collectives, nodes) in map_exchanges(
-            state, cp_size, layout, rows, lengths
-        ).items()
+        name: way.wire_ms() + way.collectives * LATENCY + way.steps * STEP
+        for name, way in map_exchanges(state, cp_size, layout, rows, lengths, per_machine).items()
     }
 
 
@@ -138,6 +182,7 @@ def price(
     rows: int,
     lengths: tuple[int, ...] | None,
     element_size: int,
+    per_machine: int,
 ) -> Price:
     """Price one layer's forward over a micro-batch.
 
@@ -148,8 +193,13 @@ def price(
         rows: of the batch.
         lengths: of the packed documents; None when not packed.
         element_size: bytes of an activation.
+        per_machine: ranks on one machine, see :func:`.machines.ranks_per_machine`.
     """
     local = tokens // cp_size * rows
-    headwise = row_bytes(inside, cp_size, local, element_size)
-    sending = min(exchange_prices(state, cp_size, layout, rows, lengths).values())
-    return Price(headwise, sending + state.map_bytes * local * SUMMARY + FIXED)
+    received = row_bytes(inside, cp_size, local, element_size)
+    sending = min(exchange_prices(state, cp_size, layout, rows, lengths, per_machine).values())
+    fixed = FIXED if per_machine == cp_size else FIXED_ACROSS
+    return Price(
+        headwise=Received.from_all(received, cp_size, per_machine).ms(),
+        chunkwise=sending + state.map_bytes * local * SUMMARY + fixed,
+    )

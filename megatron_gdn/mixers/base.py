@@ -239,13 +239,17 @@ class RecurrentMixer(
         raise NotImplementedError
 
     def _choose_by(
-        self, choose_rule: ChooseRule, mode: str | LinearCpMode | None, **names: str
+        self,
+        choose_rule: ChooseRule,
+        mode: str | LinearCpMode | None,
+        cp_ranks_per_machine: int | None = None,
+        **names: str,
     ) -> None:
         """Set ``micro_batches``; arguments as of :class:`.micro_batch.MicroBatches`."""
         dims, group = self.dims, self.pg_collection.cp
         self.micro_batches = MicroBatches(
             self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.loader_layout,
-            mode=mode, choose_rule=choose_rule, **names,
+            mode=mode, choose_rule=choose_rule, cp_ranks_per_machine=cp_ranks_per_machine, **names,
         )  # fmt: skip
 
     @property

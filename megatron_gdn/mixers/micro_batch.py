@@ -24,6 +24,7 @@ from torch import Tensor
 from ..compat.observe import log_once
 from ..context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, SequenceLayout, Whole
 from ..context_parallel.agreement import number_of_new_layer, require_agreement
+from ..context_parallel.machines import check_ranks_per_machine, ranks_per_machine
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, stay
 from ..ops import Documents, StaticDocuments
@@ -106,11 +107,13 @@ class MicroBatches:
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`..context_parallel.price`; None: the config's, else auto.
         choose_rule: makes the rules.
+        cp_ranks_per_machine: ranks of ``group`` that NVLink joins; None asks the hosts, see
+            :mod:`..context_parallel.machines`.
         mixer, recurrence: their names in the log.
 
     Raises:
         ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
-            ``choose_rule`` raises for the expected rows.
+            ``choose_rule`` raises for the expected rows; a bad ``cp_ranks_per_machine``.
     """
 
     def __init__(
@@ -124,12 +127,14 @@ class MicroBatches:
         *,
         mode: str | LinearCpMode | None,
         choose_rule: ChooseRule,
+        cp_ranks_per_machine: int | None = None,
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
         self._loader_layout = loader_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
+        self._per_machine = check_ranks_per_machine(cp_ranks_per_machine)
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], _Schemes] = {}
@@ -203,7 +208,7 @@ class MicroBatches:
         found = self._made.get(key)
         if found is None:
             rule = self.rule_for(device, dtype)
-            scheme = self._choose(group, rule, layout, tokens, B, documents, dtype.itemsize)
+            scheme = self._choose(group, rule, layout, tokens, B, documents, dtype, device)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
             if len(self._made) >= _MOST_MICRO_BATCHES:
@@ -262,11 +267,14 @@ class MicroBatches:
         if self._mode is LinearCpMode.HEADWISE:
             return _Schemes(headwise)
         # One exchange of maps for all documents: the other exchange adds in another order.
-        exchange = "share" if rule.batch_invariant else None
+        exchange = "fixed" if rule.batch_invariant else None
         return _Schemes(
             headwise,
-            Chunkwise(self._layout, self._state, self._taps, group, layout, exchange),
-        )
+            Chunkwise(
+                self._layout, self._state, self._taps, group, layout, exchange,
+                cp_ranks_per_machine=self._per_machine,
+            ),
+        )  # fmt: skip
 
     def _headwise(self, group: Any, rule: Rule, layout: SequenceLayout) -> Headwise:
         scheme = Headwise(self._layout, group, layout)
@@ -287,7 +295,8 @@ class MicroBatches:
         tokens: int,
         rows: int,
         documents: Documents | None,
-        element_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
         if isinstance(documents, TreeDocuments):
@@ -301,16 +310,17 @@ class MicroBatches:
             self._announce(schemes.headwise, "the one that runs documents in fixed buffers")
             return schemes.headwise
         lengths = None if documents is None else documents.lengths
+        per_machine = ranks_per_machine(group, self._per_machine, device)
         cost = price(
             self._state, schemes.headwise.layout, group.size(), layout,
-            tokens, rows, lengths, element_size,
+            tokens, rows, lengths, dtype.itemsize, per_machine,
         )  # fmt: skip
         scheme = getattr(schemes, cost.cheaper)
         self._announce(
             scheme,
             f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
-            f"sequences: bytes received per rank and forward, {cost.headwise / 2**20:.1f} MiB "
-            f"headwise, {cost.chunkwise / 2**20:.1f} MiB chunkwise with its extra work",
+            f"sequences over {group.size()} ranks, {per_machine} per machine: it adds to a forward "
+            f"{cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise",
         )
         return scheme
 

@@ -16,7 +16,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import agreement, local_indices, price
 from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
-from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
+from megatron_gdn.context_parallel.chunkwise.scheme import exchange_of
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
 from megatron_gdn.mixers import micro_batch
 from megatron_gdn.mixers.gdn import layer as layer_module
@@ -46,7 +46,7 @@ def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype)
     maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
     for j, slot in mine:
         maps[slot] = pack(local[j], through[j])
-    for exchange in EXCHANGES.values():
+    for exchange in (exchange_of(name, size) for name in ("gather", "share")):
         got = exchange(maps, V, nodes, dist.group.WORLD)
         again = exchange(maps, V, nodes, dist.group.WORLD)
         assert got.dtype == dtype and torch.equal(got, again)

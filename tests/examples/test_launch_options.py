@@ -13,6 +13,7 @@ from megatron_gdn.specs.launch_options import VARIABLE, parse_options
     [
         ("", {}),
         ("linear_cp_mode=chunkwise", {"linear_cp_mode": "chunkwise"}),
+        ("cp_ranks_per_machine=4", {"cp_ranks_per_machine": 4}),
         ("backend=fla, recompute_qkv=True,", {"backend": "fla", "recompute_qkv": True}),
         (" A_init_range=(1, 16) conv_init=0.1", {"A_init_range": (1, 16), "conv_init": 0.1}),
     ],

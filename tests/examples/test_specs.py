@@ -49,7 +49,9 @@ def test_local_modules_write_the_checkpoint_keys_of_transformer_engine(pools):
 
 
 def test_what_both_mixers_know_goes_to_both():
-    shared = {"cp_layout": "contiguous", "linear_cp_mode": "chunkwise"}
+    shared = {
+        "cp_layout": "contiguous", "linear_cp_mode": "chunkwise", "cp_ranks_per_machine": 4,
+    }  # fmt: skip
     layers = hybrid_stack_spec("local", backend="flash_qla", **shared).submodules
     assert layers.mamba_layer.submodules.mixer.params == shared
     options = {"backend": "reference", "mamba": {"backend": "fla", "norm_eps": 1e-6}}

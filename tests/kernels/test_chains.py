@@ -8,8 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes
-from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_all as share_steps
+from megatron_gdn.context_parallel.chunkwise.map_exchange import (
+    Nodes,
+    _by_place,
+    _steps_of_share,
+)
 from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
 from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts
@@ -106,9 +109,30 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
 
 def chain_of(nodes, local, through):
     """What enters every node, at the place of its map."""
-    steps = share_steps(nodes, 1, 4, local.device)
+    steps = _steps_of_share(nodes, 0, 1, 1, 4, local.device).of_nodes
     out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
     return chains_kernels.follow(local, through, steps, out, None)
+
+
+@pytest.mark.parametrize("cuts", [(), (2, 5)], ids=["whole", "cut"])
+def test_the_legs_of_a_machine_are_the_twins(cuts, device):
+    """Two of four ranks with two nodes each and three chains, whose maps lie by sender."""
+    H, K, V = SIZES[1]
+    n, m, h = 2, H, 2
+    ranks = (0, 1, 2, 3)
+    nodes = Nodes(ranks + ranks[::-1], (0,) * 4 + (1,) * 4, frozenset(cuts))
+    make = torch.Generator().manual_seed(0)
+    links = torch.randn(n * m * h, K, V + K, generator=make).to(device) / K**0.5
+    local, through = _by_place(links, m, h).split([V, K], dim=-1)
+    start = torch.randn(h, m, K, V, generator=make).to(device)
+    for machine in (0, 1):
+        steps = _steps_of_share(nodes, machine, n, m, h, links.device)
+        got, exact = both(steps.of_legs, local, through, h, IDENTITY)
+        assert exact.isfinite().all()
+        assert_fp32(got, exact, steps.of_legs)
+        got, exact = both(steps.of_nodes, local, through, len(local), steps.start(start))
+        assert exact.isfinite().flatten(1).all(1).sum() == n * h
+        assert_fp32(got, exact, steps.of_nodes)
 
 
 def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):

@@ -1,15 +1,21 @@
 """The price of the two context-parallel schemes, against sums done by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel.price import (
+    ACROSS,
     FIXED,
+    FIXED_ACROSS,
     LATENCY,
     STEP,
     SUMMARY,
+    WITHIN,
     LinearCpMode,
     exchange_prices,
+    map_exchanges,
     price,
 )
 
@@ -24,18 +30,21 @@ QWEN = GDNDims(
 MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 
-def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN):
+def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
     inside, layout = dims.layout.share(cp), SequenceLayout.parse(layout)
-    return price(dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2)
+    return price(dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2, n or cp)
 
 
-def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN):
-    return exchange_prices(dims.heads.state, cp, SequenceLayout.parse(layout), rows, lengths)
+def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
+    layout = SequenceLayout.parse(layout)
+    return exchange_prices(dims.heads.state, cp, layout, rows, lengths, n or cp)
 
 
 def test_headwise_pays_for_the_rows_of_the_other_ranks():
-    assert priced(8, 8 * 32768).headwise == 7 / 8 * 32768 * (12352 + 4096) * 2
-    assert priced(2, 2 * 1024, rows=3).headwise == 1 / 2 * 3 * 1024 * (12352 + 4096) * 2
+    for cp, rows, s in ((8, 1, 32768), (2, 3, 1024)):
+        received = (cp - 1) / cp * rows * s * (12352 + 4096) * 2
+        found = priced(cp, cp * s, rows=rows).headwise
+        assert found == pytest.approx(received / WITHIN, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +63,8 @@ def test_headwise_pays_for_the_rows_of_the_other_ranks():
 def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, case):
     b = per_rank * MAP
     expected = {
-        "gather": (cp - 1) * b + LATENCY + nodes * STEP,
-        "share": 1.5 * (cp - 1) / cp * b + 2 * LATENCY + nodes * STEP,
+        "gather": (cp - 1) * b / WITHIN + LATENCY + nodes * STEP,
+        "share": 1.5 * (cp - 1) / cp * b / WITHIN + 2 * LATENCY + nodes * STEP,
     }
     if cp > 8:
         del expected["gather"]
@@ -68,10 +77,10 @@ def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, cas
 def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
     decays = QWEN.heads.state._replace(diagonal=True)
     b = 2 * 32 * 128 * (128 + 1) * 4
-    found = exchange_prices(decays, 4, SequenceLayout.ZIGZAG, 1, None)
+    found = exchange_prices(decays, 4, SequenceLayout.ZIGZAG, 1, None, 4)
     expected = {
-        "gather": 3 * b + LATENCY + 8 * STEP,
-        "share": (1 + 128 / 129) * 3 / 4 * b + 2 * LATENCY + 8 * STEP,
+        "gather": 3 * b / WITHIN + LATENCY + 8 * STEP,
+        "share": (1 + 128 / 129) * 3 / 4 * b / WITHIN + 2 * LATENCY + 8 * STEP,
     }
     assert found == pytest.approx(expected, rel=1e-12)
 
@@ -91,6 +100,110 @@ def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
     assert priced(4, 131072).cheaper is LinearCpMode.CHUNKWISE
     assert priced(4, 2048).cheaper is LinearCpMode.HEADWISE
     assert priced(4, 131072, lengths=(1024,) * 128).cheaper is LinearCpMode.HEADWISE
+
+
+def by_hand(s, cp, n, heads, layout):
+    """Milliseconds of a forward over machines of n ranks: headwise, chunkwise.
+
+    One sequence of s tokens per rank in bf16, heads of 128. Bytes come in equal parts from all
+    other ranks, over both wires at once.
+    """
+    key_heads, value_heads = heads
+    outside = (cp - n) / (cp - 1)
+
+    def wire(received):
+        return max(received * (1 - outside) / WITHIN, received * outside / ACROSS)
+
+    # q, k, v, z, b, a of one rank; ranks share a key head if there are more ranks than key heads.
+    row = 2 * 128 * max(key_heads // cp, 1) + (2 * 128 + 2) * value_heads // cp
+    headwise = wire((cp - 1) * s * (row + 128 * value_heads // cp) * 2)
+    one_map, per_rank = value_heads * 128 * 256 * 4, 1 if layout == "contiguous" else 2
+    own, steps, machines = per_rank * one_map, per_rank * cp, cp // n
+    ways = [wire(1.5 * own * (cp - 1) / cp) + 2 * LATENCY + steps * STEP]
+    if cp <= 8:
+        ways.append(wire(own * (cp - 1)) + LATENCY + steps * STEP)
+    if 1 < n < cp:
+        on_machine = 1.5 * own * (n - 1) / n / WITHIN
+        between = 1.5 * own / n * (machines - 1) / machines / ACROSS
+        ways.append(on_machine + between + 4 * LATENCY + (2 * n + per_rank * machines) * STEP)
+    fixed = FIXED if n == cp else FIXED_ACROSS
+    return headwise, min(ways) + one_map * s * SUMMARY + fixed
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp", [8, 16, 32, 64])
+def test_auto_takes_the_cheaper_over_machines_of_eight(cp, layout):
+    taken = set()
+    for heads in ((64, 64), (16, 64), (16, 32), (8, 32), (4, 12), (4, 8), (2, 4)):
+        if heads[1] % cp:
+            continue  # headwise cannot split them
+        dims = replace(QWEN, num_key_heads=heads[0], num_value_heads=heads[1])
+        for s in (128, 512, 1024, 2048, 3072, 4096, 6144, 8192, 16384, 32768):
+            headwise, chunkwise = by_hand(s, cp, 8, heads, layout)
+            found = priced(cp, cp * s, dims=dims, n=8, layout=layout)
+            assert found == pytest.approx((headwise, chunkwise), rel=1e-12)
+            cheaper = "chunkwise" if chunkwise < headwise else "headwise"
+            assert found.cheaper == cheaper, (s, cp, heads, found)
+            taken.add(cheaper)
+    assert taken == {"headwise", "chunkwise"}
+
+
+@pytest.mark.parametrize(
+    ("s", "cp", "headwise", "chunkwise"),
+    [
+        (1024, 16, 0.3369, 0.6136),  # 15 * 1024 * 1028 * 2 bytes, 8 / 15 of them at 50 GB/s
+        (2048, 16, 0.6737, 0.6157),
+        (4096, 32, 2.5244, 0.6493),  # 31 * 4096 * 642 * 2 bytes, 24 / 31 of them
+        (4096, 8, 0.4041, 0.7076),  # one machine: 7 * 4096 * 2056 * 2 bytes at 292 GB/s
+    ],
+)
+def test_prices_over_machines_of_eight_worked_out_by_hand(s, cp, headwise, chunkwise):
+    assert priced(cp, cp * s, n=8) == pytest.approx((headwise, chunkwise), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("s", "cp", "headwise", "chunkwise"),
+    [  # forward + backward of one layer, ms, with the chain of states in one level
+        (2048, 16, 2.37, 1.70),
+        (4096, 16, 4.73, 2.58),
+        (6144, 16, 7.10, 3.46),
+        (16384, 16, 18.9, 7.83),
+        (2048, 32, 3.71, 2.21),
+        (4096, 32, 7.41, 3.09),
+        (6144, 32, 11.12, 3.97),
+    ],
+)
+def test_headwise_is_not_taken_where_a_layer_is_faster_chunkwise(s, cp, headwise, chunkwise):
+    """By the formula of a whole layer in ``docs/context_parallel.md``, over machines of 8."""
+    assert headwise / chunkwise > 1.39
+    assert priced(cp, cp * s, n=8).cheaper is LinearCpMode.CHUNKWISE
+
+
+def test_on_one_machine_the_choice_is_that_of_bytes():
+    """Compute time as the bytes that the wire carries meanwhile, 128 MiB of fixed cost."""
+    MiB = 2**20
+    for cp in (2, 4, 8, 16, 32):
+        for s in range(256, 16384, 256):
+            share = 1.5 * (cp - 1) / cp * 2 * MAP + 32 * MiB
+            gather = (cp - 1) * 2 * MAP + 16 * MiB
+            sending = min(share, gather if cp <= 8 else share) + 2 * cp * 1.5 * MiB
+            chunkwise = MAP / 7000 * s + 128 * MiB + sending
+            received = (cp - 1) * s * (QWEN.layout.share(cp).width + 4096 // cp) * 2
+            assert (priced(cp, cp * s).cheaper == "chunkwise") == (chunkwise < received)
+
+
+def test_in_levels_a_chain_has_fewer_steps_and_fewer_bytes_cross_machines():
+    for cp, steps in ((16, 20), (32, 24), (64, 32), (128, 48)):
+        ways = map_exchanges(QWEN.heads.state, cp, SequenceLayout.ZIGZAG, 1, None, 8)
+        assert ways["share"].steps == 2 * cp and ways["levels"].steps == steps
+        crossing = [sum(x.across for x in ways[name].received) for name in ("share", "levels")]
+        assert crossing[1] == pytest.approx(crossing[0] / 8, rel=1e-12)
+
+
+def test_levels_are_an_exchange_of_several_machines_of_several_ranks():
+    for cp, n in ((8, 8), (8, 1), (16, 16), (16, 1)):
+        assert "levels" not in exchanges(cp, n=n)
+    assert "levels" in exchanges(8, n=2)
 
 
 def test_a_mode_comes_from_the_argument_then_the_config_then_is_auto():

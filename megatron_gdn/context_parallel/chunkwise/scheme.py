@@ -11,6 +11,7 @@ Legend: s this rank's tokens, B batch, W conv taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,13 @@ from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
 from ...ops.state_maps.state_map import StateShape
 from ..layouts import SequenceLayout, local_indices
+from ..machines import ranks_per_machine
 from ..price import exchange_prices
 from ..scheme import Passage, stay
 from .history import HistoryOfPieces, history_route
 from .map_exchange import gather_and_fold, share_and_fold
 from .pieces import pieces_of
-from .states import StatesOfPieces, state_table
-
-EXCHANGES = {"gather": gather_and_fold, "share": share_and_fold}
+from .states import Exchange, StatesOfPieces, state_table
 
 
 class Chunkwise:
@@ -41,9 +41,11 @@ class Chunkwise:
         taps: of the convolution, W.
         group: the context-parallel group.
         sequence_layout: how the data loader cut the sequence.
-        exchange: how state maps travel, ``"gather"`` or ``"share"`` (see :mod:`.map_exchange`);
-            None takes the cheaper for each micro-batch, see
-            :mod:`megatron_gdn.context_parallel.price`.
+        exchange: how state maps travel, ``"gather"``, ``"share"`` or ``"levels"`` (see
+            :func:`exchange_of`); None takes the cheapest for each micro-batch, see
+            :mod:`megatron_gdn.context_parallel.price`; ``"fixed"`` one for all micro-batches, the
+            cheaper of the last two for one sequence.
+        cp_ranks_per_machine: None asks the hosts, see :mod:`..machines`.
     """
 
     name = "chunkwise"
@@ -57,11 +59,12 @@ class Chunkwise:
         group: dist.ProcessGroup,
         sequence_layout: SequenceLayout,
         exchange: str | None = None,
+        cp_ranks_per_machine: int | None = None,
     ) -> None:
         self.size, self.layout = group.size(), layout
         self._state, self._taps = state, taps
         self._group, self._sequence_layout = group, sequence_layout
-        self._exchange, self.announced = exchange, False
+        self._exchange, self._told, self.announced = exchange, cp_ranks_per_machine, False
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         return param
@@ -77,21 +80,38 @@ class Chunkwise:
         Raises:
             ValueError: a length that the layout cannot cut.
         """
-        lengths = Documents.lengths_of(documents, tokens)
-        exchange, device = self._exchange, like.device
-        if exchange is None:
-            packed = None if documents is None else lengths
-            prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, packed)
-            exchange = min(prices, key=prices.__getitem__)
+        lengths, device = Documents.lengths_of(documents, tokens), like.device
         where = (lengths, self.size, self._sequence_layout, self._group.rank())
         history = history_route(*where, self._taps, device)
-        states = state_table(*where, rows, device)
+        table, states = state_table(*where, rows, device), None
+        if table is not None:
+            exchange = self._exchange_for(None if documents is None else lengths, rows, device)
+            states = StatesOfPieces(table, exchange, self._group)
         neighbours = Neighbours(
             _local_pieces(*where, device),
             None if history is None else HistoryOfPieces(history, self._group),
-            None if states is None else StatesOfPieces(states, EXCHANGES[exchange], self._group),
+            states,
         )
         return Passage(stay, stay, neighbours)
+
+    def _exchange_for(
+        self, packed: tuple[int, ...] | None, rows: int, device: torch.device
+    ) -> Exchange:
+        name, n = self._exchange, ranks_per_machine(self._group, self._told, device)
+        if name in (None, "fixed"):
+            batch = (rows, packed) if name is None else (1, None)
+            prices = exchange_prices(self._state, self.size, self._sequence_layout, *batch, n)
+            if name == "fixed":
+                prices.pop("gather", None)
+            name = min(prices, key=prices.__getitem__)
+        return exchange_of(name, n)
+
+
+def exchange_of(name: str, per_machine: int) -> Exchange:
+    """``"gather"``, ``"share"``, or ``"levels"``: share within machines, then across."""
+    if name == "levels":
+        return partial(share_and_fold, per_machine=per_machine)
+    return {"gather": gather_and_fold, "share": share_and_fold}[name]
 
 
 @cached_by_stream(16)

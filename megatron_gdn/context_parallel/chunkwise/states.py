@@ -171,7 +171,7 @@ class StatesOfPieces:
 
     Args:
         table: between which pieces states travel.
-        exchange: :func:`.map_exchange.gather_and_fold` or :func:`.map_exchange.share_and_fold`.
+        exchange: of :func:`.scheme.exchange_of`.
         group: the ranks that hold the pieces.
     """
 

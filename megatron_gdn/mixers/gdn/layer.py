@@ -110,20 +110,23 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
+        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
+            the last machine may have fewer. None (default): the ranks exchange their hosts once.
+            ``"auto"`` prices messages by it, and state maps cross machines last.
         recompute_qkv: compute query, key and value again in the backward instead of saving them.
         recompute_norm_out: likewise the normed output, out_proj's input. Megatron's
             ``--recompute-modules gdn_norm_out`` switches it on too. ``gdn`` of newer Megatrons
             computes the whole layer again.
-
         output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
             ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
 
-    The last seven are given through ``ModuleSpec(params={...})``.
+    The last eight are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or activation, a bad ``A_init_range``, a config of the variant ``gdn2``;
-            Megatron's CUDA graphs of layers beside hybrid context parallelism.
+            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``, a config
+            of the variant ``gdn2``; Megatron's CUDA graphs of layers beside hybrid context
+            parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -156,6 +159,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         rule_operands: str = "fp16",
         cp_layout: str | SequenceLayout = AUTO,
         linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
         recompute_qkv: bool = False,
         recompute_norm_out: bool = False,
         output_gate_activation: str | None = None,
@@ -180,7 +184,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
                 choose_rule, backend, self.dims.heads, operands=rule_operands,
                 normalise_qk=use_qk_l2norm,
             ),
-            linear_cp_mode,
+            linear_cp_mode, cp_ranks_per_machine,
         )  # fmt: skip
         self._build(submodules, name)
         parts = recomputed_parts(config)

@@ -91,16 +91,18 @@ class Mamba2Mixer(RecurrentMixer):
         name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.ops.mamba2.rule.resolve.resolve_ssd`.
-        cp_layout, linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads
-            of one group may be on several ranks; each of these holds a copy of the group's B and C.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
+            :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group may be on several
+            ranks; each of these holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
         norm_eps: of the output norm.
 
-    The last five are given through ``ModuleSpec(params={...})``.
+    The last six are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an argument that this
-            mixer cannot honour, an unknown backend, layout or mode.
+            mixer cannot honour, an unknown backend, layout or mode, a bad
+            ``cp_ranks_per_machine``.
         ImportError: the requested backend is not available.
     """
 
@@ -140,6 +142,7 @@ class Mamba2Mixer(RecurrentMixer):
         backend: str = "auto",
         cp_layout: str | SequenceLayout = AUTO,
         linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
         dt_limit: tuple[float, float] = UNLIMITED,
         norm_eps: float = 1e-5,
     ) -> None:
@@ -156,7 +159,7 @@ class Mamba2Mixer(RecurrentMixer):
         self._name_sizes()
         self._choose_by(
             partial(choose_ssd, backend, self.dims.state),
-            linear_cp_mode, mixer="Mamba2Mixer", recurrence="SSD",
+            linear_cp_mode, cp_ranks_per_machine, mixer="Mamba2Mixer", recurrence="SSD",
         )  # fmt: skip
         self._build(submodules, conv_bias, norm_eps, name)
         self.reset_parameters()

@@ -37,7 +37,7 @@ def follow(
     Args:
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
-        out: ``[Q, H, K, X]``, written; X is V, or V + K from the identity.
+        out: ``[Q, H, K, X]``, written; X is V, or from the identity V and ``through``'s columns.
         start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY starts
             from the identity map and follows maps, ``local`` beside ``through``, not states.
 
@@ -50,8 +50,8 @@ def follow(
     identity = isinstance(start, str)
     assert through.shape[:3] == (P, H, K) and out.shape[1:3] == (H, K)
     dense = through.shape[3] == K
-    assert dense or through.shape[3] == 1 and not identity
-    assert out.shape[3] == V + K * identity
+    assert dense or through.shape[3] == 1
+    assert out.shape[3] == V + through.shape[3] * identity
     assert not identity or all(chain[0][0] == NONE for chain in steps.chains), "not the identity"
     on_triton = local.is_cuda and local.dtype == torch.float32 and dense and K in _ROWS
     return _follow_of(on_triton)(local, through, steps, out, start)
