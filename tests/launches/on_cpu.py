@@ -64,7 +64,13 @@ def answer_for_a_gpu() -> None:
     torch.cuda.device_count = lambda: 8
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_properties = lambda device=None: hopper
-    torch.cuda.Stream = type(torch.cuda.current_stream())  # that of run_megatron_on_cpu
+    of_run_megatron_on_cpu = type(torch.cuda.current_stream())
+
+    class Stream(of_run_megatron_on_cpu):
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    torch.cuda.Stream = Stream
+    torch.Tensor.record_stream = lambda self, stream: None
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.is_current_stream_capturing = lambda: False
 
