@@ -23,7 +23,8 @@ A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-co
    no parameter has it, so the first step raises. 16-bit parameters may have ``grad`` alone.
 8. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor, see
    :mod:`.gathered_by_dtype`.
-9. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
+9. ``ChainedOptimizer`` loads no file of ``--ckpt-format torch_dcp``, see :mod:`.states_to_load`.
+10. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
 
 The layer therefore installs the wrappers below the first time it marks a parameter, before any
 optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
@@ -60,6 +61,7 @@ from .empty_shares import with_empty_shares
 from .gathered_by_dtype import with_gathers_by_dtype
 from .listed_masters import take_native_masters, with_every_master
 from .padded_buckets import with_padded_buckets
+from .states_to_load import with_states_to_load
 from .stored_strides import with_stored_strides
 
 # Key of the fp32 parameters' masters in a Float16Optimizer's state dict, beside Megatron's own list
@@ -90,6 +92,7 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_switch_named),
         (DistributedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
         (ChainedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
+        (ChainedOptimizer, "state_dict", with_states_to_load),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
         (Float16OptimizerWithFloat16Params, "state_dict", with_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),

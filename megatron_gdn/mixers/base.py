@@ -37,6 +37,7 @@ from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .parameter_marks import MarkedParameters
 from .precision import mark_keep_in_fp32
 from .process_groups import FollowsGroups
+from .stored_rows import SaysStoredRows
 from .tensor_parallel import mark_packed, mark_sharded
 
 
@@ -45,6 +46,7 @@ class RecurrentMixer(
     FollowsLoader,
     GeneratingMixer,
     ShardedBySections,
+    SaysStoredRows,
     MarkedParameters,
     ShardedApart,
     MegatronModule,

@@ -21,9 +21,11 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..compat.upstream_bias import read_upstream_bias
 from ..ops.layout import Layout
+from .fully_sharded import NOT_BY_SECTION
 
 # Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
@@ -119,8 +121,10 @@ class ShardedBySections:
         """The parameters for Megatron's distributed checkpoints, under Megatron's own mixer's keys.
 
         Raises:
-            ValueError: ``gdn_whole_bias`` with tensor parallelism.
+            ValueError: ``gdn_whole_bias`` with tensor parallelism, a mixer under torch's FSDP2.
         """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
         layout: Layout = self.dims.layout
         per_head = self._keep_in_float32_parameter_names
         metadata = ensure_metadata_has_dp_cp_group(metadata)

@@ -12,7 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
+from ..compat.launch_arguments import launch_arguments
 from .precision import Fp32Parameters
+
+NOT_BY_SECTION = (
+    "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format torch_dist "
+    "cannot store section by section (nor does it load the optimizer's step there). Give "
+    "--ckpt-format torch_dcp, or with tensor parallelism --use-distributed-optimizer in place of "
+    "--use-torch-fsdp2."
+)
 
 
 class Fp32Group(nn.Module):
@@ -90,10 +98,22 @@ def fully_shard(
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
 
 
+def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
+    """Refuse before the first step what the first save would refuse.
+
+    Raises:
+        ValueError: a launch that saves files by section.
+    """
+    given = launch_arguments()
+    if given.get("save") and given.get("ckpt_format") == "torch_dist":
+        raise ValueError(f"--save {given['save']}: {NOT_BY_SECTION}")
+    return fully_shard(module, **options)
+
+
 def shard_apart_in_megatron() -> None:
-    """Megatron's ``--use-torch-fsdp2`` calls the function above in place of torch's."""
+    """Megatron's ``--use-torch-fsdp2`` calls the functions above in place of torch's."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
 
     wrapper: Any = torch_fully_sharded_data_parallel
     if getattr(wrapper, "fully_shard", None) is fsdp.fully_shard:
-        wrapper.fully_shard = fully_shard
+        wrapper.fully_shard = _fully_shard_for_a_launch

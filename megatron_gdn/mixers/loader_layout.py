@@ -21,11 +21,11 @@ Every loader of Megatron cuts batches that are not packed in zigzag. For these b
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ..compat.launch_arguments import launch_arguments
 from ..compat.observe import log_once
 from ..context_parallel.layouts import SequenceLayout
 
@@ -167,12 +167,8 @@ def _parse_mode(mode: str) -> SequenceLayout:
 
 def _arguments() -> tuple[Any, ...]:
     """Values of the Megatron arguments that decide the cut; () outside a launch of Megatron."""
-    module = sys.modules.get("megatron.training.global_vars")
-    args = getattr(module, "_GLOBAL_ARGS", None)
-    if args is None:
-        return ()
-    given = vars(args).get
-    return tuple([given(name) for name in _ARGUMENTS])
+    given = launch_arguments()
+    return tuple([given.get(name) for name in _ARGUMENTS]) if given else ()
 
 
 def _said_by(arguments: tuple[Any, ...]) -> _Said | None:

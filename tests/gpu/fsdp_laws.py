@@ -3,6 +3,7 @@
 Over nccl as it is; over gloo behind stand-ins for what Megatron-FSDP asks of CUDA.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -36,6 +37,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_gdn.mixers import precision
+from tests.fsdp_on_cpu import (
+    MeshOfCPUs,
+    fill_states_of_empty_shards,
+    one_collective_at_a_time,
+)
 from tests.gpu.parallel_laws import DEVICE, KINDS
 from tests.parallel import make_config, parallel
 from tests.precision.training import stack_of
@@ -185,7 +191,7 @@ def losses_after_a_save(
         split: store the sections of ``in_proj`` and ``conv1d``, as Megatron's branch dev does.
         upstream: with Megatron's own Gated DeltaNet.
     """
-    with parallel(tp=tp), on_this_device():
+    with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=0.0)
         steps = _train(wrapped, optimizer)
         next(steps)
@@ -198,13 +204,30 @@ def losses_after_a_load(
     folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
 ) -> torch.Tensor:
     """The same, of a model with other weights that loads this checkpoint."""
-    with parallel(tp=tp), on_this_device():
+    with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=1.0)
         stored, state = _fsdp_dtensors(wrapped, optimizer, split, is_loading=True)
-        checkpoint.load(stored, checkpoint_id=folder)
+        as_megatron = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+        checkpoint.load(stored, checkpoint_id=folder, planner=as_megatron)
         wrapped.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return torch.stack(list(_train(wrapped, optimizer, first=1)))
+
+
+def refusal_of_a_load(folder: str, split: bool, tp: int, pattern: str) -> str:
+    """What the mixer says of this checkpoint."""
+    try:
+        losses_after_a_load(folder, split, tp, pattern)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def _script_of(split: bool):
+    """Megatron's script of checkpoints, which has the function that cuts ``in_proj`` or has not."""
+    name, cut = "megatron.training.checkpointing", handle_gdn_in_state_dict
+    script = SimpleNamespace(**({"handle_gdn_in_state_dict": cut} if split else {}))
+    return patch.dict(sys.modules, {name: script})
 
 
 def _bf16_run(tp: int, pattern: str, upstream: bool, offset: float):
@@ -226,7 +249,7 @@ def _fsdp_dtensors(
     wrapped, optimizer, split: bool, is_loading: bool = False
 ) -> tuple[dict[str, dict], dict[str, dict]]:
     """What ``--ckpt-format fsdp_dtensor`` stores, and the state whose tensors these are."""
-    _fill_states_of_empty_shards(optimizer.optimizer)
+    fill_states_of_empty_shards(optimizer.optimizer)
     state = {
         "model": wrapped.module.state_dict_for_save_checkpoint(),
         "optimizer": optimizer.sharded_state_dict(
@@ -240,26 +263,6 @@ def _fsdp_dtensors(
         stored = dict(zip(stored, parts, strict=True))
     preprocess_state_dict_for_uneven_dtensor(stored)
     return stored, state
-
-
-def _fill_states_of_empty_shards(adam: torch.optim.Optimizer) -> None:
-    """torch's Adam gets a state for every parameter, as Transformer Engine's FusedAdam has.
-
-    It has none for a parameter of which a rank holds no element. Megatron gathers the shapes of
-    the states one by one, so ranks with other states wait for each other.
-    """
-    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-        return
-    counts = [state["step"] for state in adam.state.values()] or [torch.tensor(0.0)]
-    for group in adam.param_groups:
-        for shard in group["params"]:
-            empty = {
-                "step": counts[0].clone(),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
-            # Put back in the order of the parameters, which is the same on every rank.
-            adam.state[shard] = adam.state.pop(shard, empty)
 
 
 def refusal(dtype: torch.dtype, pattern: str, package: str = "") -> str:
@@ -365,22 +368,6 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
         yield SimpleNamespace(wait=lambda: None)
 
 
-def _in_turn(coalesce: Callable) -> Callable:
-    """``coalesce``, but its collectives have ended when it ends.
-
-    Megatron-FSDP orders collectives and freed buffers by CUDA streams. A CPU has none, and gloo
-    runs two collectives of a group at once.
-    """
-
-    @contextmanager
-    def in_turn(*args, **kwargs):
-        with coalesce(*args, **kwargs) as event:
-            yield event
-        event.wait()
-
-    return in_turn
-
-
 @contextmanager
 def on_this_device(package: str = MEGATRONS_COPY) -> Iterator[None]:
     """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU.
@@ -400,9 +387,9 @@ def on_this_device(package: str = MEGATRONS_COPY) -> Iterator[None]:
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (stream, "record_event", lambda self: event()),
             (import_module(f"{package}.megatron_fsdp"), "torch", _Torch(device=lambda name: cpu)),
-            (buffers, "_coalescing_manager", _in_turn(buffers._coalescing_manager)),
-            (mcore_fsdp_adapter, "DeviceMesh", _Mesh),
-            (torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh),
+            (buffers, "_coalescing_manager", one_collective_at_a_time(buffers._coalescing_manager)),
+            (mcore_fsdp_adapter, "DeviceMesh", MeshOfCPUs),
+            (torch_fully_sharded_data_parallel, "DeviceMesh", MeshOfCPUs),
         ):
             stack.enter_context(patch.object(owner, name, answer, create=True))
         yield
@@ -416,9 +403,3 @@ class _Torch:
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
-
-
-class _Mesh:
-    @staticmethod
-    def from_group(groups, *device_type: str, **kwargs) -> dist.DeviceMesh:
-        return dist.DeviceMesh.from_group(groups, **{**kwargs, "device_type": "cpu"})

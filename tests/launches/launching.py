@@ -48,7 +48,7 @@ def launched(
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     """The losses that a launch printed, one a step; it must have ended well."""
     errors = re.findall(r".*Error: .*", done.stderr)
-    assert done.returncode == 0, "\n".join(errors) or done.stderr[-6000:]
+    assert done.returncode == 0, "\n".join([*errors, done.stderr[-6000:]])
     return [float(loss) for loss in re.findall(r"iteration +\d+/.*lm loss: (\S+)", done.stdout)]
 
 

@@ -24,6 +24,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.fsdp_on_cpu import (
+    MeshOfCPUs,
+    fill_states_of_empty_shards,
+    one_collective_at_a_time,
+)
+
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local
     --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
@@ -45,6 +51,8 @@ class MakeOnCPU(TorchFunctionMode):
             return args[0]
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
+        if func is torch.device and "cuda" in str(args[0]):
+            args = ("cpu",)
         if func is torch.Tensor.to:
             args = (args[0], *("cpu" if "cuda" in str(value) else value for value in args[1:]))
         return func(*args, **kwargs)
@@ -56,21 +64,39 @@ def answer_for_a_gpu() -> None:
     torch.cuda.device_count = lambda: 8
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_properties = lambda device=None: hopper
-    torch.cuda.Stream = type(torch.cuda.current_stream())  # that of run_megatron_on_cpu
+    of_run_megatron_on_cpu = type(torch.cuda.current_stream())
+
+    class Stream(of_run_megatron_on_cpu):
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    torch.cuda.Stream = Stream
+    torch.Tensor.record_stream = lambda self, stream: None
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.is_current_stream_capturing = lambda: False
 
 
-def make_meshes_of_cpus() -> None:
-    """``--use-torch-fsdp2`` asks for a mesh of GPUs."""
+def shard_on_cpus() -> None:
+    """``--use-torch-fsdp2`` and ``--use-megatron-fsdp`` ask for meshes of GPUs.
+
+    Megatron-FSDP orders collectives by streams; gloo would run two of a group at once. Its
+    checkpoints want a state of every shard, which torch's Adam lacks where a shard is empty.
+    """
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    class Mesh(fsdp2.DeviceMesh):
-        @staticmethod
-        def from_group(group, device_type):
-            return torch.distributed.DeviceMesh.from_group(group, "cpu")
+    vars(fsdp2)["DeviceMesh"] = vars(mcore_fsdp_adapter)["DeviceMesh"] = MeshOfCPUs
+    param_and_grad_buffer._coalescing_manager = one_collective_at_a_time(
+        param_and_grad_buffer._coalescing_manager
+    )
+    stored = DistributedOptimizer.sharded_param_state_fsdp_dtensor
 
-    fsdp2.DeviceMesh = Mesh
+    def with_every_state(self, is_loading: bool = False) -> Any:
+        fill_states_of_empty_shards(self.optimizer)
+        return stored(self, is_loading)
+
+    DistributedOptimizer.sharded_param_state_fsdp_dtensor = with_every_state
 
 
 def take_compiled_helpers_of_the_wheel() -> None:
@@ -137,7 +163,7 @@ def run(script: Path, flags: list[str]) -> None:
 
     run_megatron_on_cpu()
     answer_for_a_gpu()
-    make_meshes_of_cpus()
+    shard_on_cpus()
     take_compiled_helpers_of_the_wheel()
     read_json_lines_for_datasets()
     predict_tokens_without_transformer_engine()

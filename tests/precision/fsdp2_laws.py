@@ -1,7 +1,9 @@
 """Run on every rank: the layer under torch's fully_shard (FSDP2)."""
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallelConfig,
@@ -15,10 +17,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_gdn.mixers.fully_sharded import fully_shard as shard_apart
 from tests import mamba_mixers
 from tests.distributed.layer_laws import build_layer, randomise_
+from tests.distributed.loader_layout_laws import launched_with
 from tests.distributed.mark_laws import layer_with
 from tests.gpu import fsdp_laws
 from tests.parallel import assert_close, group_of_one, make_config, parallel, share_of
@@ -164,6 +168,110 @@ def a_policy_equals_a_cast() -> None:
         shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
         x = torch.randn(9, 1, 24)
         assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
+
+
+def bf16_tensor_parallel_equals_unsharded(mixer: str, sequence_parallel: bool) -> None:
+    """tp 2 x dp 2, in bf16, to the bit: every gradient is the mean of two replicas'."""
+    kind = {
+        "bf16": True, "params_dtype": torch.bfloat16,
+        "tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
+    _clear_sharding_prop_cache()  # it names groups that have ended
+    with parallel(tp=2):
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        replicas = parallel_state.get_data_parallel_group()
+        whole = _bf16(mixer)
+        one, layer = (
+            mamba_mixers.build(mamba_mixers.mamba_config(**kind), groups)
+            if mixer == "mamba2"
+            else build_layer(make_config(**kind), groups, {})
+            for _ in range(2)
+        )
+        share = mamba_mixers.share_of if mixer == "mamba2" else share_of
+        with torch.no_grad():
+            for each in (one, layer):
+                for name, parameter in each.named_parameters():
+                    parameter.copy_(share(name, whole.get_parameter(name), each))
+        shard_apart(layer, mesh=DeviceMesh.from_group(replicas, "cpu"))
+        torch.manual_seed(50 + replicas.rank())
+        x = torch.randn(10, 1, layer.config.hidden_size, dtype=torch.bfloat16)
+        x = x.chunk(2)[groups.tp.rank()] if sequence_parallel else x
+        expected, out = one(x, None)[0], layer(x, None)[0]
+        assert torch.equal(out, expected)
+        for y in (expected, out):
+            y.float().square().sum().backward()
+        for name, alone in one.named_parameters():
+            dist.all_reduce(alone.grad, group=replicas)
+            alone.grad /= replicas.size()
+            sharded = layer.get_parameter(name)
+            assert sharded.dtype == sharded.grad.dtype == alone.dtype, name
+            assert torch.equal(sharded.grad.full_tensor(), alone.grad), name
+
+
+def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
+    """A hybrid model under ``--use-torch-fsdp2``, and Megatron's optimizer of it.
+
+    The group is that of the other laws: DTensor takes meshes of the same ranks for one another, and
+    Megatron refuses gradients of two groups.
+    """
+    settings, half = DistributedDataParallelConfig(), dtype == torch.bfloat16
+    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
+    model = fsdp_laws.build(dtype, "G-M-", **kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(offset)
+    model = Float16Module(model.config, model) if half else model
+    wrapped = TorchFullyShardedDataParallel(
+        model.config, settings, model, process_group=dist.group.WORLD
+    )
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=half, params_dtype=dtype, clip_grad=0.0)
+    return wrapped, get_megatron_optimizer(adam, [wrapped])
+
+
+def _losses(model, optimizer, steps: range):
+    positions = torch.arange(16).expand(2, -1)
+    for step in steps:
+        torch.manual_seed(50 + 10 * step + dist.get_rank())
+        tokens = torch.randint(fsdp_laws.VOCABULARY, (2, 17))
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        losses.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield losses.detach()
+
+
+def a_run_goes_on_from_a_torch_dcp_file(folder: str, dtype: torch.dtype) -> None:
+    """To the bit, into a model of other weights; the calls of Megatron's script."""
+    with parallel(), fsdp_laws.on_this_device():
+        model, optimizer = _under_megatrons_wrapper(dtype)
+        list(_losses(model, optimizer, range(2)))
+        stored = {"model": model.state_dict_for_save_checkpoint()}
+        checkpoint.save({**stored, "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+        expected = list(_losses(model, optimizer, range(2, 4)))
+
+        model, optimizer = _under_megatrons_wrapper(dtype, offset=1.0)
+        loaded = {"model": model.state_dict(), "optimizer": optimizer.state_dict(is_loading=True)}
+        checkpoint.load(loaded, checkpoint_id=folder)
+        optimizer.load_state_dict(loaded["optimizer"])
+        found = list(_losses(model, optimizer, range(2, 4)))
+        assert all(map(torch.equal, found, expected))
+
+
+def refusals_of_torch_dist(folder: str) -> list[str]:
+    """At the first save; and before the first step, in a launch that will save."""
+    said = []
+    with parallel(), fsdp_laws.on_this_device():
+        model, _ = _under_megatrons_wrapper(torch.float32)
+        with pytest.raises(ValueError) as at_the_save:
+            model.module.sharded_state_dict()
+        said.append(str(at_the_save.value))
+        with launched_with("--use-torch-fsdp2", "--save", folder):
+            with pytest.raises(ValueError) as at_the_start:
+                _under_megatrons_wrapper(torch.float32)
+            said.append(str(at_the_start.value))
+        with launched_with("--use-torch-fsdp2", "--save", folder, "--ckpt-format", "torch_dcp"):
+            _under_megatrons_wrapper(torch.float32)
+    return said
 
 
 def megatrons_wrapper_equals_unsharded() -> None:

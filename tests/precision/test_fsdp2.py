@@ -41,3 +41,26 @@ def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart(pools):
 
 def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_bit(pools):
     pools(2).run(laws.megatrons_wrapper_equals_unsharded)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+def test_a_bf16_layer_with_tensor_parallelism_equals_the_unsharded_layer_to_the_bit(
+    pools, mixer, sequence_parallel
+):
+    pools(4).run(laws.bf16_tensor_parallel_equals_unsharded, mixer, sequence_parallel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_run_goes_on_from_a_torch_dcp_file(pools, tmp_path, dtype):
+    pools(2).run(laws.a_run_goes_on_from_a_torch_dcp_file, str(tmp_path), dtype)
+
+
+def test_torch_dist_is_refused_before_the_first_step_and_a_format_that_works_is_named(
+    pools, tmp_path
+):
+    for at_the_save, at_the_start in pools(2).run(laws.refusals_of_torch_dist, str(tmp_path)):
+        assert "in_proj.weight" in at_the_save and f"--save {tmp_path}" in at_the_start
+        for message in (at_the_save, at_the_start):
+            assert "Give --ckpt-format torch_dcp" in message
+            assert "--use-distributed-optimizer in place of" in message

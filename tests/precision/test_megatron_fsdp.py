@@ -138,3 +138,27 @@ def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_
     saved = pools(2).run(laws.losses_after_a_save, str(tmp_path), True, pattern="G-")
     loaded = pools(4).run(laws.losses_after_a_load, str(tmp_path), True, tp=2, pattern="G-")
     laws.require_as_exact_as_ddp(truth, saved, loaded[::2])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "split"),
+    [("G-", False), ("M-", True), ("M-", False)],
+    ids=["gdn whole", "mamba2 by section", "mamba2 whole"],
+)
+def test_rows_of_another_tensor_parallel_size_are_refused(pools, tmp_path, pattern, split):
+    """One tensor of the same shape, its rows in another order: torch loads it without an error."""
+    pools(2).run(laws.losses_after_a_save, str(tmp_path), split, pattern=pattern)
+    for message in pools(4).run(laws.refusal_of_a_load, str(tmp_path), split, 2, pattern):
+        assert "self_attention.in_proj.weight" in message or "mixer.in_proj.weight" in message
+        assert "in their order at tensor_model_parallel_size=1" in message
+        assert "Load it with --tensor-model-parallel-size 1" in message
+
+
+@pytest.mark.parametrize("written_by_section", [True, False])
+def test_sections_are_not_taken_for_the_whole(pools, tmp_path, written_by_section):
+    """Megatron leaves weights that it does not find in the file as they are, without an error."""
+    run = pools(2).run
+    run(laws.losses_after_a_save, str(tmp_path), written_by_section, pattern="G-")
+    for message in run(laws.refusal_of_a_load, str(tmp_path), not written_by_section, 1, "G-"):
+        assert "its sections, each by itself" in message
+        assert "Load it with" in message

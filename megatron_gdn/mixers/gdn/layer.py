@@ -136,6 +136,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     out_norm: Any
 
     in_layer_graphs: ClassVar[bool] = True
+    stored_by_section: ClassVar[bool] = True
     uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
