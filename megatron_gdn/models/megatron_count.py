@@ -23,6 +23,9 @@ def stack_of_arguments(args: Any) -> Stack:
     for name in ("multi_latent_attention", "moe_latent_size"):
         if getattr(args, name, None):
             raise ValueError(f"{name}: FLOPs of such layers are not known here.")
+    variant, spec = args.experimental_attention_variant, " ".join(args.spec or ())
+    if variant not in (None, "gated_delta_net", "gdn") or "gdp" in spec or "product" in spec:
+        raise ValueError(f"layers of {variant or spec}: their FLOPs are not known here.")
     config = SimpleNamespace(
         **vars(args) | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
     )
@@ -36,11 +39,12 @@ def stack_of_arguments(args: Any) -> Stack:
 
 def _pattern(args: Any) -> str:
     """A GPTModel's layers, two symbols each."""
-    variant, layers = args.experimental_attention_variant, range(args.num_layers)
-    if variant not in (None, "gated_delta_net", "gdn"):
-        raise ValueError(f"experimental_attention_variant={variant!r}: its FLOPs are not known.")
-    linear, experts = args.linear_attention_freq, args.moe_layer_freq
-    if variant is None:
+    layers, linear, experts = (
+        range(args.num_layers),
+        args.linear_attention_freq,
+        args.moe_layer_freq,
+    )
+    if args.experimental_attention_variant is None:
         linear = [0] * args.num_layers
     elif isinstance(linear, int):
         linear = [int((layer + 1) % linear != 0) for layer in layers]
@@ -83,7 +87,7 @@ def install() -> None:
     def count(args: Any, *others: Any, **named: Any) -> float:
         try:
             return num_floating_point_operations(args, *others, **named)
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # another Megatron may lack an argument
             log_once(f"Megatron's own count of FLOPs is used: {error}")
             return theirs(args, *others, **named)
 

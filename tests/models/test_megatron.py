@@ -133,8 +133,15 @@ def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(m
     args = arguments_of(monkeypatch, [*flags, "--micro-batch-size", "1"])
     args.padded_vocab_size = 1024
     assert training.num_floating_point_operations(args, 1) == find("tiny").stack.flops([64]).step
-    args.multi_latent_attention = True
-    assert training.num_floating_point_operations(args, 1) == "theirs"
+    for name, value in (
+        ("multi_latent_attention", True),
+        ("moe_latent_size", 64),
+        ("experimental_attention_variant", "gdn2"),
+        ("spec", ["somewhere", "gdp_stack_spec"]),
+        ("hybrid_layer_pattern", "GD"),
+    ):
+        other = argparse.Namespace(**vars(args) | {name: value})
+        assert training.num_floating_point_operations(other, 1) == "theirs", name
 
 
 def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch):
