@@ -68,7 +68,7 @@ def num_floating_point_operations(
         args: Megatron's.
         batch_size: sequences of ``args.seq_length`` tokens.
         seqlen_squared_sum_in_batch, total_real_tokens_in_batch: of packed documents, where the
-            script tells Megatron; ``pretrain_hybrid.py`` does not.
+            script tells Megatron; dev's ``pretrain_gpt.py`` does so only with a packing scheduler.
     """
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
