@@ -2,7 +2,8 @@
 
 Runs ``SCRIPT ARGS`` as ``python SCRIPT ARGS`` does, after :mod:`megatron_gdn.enable`. ``SCRIPT`` is
 a file, or the name of a script in a clone of Megatron-LM, such as ``pretrain_hybrid``. The clone is
-the folder that the environment variable ``MEGATRON_LM`` names, or the current one.
+the folder that the environment variable ``MEGATRON_LM`` names, or the current one. The training
+loop of such a script counts FLOPs as :mod:`megatron_gdn.models.megatron_count` does.
 """
 
 import os
@@ -38,6 +39,8 @@ def main(arguments: list[str]) -> None:
     import_module("megatron_gdn.enable")
     sys.argv = [str(path), *arguments[1:]]
     sys.path[0] = str(path.parent)  # where Python looks first when it runs a file
+    if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
+        import_module("megatron_gdn.models.megatron_count").install()
     runpy.run_path(str(path), run_name="__main__")
 
 

@@ -68,14 +68,8 @@ def build_model(
     hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
     resolved = resolve_modules(modules)
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
-    multiple = vocab_divisible_by * config.tensor_model_parallel_size
-    arguments: dict[str, Any] = {
-        "vocab_size": -(-hf.vocab_size // multiple) * multiple,
+    arguments = model_arguments(hf, config, vocab_divisible_by) | {
         "max_sequence_length": max_sequence_length,
-        "share_embeddings_and_output_weights": hf.tied,
-        "position_embedding_type": "rope",
-        "rotary_percent": hf.rotary_fraction,
-        "rotary_base": hf.rope_theta,
         "parallel_output": parallel_output,
         "pre_process": parallel_state.is_pipeline_first_stage(
             ignore_virtual=vp_stage is None, vp_stage=vp_stage
@@ -106,6 +100,18 @@ def build_model(
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments), config
 
 
+def model_arguments(hf: HFModelConfig, config: Any, vocab_divisible_by: int = 8) -> dict[str, Any]:
+    """The constructor arguments of a HybridModel or GPTModel that ``config.json`` says."""
+    multiple = vocab_divisible_by * config.tensor_model_parallel_size
+    return {
+        "vocab_size": -(-hf.vocab_size // multiple) * multiple,
+        "share_embeddings_and_output_weights": hf.tied,
+        "position_embedding_type": "rope",
+        "rotary_percent": hf.rotary_fraction,
+        "rotary_base": hf.rope_theta,
+    }
+
+
 def transformer_config(
     hf: HFModelConfig,
     model: Architecture = "hybrid",
@@ -114,33 +120,16 @@ def transformer_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Any:
-    """The ``TransformerConfig`` of `build_model`; its parallel sizes are Megatron's current ones.
+    """The ``TransformerConfig`` of `build_model`.
 
-    Rotary settings, vocabulary and tied embeddings are not in it: Megatron's models take them as
+    Its parallel sizes are Megatron's current ones; 1 where parallel state was not set up. Rotary
+    settings, vocabulary and tied embeddings are not in it: Megatron's models take them as
     arguments.
     """
-    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    has_gpu = torch.cuda.is_available()
-    if dtype is None:
-        dtype = torch.bfloat16 if has_gpu else torch.float32
-    settings = hf.megatron_settings() | {
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "transformer_impl": "transformer_engine" if modules == "te" else "local",
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "use_cpu_initialization": not has_gpu,
-        "gradient_accumulation_fusion": False,
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
+    settings = hf.megatron_settings() | current_settings(modules, dtype)
+    settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     if hf.num_experts and modules == "te":
         settings["moe_grouped_gemm"] = True
     if model == "hybrid":
@@ -152,3 +141,33 @@ def transformer_config(
             "is_hybrid_model": True,
         }
     return TransformerConfig(**(settings | changes))
+
+
+def current_settings(
+    modules: Literal["te", "local"], dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """The ``TransformerConfig`` fields that say where and in which dtype a model is built."""
+    from megatron.core import parallel_state
+
+    has_gpu = torch.cuda.is_available()
+    if dtype is None:
+        dtype = torch.bfloat16 if has_gpu else torch.float32
+    settings: dict[str, Any] = {
+        "transformer_impl": "transformer_engine" if modules == "te" else "local",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu_initialization": not has_gpu,
+        "gradient_accumulation_fusion": False,
+    }
+    if parallel_state.model_parallel_is_initialized():
+        sizes = parallel_state
+        settings |= {
+            "tensor_model_parallel_size": sizes.get_tensor_model_parallel_world_size(),
+            "pipeline_model_parallel_size": sizes.get_pipeline_model_parallel_world_size(),
+            "context_parallel_size": sizes.get_context_parallel_world_size(),
+            "expert_model_parallel_size": sizes.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": sizes.get_expert_tensor_parallel_world_size(),
+        }
+    return settings

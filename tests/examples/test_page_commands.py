@@ -35,6 +35,7 @@ DOCTOR = (
     "tests/doctor/test_rules.py::test_the_command_prints_lines_or_json_and_its_status_says_"
     "whether_anything_is_wrong"
 )
+MODELS = "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
 SUITE = "the suite itself"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
@@ -123,6 +124,10 @@ RUN_BY = {
     ),
     "python3 -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
     "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,
+    "python -m megatron_gdn.models": MODELS,
+    "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --cp 4 --ep 8 --length 131072 "
+    "--gpus 64": MODELS,
+    "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --ep 8 --flags": MODELS,
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}

@@ -36,6 +36,8 @@ BLOCKS = {
     "shared prefixes": "packed = megatron_gdn.pack_tree(",
     "a mesh": "share = context_parallel_share(",
     "a trainer": "class CPTrainer(",
+    "a published model": 'parts = models.config("tiny")',
+    "FLOPs": "step = models.flops_per_step(",
 }
 
 A_LAYER = """
@@ -125,6 +127,12 @@ def hf_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     as_published(build("Qwen3_5ForCausalLM"), folder)
     return folder
+
+
+def test_a_published_model_is_built_and_its_step_is_counted(tmp_path):
+    parameters, mfu = run(block("a published model") + block("FLOPs"), tmp_path).splitlines()
+    assert f"# {parameters}\n" in block("a published model")
+    assert mfu == "MFU 0.020"
 
 
 def test_every_block_is_run_here():

@@ -162,6 +162,22 @@ def test_launch_runs_a_script_as_python_does(monkeypatch, tmp_path):
         assert json.loads(seen.read_text()) == [*as_python[:3], True]
 
 
+COUNTING = """
+from pathlib import Path
+from megatron.training import training
+Path(__file__).with_name("seen").write_text(training.num_floating_point_operations.__module__)
+"""
+
+
+def test_a_launched_training_script_counts_flops_as_we_do(tmp_path):
+    script, seen = tmp_path / "pretrain_my.py", tmp_path / "seen"
+    script.write_text(COUNTING)
+    for module, counter in (([], "megatron.training.training"), (["-m", "megatron_gdn.launch"],
+                            "megatron_gdn.models.megatron_count")):  # fmt: skip
+        subprocess.run([sys.executable, *module, str(script)], check=True)
+        assert seen.read_text() == counter
+
+
 def test_launch_says_where_it_looked_and_how_to_get_a_script(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="git clone https://github.com/NVIDIA/Megatron-LM"):

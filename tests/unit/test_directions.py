@@ -22,7 +22,7 @@ ROOMS = [
     ["specs"],
     ["hf"],
     ["fp32_masters", "testing", "warm_up"],
-    ["doctor", "frameworks"],
+    ["doctor", "frameworks", "models"],
     ["enable"],
     ["frameworks.verl", "launch"],
     ["__init__"],

@@ -55,6 +55,8 @@ import megatron_gdn
 import megatron_gdn.hf.drop_in
 megatron_gdn.GatedDeltaNet
 import megatron_gdn.specs
+import megatron_gdn.models
+megatron_gdn.models.config("tiny")
 print(torch.cuda.is_initialized())
 """
     )

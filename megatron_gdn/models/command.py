@@ -1,0 +1,193 @@
+"""The command ``python -m megatron_gdn.models``: the models, one model's figures, its flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..mixers.gdn.sizes import GDNDims
+from .catalogue import ENTRIES
+from .memory import saved_bytes
+from .model import Model
+from .plan import (
+    check,
+    expert_parallel_sizes,
+    headwise_sizes,
+    scheme,
+    tensor_parallel_sizes,
+)
+
+_DESCRIPTION = """\
+Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
+Language models alone: vision encoders and heads of multi-token prediction are not counted.
+"""
+_RECOMPUTE = ("recompute_qkv", "recompute_norm_out")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        if options.name is None:
+            return _print_list(options.json)
+        model = Model.named(options.name)
+        check(model, options.tp, options.cp, options.ep, options.length, options.gpus)
+        if options.flags:
+            print(shlex.join(launch_flags(model, options)))
+            return 0
+    except (ValueError, NotImplementedError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = figures(model, options)
+    print(json.dumps(found, indent=2) if options.json else "\n".join(_lines(found)))
+    return 0
+
+
+def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
+    """Model, precision, length and parallel sizes; data, tokenizer and optimizer are the launch's.
+
+    Experts are not cut by tensor parallelism: Megatron would do so without being told.
+    """
+    length = str(options.length)
+    flags = [*model.flags(options.model), "--bf16", "--use-distributed-optimizer"]
+    flags += ["--seq-length", length, "--max-position-embeddings", length]
+    flags += ["--micro-batch-size", "1", "--tensor-model-parallel-size", str(options.tp)]
+    if options.tp > 1:
+        flags += ["--sequence-parallel"]
+    flags += ["--context-parallel-size", str(options.cp)]
+    if "E" in model.pattern:
+        flags += ["--expert-model-parallel-size", str(options.ep)]
+        flags += ["--expert-tensor-parallel-size", "1"]
+        flags += ["--moe-token-dispatcher-type", "alltoall"]
+    return flags
+
+
+def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    """All that is printed, in units without prefix."""
+    tp, cp, ep, length = options.tp, options.cp, options.ep, options.length
+    stack, pattern = model.stack, model.pattern
+    flops = stack.flops([length])
+    chosen = scheme(model, tp, cp, length)
+    tokens, layers = length // cp, pattern.count("G")
+    activations = {}
+    if isinstance(model.dims, GDNDims):
+        for name, recomputed in (("all", {}), ("recomputed", dict.fromkeys(_RECOMPUTE, True))):
+            activations[name] = layers * tokens * saved_bytes(model.dims, tp=tp, **recomputed)
+        whole = saved_bytes(model.dims, tp=tp, recompute_layer=True)
+        activations["layer recomputed"] = layers * tokens * whole
+    return {
+        "name": model.name,
+        "architecture": model.entry.architecture,
+        "source": model.entry.source,
+        "layers": {s: pattern.count(s) for s in "GM*-E" if s in pattern},
+        "parameters": stack.parameters,
+        "active parameters": stack.active_parameters,
+        "sizes": {"tp": tp, "cp": cp, "ep": ep, "length": length, "gpus": options.gpus},
+        "FLOPs per token": {name: x / length for name, x in flops._asdict().items()}
+        | {"forward": flops.forward / length, "step": flops.step / length},
+        "state bytes per sequence": {"recurrent": stack.state_bytes, "conv": stack.conv_bytes},
+        "activation bytes per GPU": activations,
+        "auto": chosen.name,
+        "price": None if chosen.price is None else chosen.price._asdict(),
+        "legal": {
+            "tp": tensor_parallel_sizes(model),
+            "cp headwise": headwise_sizes(model, tp),
+            "ep": expert_parallel_sizes(model),
+        },
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    sizes, flops = found["sizes"], found["FLOPs per token"]
+    state, legal = found["state bytes per sequence"], found["legal"]
+    names = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
+    yield f"{found['name']} ({found['architecture']}; from {found['source']})"
+    yield "  layers        " + ", ".join(f"{n} {names[s]}" for s, n in found["layers"].items())
+    parameters, active = _count(found["parameters"]), _count(found["active parameters"])
+    yield f"  parameters    {parameters}, {active} of them for a token"
+    parts = [name for name in flops if name not in ("forward", "step")]
+    yield (
+        f"  FLOPs         {flops['forward'] / 1e9:.2f} G for a token forward, "
+        f"{flops['step'] / 1e9:.2f} G with backward, in one document of {sizes['length']} tokens"
+    )
+    yield "                " + ", ".join(f"{name} {flops[name] / 1e9:.3f}" for name in parts)
+    yield (
+        f"  state         {state['recurrent'] / 2**20:.1f} MiB for a sequence (fp32), and "
+        f"{state['conv'] / 2**10:.0f} KiB of convolutions (bf16)"
+    )
+    if kept := found["activation bytes per GPU"]:
+        gib = {name: f"{number / 2**30:.2f}" for name, number in kept.items()}
+        yield (
+            f"  activations   {gib['all']} GiB for a GPU's Gated DeltaNet layers, "
+            f"{gib['recomputed']} with {' and '.join(_RECOMPUTE)}, {gib['layer recomputed']} with "
+            f"--recompute-modules gdn"
+        )
+    yield f"  auto          {found['auto']} for cp {sizes['cp']}{_why(found['price'])}"
+    yield f"  legal tp      {_list(legal['tp'])}"
+    yield f"  legal cp      any; headwise with tp {sizes['tp']}: {_list(legal['cp headwise'])}"
+    yield f"  legal ep      {_list(legal['ep'])}"
+
+
+def _why(price: dict[str, float] | None) -> str:
+    if price is None:
+        return ""
+    mib = {name: f"{number / 2**20:.0f}" for name, number in price.items()}
+    return (
+        f": {mib['headwise']} MiB headwise, {mib['chunkwise']} chunkwise, "
+        "for a rank, layer and forward"
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _print_list(as_json: bool) -> int:
+    models = [Model.named(name) for name in ENTRIES]
+    if as_json:
+        rows = [
+            {
+                "name": model.name,
+                "parameters": model.stack.parameters,
+                "active parameters": model.stack.active_parameters,
+                "pattern": model.pattern,
+                "source": model.entry.source,
+            }
+            for model in models
+        ]
+        print(json.dumps(rows, indent=2))
+        return 0
+    print(f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers")
+    for model in models:
+        stack, counts = model.stack, model.pattern
+        layers = ", ".join(f"{counts.count(s)} {s}" for s in "GM*-E" if s in counts)
+        parameters, active = _count(stack.parameters), _count(stack.active_parameters)
+        tp = tensor_parallel_sizes(model)[-1]
+        print(f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_gdn.models", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="of a model, such as Qwen3.5-35B-A3B")
+    add("--tp", type=int, default=1, help="tensor-parallel size (1)")
+    add("--cp", type=int, default=1, help="context-parallel size (1)")
+    add("--ep", type=int, default=1, help="expert-parallel size (1)")
+    add("--length", type=int, default=4096, help="tokens of a sequence (4096)")
+    add("--gpus", type=int, help="all of them, to check the sizes against")
+    add("--model", choices=("hybrid", "gpt"), default="hybrid", help="of the flags")
+    show = parser.add_mutually_exclusive_group()
+    show.add_argument("--flags", action="store_true", help="flags for a launch, to paste")
+    show.add_argument("--json", action="store_true", help="in units without prefix, for programs")
+    return parser.parse_args(argv)

@@ -1,0 +1,95 @@
+"""Megatron's count of FLOPs for its log line of throughput, with the equations of :mod:`.stack`.
+
+Megatron's own counts, in core_r0.19.0, main and dev: V^2 in place of K V for the delta rule; no
+output gate of attention in hybrid models; for Mamba2 an inner width of twice the hidden size,
+whatever the heads are; no routers of experts.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ..compat.observe import log_once
+from .stack import Stack
+
+
+def stack_of_arguments(args: Any) -> Stack:
+    """The stack that Megatron's parsed and validated command line describes.
+
+    Raises:
+        ValueError: it has layers whose FLOPs :class:`.stack.Stack` does not know.
+    """
+    for name in ("multi_latent_attention", "moe_latent_size"):
+        if getattr(args, name, None):
+            raise ValueError(f"{name}: FLOPs of such layers are not known here.")
+    variant, spec = args.experimental_attention_variant, " ".join(args.spec or ())
+    if variant not in (None, "gated_delta_net", "gdn") or "gdp" in spec or "product" in spec:
+        raise ValueError(f"layers of {variant or spec}: their FLOPs are not known here.")
+    config = SimpleNamespace(
+        **vars(args) | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
+    )
+    if not args.group_query_attention:
+        config.num_query_groups = args.num_attention_heads
+    pattern = getattr(args, "hybrid_layer_pattern", None) or _pattern(args)
+    return Stack.of(
+        config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights
+    )
+
+
+def _pattern(args: Any) -> str:
+    """A GPTModel's layers, two symbols each."""
+    layers, linear, experts = (
+        range(args.num_layers),
+        args.linear_attention_freq,
+        args.moe_layer_freq,
+    )
+    if args.experimental_attention_variant is None:
+        linear = [0] * args.num_layers
+    elif isinstance(linear, int):
+        linear = [int((layer + 1) % linear != 0) for layer in layers]
+    if not args.num_experts:
+        experts = [0] * args.num_layers
+    elif isinstance(experts, int):
+        experts = [int(layer % experts == 0) for layer in layers]
+    pairs = [("*G"[linear[layer]]) + ("-E"[experts[layer]]) for layer in layers]
+    return "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
+
+
+def num_floating_point_operations(
+    args: Any,
+    batch_size: int,
+    seqlen_squared_sum_in_batch: float | None = None,
+    total_real_tokens_in_batch: float | None = None,
+) -> float:
+    """As the function of this name in ``megatron.training.training``.
+
+    Args:
+        args: Megatron's.
+        batch_size: sequences of ``args.seq_length`` tokens.
+        seqlen_squared_sum_in_batch, total_real_tokens_in_batch: of packed documents, where the
+            script tells Megatron; dev's ``pretrain_gpt.py`` does so only with a packing scheduler.
+    """
+    tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
+    if tokens is None:
+        tokens = batch_size * args.seq_length
+    if squares is None:
+        squares = batch_size * args.seq_length**2
+    return stack_of_arguments(args).flops_of_sums(round(tokens), round(squares)).step
+
+
+def install() -> None:
+    """Make Megatron's training loop count so; models that are not known stay with its own count."""
+    from megatron.training import training
+
+    theirs = training.num_floating_point_operations
+
+    def count(args: Any, *others: Any, **named: Any) -> float:
+        try:
+            return num_floating_point_operations(args, *others, **named)
+        except (ValueError, AttributeError) as error:  # another Megatron may lack an argument
+            log_once(f"Megatron's own count of FLOPs is used: {error}")
+            return theirs(args, *others, **named)
+
+    if theirs.__module__ != __name__:
+        training.num_floating_point_operations = count

@@ -1,0 +1,189 @@
+"""A model of the catalogue in Megatron's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+from ..hf.megatron_arguments import megatron_flags
+from ..hf.model_config import HFModelConfig, parse_hf_config
+from ..mixers.gdn.sizes import GDNDims
+from ..mixers.mamba2.sizes import Mamba2Dims
+from . import nemotron
+from .catalogue import ENTRIES, Entry
+from .stack import MAMBA_TAPS, Stack
+
+Architecture = Literal["hybrid", "gpt"]
+
+
+class Parts(NamedTuple):
+    """What a Megatron model is built from: ``HybridModel(config, spec, **arguments)``."""
+
+    config: Any
+    spec: Any
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model: sizes, configuration, spec and flags."""
+
+    name: str
+    entry: Entry
+
+    @classmethod
+    def named(cls, name: str) -> Model:
+        """The model of this name; capitals do not count.
+
+        Raises:
+            ValueError: there is none; the message has those that there are.
+        """
+        for known, entry in ENTRIES.items():
+            if known.lower() == name.lower():
+                return cls(known, entry)
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(ENTRIES)}.")
+
+    @cached_property
+    def hf(self) -> HFModelConfig | None:
+        """For `megatron_gdn.hf.build_model` and weights; None of families it does not know."""
+        if self.entry.architecture.startswith("Qwen"):
+            return parse_hf_config({"architectures": [self.entry.architecture]} | self._fields)
+        return None
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return self.entry.fields
+
+    @property
+    def pattern(self) -> str:
+        """HybridModel's: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        if self.hf is not None:
+            return self.hf.hybrid_layer_pattern
+        if self._is_nemotron:
+            return nemotron.pattern_of(self._fields)
+        return "G-G-G-*-" * (self._fields["num_hidden_layers"] // 4)
+
+    @property
+    def _is_nemotron(self) -> bool:
+        return self.entry.architecture == "NemotronHForCausalLM"
+
+    @property
+    def tied(self) -> bool:
+        return self._fields["tie_word_embeddings"]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The ``TransformerConfig`` fields that describe the model; GPTModel's number of layers."""
+        if self.hf is not None:
+            return self.hf.megatron_settings()
+        fields = self._fields
+        if self._is_nemotron:
+            return nemotron.settings(fields)
+        return {name: value for name, value in fields.items() if name.startswith("linear_")} | {
+            "hidden_size": fields["hidden_size"],
+            "ffn_hidden_size": fields["intermediate_size"],
+            "num_attention_heads": fields["num_attention_heads"],
+            "num_query_groups": fields["num_key_value_heads"],
+            "kv_channels": fields["hidden_size"] // fields["num_attention_heads"],
+            "gated_linear_unit": True,
+            "qk_layernorm": True,
+        }
+
+    @cached_property
+    def stack(self) -> Stack:
+        """What it costs."""
+        config, vocab = SimpleNamespace(**self.settings), self._fields["vocab_size"]
+        wide = self.entry.architecture == "OlmoHybridForCausalLM"
+        return Stack.of(config, self.pattern, vocab, self.tied, wide_qk_norm=wide)
+
+    @cached_property
+    def dims(self) -> GDNDims | Mamba2Dims:
+        """The sizes of its recurrent layers."""
+        config = SimpleNamespace(**self.settings)
+        if "G" in self.pattern:
+            return GDNDims.from_config(config)
+        return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
+
+    @property
+    def key_heads(self) -> int:
+        """The heads that tensor parallelism splits: key heads, or Mamba2's groups."""
+        return self.dims.layout.counts[-1][1]
+
+    def refuse_unless_built(self, model: Architecture = "hybrid") -> None:
+        """Refuse a model that Megatron would not build as it was published.
+
+        Raises:
+            NotImplementedError: it would be another model.
+        """
+        if self.hf is None and not self._is_nemotron:
+            raise NotImplementedError(
+                f"{self.name} is listed for its sizes: its layers norm their outputs and write "
+                f"with beta up to 2, which Megatron's blocks and our layer do not do."
+            )
+        if self.hf is None and model == "gpt":
+            raise NotImplementedError(
+                f"{self.name} has Mamba2 layers, which a GPTModel has not; use model='hybrid' "
+                f"(pretrain_hybrid.py)."
+            )
+
+    def parts(
+        self,
+        model: Architecture = "hybrid",
+        *,
+        modules: Literal["auto", "te", "local"] = "auto",
+        layer_options: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Parts:
+        """Configuration, spec and arguments of a ``HybridModel`` or ``GPTModel``.
+
+        Args:
+            model: "hybrid" or "gpt".
+            modules: whose linears and norms, as in `megatron_gdn.specs.hybrid_stack_spec`.
+            layer_options: options of the Gated DeltaNet layer.
+            **changes: fields of the ``TransformerConfig`` to add or override, such as
+                ``tensor_model_parallel_size=2``. Without them parallel sizes are Megatron's
+                current ones; 1 where its parallel state was not set up.
+
+        Raises:
+            NotImplementedError: see `refuse_unless_built`.
+        """
+        from megatron.core import parallel_state
+
+        from ..hf.build import current_settings, model_arguments, transformer_config
+        from ..specs import gpt_block_spec, hybrid_stack_spec
+        from ..specs.layer import resolve_modules
+
+        self.refuse_unless_built(model)
+        resolved, options = resolve_modules(modules), dict(layer_options or {})
+        arguments: dict[str, Any] = {}
+        if self.hf is not None:
+            config = transformer_config(self.hf, model, modules=resolved, **changes)
+            arguments = model_arguments(self.hf, config)
+        else:
+            from megatron.core.transformer.transformer_config import TransformerConfig
+
+            config = TransformerConfig(**(self.settings | current_settings(resolved) | changes))
+            arguments = {
+                "vocab_size": self._fields["vocab_size"],
+                "share_embeddings_and_output_weights": self.tied,
+                "position_embedding_type": "none",
+            }
+        if model == "gpt":
+            first = None if parallel_state.model_parallel_is_initialized() else 0
+            return Parts(config, gpt_block_spec(config, pp_rank=first, **options), arguments)
+        spec = hybrid_stack_spec(resolved, qk_layernorm=self.hf is not None, **options)
+        return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
+
+    def flags(self, model: Architecture = "hybrid") -> list[str]:
+        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model.
+
+        Raises:
+            NotImplementedError: see `refuse_unless_built`.
+        """
+        self.refuse_unless_built(model)
+        if self.hf is not None:
+            return megatron_flags(self.hf, model)
+        return nemotron.flags(self._fields)

@@ -1,0 +1,106 @@
+"""Which parallel sizes a model can take, and how context parallelism would then run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import NamedTuple
+
+from ..context_parallel import SequenceLayout
+from ..context_parallel.price import Price, price
+from .model import Model
+
+
+class Scheme(NamedTuple):
+    """What ``linear_cp_mode="auto"`` takes.
+
+    Attributes:
+        price: bytes of both schemes; None where there is no choice.
+    """
+
+    name: str
+    price: Price | None
+
+
+def tensor_parallel_sizes(model: Model) -> list[int]:
+    """The sizes that divide all heads and the MLP; routed experts are not cut."""
+    heads, groups = (model.settings[f"num_{name}"] for name in ("attention_heads", "query_groups"))
+    cut = [heads, model.key_heads]
+    if "-" in model.pattern:
+        cut.append(model.settings["ffn_hidden_size"])
+    if "E" in model.pattern:
+        cut.append(model.settings["moe_shared_expert_intermediate_size"])
+    return [
+        n
+        for n in range(1, heads + 1)
+        if all(whole % n == 0 for whole in cut) and (groups % n == 0 or n % groups == 0)
+    ]
+
+
+def headwise_sizes(model: Model, tp: int) -> list[int]:
+    """The context-parallel sizes that can exchange heads; chunkwise takes any size."""
+    layout = model.dims.shard(tp).layout
+    return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
+
+
+def expert_parallel_sizes(model: Model) -> list[int]:
+    """The sizes that divide the experts."""
+    experts = model.settings.get("num_moe_experts") or 1
+    return [n for n in range(1, experts + 1) if experts % n == 0]
+
+
+def check(model: Model, tp: int, cp: int, ep: int, length: int, gpus: int | None = None) -> None:
+    """Refuse sizes that a launch would refuse.
+
+    Args:
+        length: tokens of a sequence.
+        gpus: all of them; None if that is not known.
+
+    Raises:
+        ValueError: names the size and those that are legal.
+    """
+    _one_of("tensor-parallel size", "tp", tp, tensor_parallel_sizes(model))
+    _one_of("expert-parallel size", "ep", ep, expert_parallel_sizes(model))
+    if cp < 1:
+        raise ValueError(f"context-parallel size cp={cp} must be at least 1.")
+    multiple = cp * lcm(2 if cp > 1 else 1, tp)
+    if length < 1 or length % multiple:
+        near = max(round(length / multiple), 1) * multiple
+        raise ValueError(
+            f"length={length} does not divide: zigzag cuts a sequence into 2 cp pieces, and "
+            f"sequence parallelism each rank's share by tp, so it must be a multiple of {multiple} "
+            f"for tp={tp} and cp={cp}, such as {near}."
+        )
+    for ranks, name in ((tp * cp, "tp * cp"), (ep, "ep")):
+        if gpus is not None and (gpus < 1 or gpus % ranks):
+            raise ValueError(
+                f"{gpus} GPUs are not a multiple of {name} = {ranks}; use a multiple of {ranks}, "
+                f"or smaller sizes."
+            )
+
+
+def _one_of(what: str, name: str, value: int, legal: Sequence[int]) -> None:
+    if value not in legal:
+        raise ValueError(f"{what} {name}={value} is not legal; use one of {_list(legal)}.")
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def scheme(
+    model: Model, tp: int, cp: int, length: int, documents: tuple[int, ...] | None = None
+) -> Scheme:
+    """What ``auto`` takes for one bf16 sequence of ``length`` tokens in the zigzag layout.
+
+    Args:
+        documents: lengths of what is packed into the sequence; None when not packed.
+    """
+    if cp == 1:
+        return Scheme("whole", None)
+    share = model.dims.shard(tp)
+    if cp not in headwise_sizes(model, tp):
+        return Scheme("chunkwise", None)
+    zigzag = SequenceLayout.ZIGZAG
+    cost = price(share.state, share.layout.share(cp), cp, zigzag, length, 1, documents, 2)
+    return Scheme(cost.cheaper.value, cost)

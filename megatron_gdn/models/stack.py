@@ -1,0 +1,241 @@
+"""What a model is made of, and what that costs: parameters and floating-point operations.
+
+A forward over documents of L_1, L_2, ... tokens, T together, takes (a multiplication and an
+addition are two operations)
+
+    projections    2 T weights                            every matrix that multiplies a token's row
+    convolution    2 T W channels
+    delta rule     2 T (H (3 K V + 2 C V) + 2 G C K)      in chunks of C = 64 tokens
+    Mamba2         2 T (H (2 K V + C V) + G C K)          likewise
+    attention      2 n d (L_1^2 + L_2^2 + ...)            q k^T and p v, the causal half of each
+    output         2 T D vocabulary
+
+The products of a chunk of the delta rule, with S the state before it and A its triangular inverse:
+
+    k k^T,  q k^T                                         C C K each, once for a key head
+    k S,  q S,  k^T x                                     C K V each, for every value head
+    x = A (v - k S),  (q k^T) x                           C C V each, for every value head
+
+Mamba2 has no k k^T, k S and A. Each product has two gradients, which are products of its size, so
+a backward takes twice its forward and a step three. What is computed again (recomputed layers, the
+scores of attention, the states of chunks) is not counted, nor is what is no product: norms,
+activations, gates, softmax, the embedding.
+
+Legend: D hidden size, W taps, G key heads (groups of Mamba2), H value heads, K and V their dims,
+n heads of attention and d their dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..mixers.gdn.sizes import GDNDims
+from ..mixers.mamba2.sizes import Mamba2Dims
+
+CHUNK = 64  # tokens; all rules of this package
+MAMBA_TAPS = 4  # Megatron has no field for them
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one forward, by what they are spent on."""
+
+    projections: int
+    convolution: int
+    rule: int
+    attention: int
+    output: int
+
+    @property
+    def forward(self) -> int:
+        return sum(self)
+
+    @property
+    def step(self) -> int:
+        """Forward and backward."""
+        return 3 * self.forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of a hybrid pattern, with its norm.
+
+    Attributes:
+        weights: parameters that multiply the row of every token.
+        vectors: other parameters: norms, convolutions, gates.
+        idle: weights of the experts that a token does not go to.
+        convolution, rule: multiply-adds for a token.
+        attention: multiply-adds for a query and one of its keys.
+        state_bytes, conv_bytes: what a sequence keeps between tokens, fp32 and bf16.
+    """
+
+    weights: int
+    vectors: int
+    idle: int = 0
+    convolution: int = 0
+    rule: int = 0
+    attention: int = 0
+    state_bytes: int = 0
+    conv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A language model: embedding, layers, heads of multi-token prediction, norm, output.
+
+    Attributes:
+        outputs: times that the output layer runs: once, and once for each head.
+        tied: the output layer is the embedding.
+    """
+
+    layers: tuple[Layer, ...]
+    hidden_size: int
+    vocab_size: int
+    tied: bool
+    outputs: int = 1
+
+    @classmethod
+    def of(
+        cls, config: Any, pattern: str, vocab_size: int, tied: bool, *, wide_qk_norm: bool = False
+    ) -> Stack:
+        """The stack of a Megatron configuration, without biases in its linears.
+
+        Args:
+            config: a ``TransformerConfig``, or what has its fields.
+            pattern: of 'G', 'M', '*', '-' and 'E', with '|' between pipeline stages and '/' before
+                each head of multi-token prediction.
+            wide_qk_norm: the norms of q and k are as wide as all heads together.
+
+        Raises:
+            ValueError: another symbol in the pattern.
+        """
+        main, *heads = pattern.replace("|", "").split("/")
+        unknown = sorted(set("".join([main, *heads])) - set("GM*-E"))
+        if unknown:
+            raise ValueError(
+                f"the pattern {pattern!r} has {unknown}; FLOPs are known of 'G', 'M', '*', '-' and "
+                f"'E' (and '|', '/' between them)."
+            )
+        build = {
+            "G": lambda: _gdn(GDNDims.from_config(config)),
+            "M": lambda: _mamba2(Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)),
+            "*": lambda: _attention(config, wide_qk_norm),
+            "-": lambda: _mlp(config),
+            "E": lambda: _experts(config),
+        }
+        made = {symbol: build[symbol]() for symbol in set("".join([main, *heads]))}
+        layers = [made[symbol] for symbol in main]
+        for head in heads:
+            D = config.hidden_size
+            layers += [Layer(weights=2 * D * D, vectors=3 * D), *[made[s] for s in head]]
+        return cls(
+            layers=tuple(layers), hidden_size=config.hidden_size, vocab_size=vocab_size, tied=tied,
+            outputs=1 + len(heads),
+        )  # fmt: skip
+
+    @property
+    def parameters(self) -> int:
+        return self.active_parameters + sum(layer.idle for layer in self.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """All but those of experts that a token does not go to."""
+        ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
+        return ends + sum(layer.weights + layer.vectors for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, fp32."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
+    def conv_bytes(self) -> int:
+        """Of one sequence, bf16."""
+        return sum(layer.conv_bytes for layer in self.layers)
+
+    def flops(self, lengths: Sequence[int]) -> Flops:
+        """Of one forward over documents of these lengths."""
+        return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
+
+    def flops_of_sums(self, tokens: int, squares: int) -> Flops:
+        """Of one forward, from the sum of the documents' lengths and that of their squares."""
+        return Flops(
+            projections=2 * tokens * sum(layer.weights for layer in self.layers),
+            convolution=2 * tokens * sum(layer.convolution for layer in self.layers),
+            rule=2 * tokens * sum(layer.rule for layer in self.layers),
+            attention=squares * sum(layer.attention for layer in self.layers),  # half of 2
+            output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
+        )
+
+
+def flops_per_step(stack: Stack, lengths: Sequence[int]) -> int:
+    """Floating-point operations of a forward and backward over all documents of one step.
+
+    ``flops_per_step(...) / (seconds * GPUs * peak)`` is the model FLOPs utilisation (MFU).
+
+    Args:
+        lengths: tokens of each document, without padding; of a row that is not packed, its length.
+    """
+    return stack.flops(lengths).step
+
+
+def _gdn(dims: GDNDims) -> Layer:
+    D, G, H = dims.hidden_size, dims.num_key_heads, dims.num_value_heads
+    K, V, W = dims.key_head_dim, dims.value_head_dim, dims.conv_kernel_dim
+    channels = dims.layout.conv_width
+    return Layer(
+        weights=D * (dims.layout.width + dims.v_dim),
+        vectors=D + W * channels + 2 * H + V,  # A_log, dt_bias; out_norm
+        convolution=W * channels,
+        rule=H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K,
+        state_bytes=4 * H * K * V,
+        conv_bytes=2 * (W - 1) * channels,
+    )
+
+
+def _mamba2(dims: Mamba2Dims) -> Layer:
+    D, G, H, inner = dims.hidden_size, dims.num_groups, dims.num_heads, dims.d_inner
+    K, V, W = dims.state_dim, dims.head_dim, dims.conv_kernel_dim
+    channels = dims.layout.conv_width
+    return Layer(
+        weights=D * (dims.layout.width + inner),
+        vectors=D + (W + 1) * channels + 3 * H + inner,  # conv bias; A_log, dt_bias, D; norm
+        convolution=W * channels,
+        rule=H * (2 * K * V + CHUNK * V) + G * CHUNK * K,
+        state_bytes=4 * H * K * V,
+        conv_bytes=2 * (W - 1) * channels,
+    )
+
+
+def _attention(config: Any, wide_qk_norm: bool) -> Layer:
+    D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
+    groups = config.num_query_groups
+    gates = n if getattr(config, "attention_output_gate", False) else 0
+    norms = 0
+    if getattr(config, "qk_layernorm", False):
+        norms = (n + groups) * d if wide_qk_norm else 2 * d
+    return Layer(
+        weights=D * d * (n + gates + 2 * groups) + n * d * D,
+        vectors=D + norms,
+        attention=2 * n * d,
+    )
+
+
+def _matrices(config: Any) -> int:
+    return 3 if config.gated_linear_unit else 2
+
+
+def _mlp(config: Any) -> Layer:
+    D = config.hidden_size
+    return Layer(weights=_matrices(config) * D * config.ffn_hidden_size, vectors=D)
+
+
+def _experts(config: Any) -> Layer:
+    D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
+    one = _matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    shared = _matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
+    gate = D if getattr(config, "moe_shared_expert_gate", False) else 0
+    return Layer(
+        weights=D * experts + used * one + shared + gate, vectors=D, idle=(experts - used) * one
+    )

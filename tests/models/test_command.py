@@ -1,0 +1,113 @@
+"""``python -m megatron_gdn.models``: the list, a model's figures, legal sizes, flags."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_gdn.models import ENTRIES, find
+from megatron_gdn.models.command import main
+from megatron_gdn.models.memory import saved_bytes
+from megatron_gdn.models.plan import headwise_sizes, scheme, tensor_parallel_sizes
+from megatron_gdn.ops.size_error import SizeError
+from tests.examples.commands import commands_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+
+
+def test_the_commands_of_the_page_print_what_it_shows(capsys):
+    commands = [c for c in commands_of(PAGE) if c.startswith("python -m megatron_gdn.models")]
+    shown = PAGE.read_text()
+    assert len(commands) == 3
+    for command in commands:
+        assert main(shlex.split(command)[3:]) == 0
+        printed = capsys.readouterr().out
+        assert printed in shown, f"{command} prints now:\n{printed}"
+
+
+def test_json_has_the_figures_of_the_list_and_of_a_model(capsys):
+    assert main(["--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(ENTRIES)
+    assert main(["Qwen3.5-35B-A3B", "--cp", "4", "--length", "131072", "--json"]) == 0
+    found, stack = json.loads(capsys.readouterr().out), find("Qwen3.5-35B-A3B").stack
+    assert found["parameters"] == stack.parameters
+    assert found["FLOPs per token"]["step"] * 131072 == stack.flops([131072]).step
+    assert found["state bytes per sequence"]["recurrent"] == 30 * 32 * 128 * 128 * 4
+    assert found["state bytes per sequence"]["conv"] == 30 * 3 * (2 * 16 + 32) * 128 * 2
+    assert found["auto"] == "chunkwise" and found["price"]["headwise"] > found["price"]["chunkwise"]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_model_has_figures(name, capsys):
+    assert main([name]) == 0 and name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tp 3", "tensor-parallel size tp=3 is not legal; use one of 1, 2, 4, 8, 16."),
+        ("--ep 3", "expert-parallel size ep=3 is not legal; use one of 1, 2, 4, 8, 16, 32, 64"),
+        ("--cp 0", "cp=0 must be at least 1"),
+        ("--tp 2 --cp 4 --length 4097", "must be a multiple of 8 for tp=2 and cp=4, such as 4096"),
+        ("--tp 2 --cp 4 --gpus 12", "12 GPUs are not a multiple of tp * cp = 8"),
+        ("--ep 8 --gpus 4", "4 GPUs are not a multiple of ep = 8"),
+        ("--ep 8 --gpus 0", "0 GPUs are not a multiple of"),
+    ],
+)
+def test_illegal_sizes_are_refused_with_what_is_legal(arguments, message, capsys):
+    assert main(["Qwen3.5-35B-A3B", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_legal_sizes_are_those_that_the_layers_take(name):
+    model = find(name)
+    legal = tensor_parallel_sizes(model)
+    assert legal[0] == 1
+    for tp in legal:
+        layout = model.dims.shard(tp).layout
+        headwise = headwise_sizes(model, tp)
+        for cp in range(1, layout.state_heads + 1):
+            if cp in headwise:
+                assert layout.share(cp).state_heads * cp == layout.state_heads
+            else:
+                with pytest.raises(SizeError):
+                    layout.share(cp)
+
+
+def test_auto_is_what_the_layer_would_take():
+    model = find("Qwen3.5-35B-A3B")
+    assert scheme(model, 1, 1, 4096).name == "whole"
+    short, long = scheme(model, 1, 8, 8192), scheme(model, 1, 8, 131072)
+    assert (short.name, long.name) == ("headwise", "chunkwise")
+    assert short.price is not None and short.price.headwise < short.price.chunkwise
+    # 64 chains of states in place of one: heads are cheaper to exchange.
+    assert scheme(model, 1, 8, 131072, (2048,) * 64).name == "headwise"
+    # 32 value heads cannot be shared by 64 ranks.
+    assert scheme(model, 1, 64, 131072) == ("chunkwise", None)
+
+
+def test_saved_bytes_are_those_that_were_measured():
+    """`benchmarks/results/layer.jsonl`, one H100, flash_qla, batches of 8 x 4096 and packed."""
+    lines = (ROOT / "benchmarks/results/layer.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row.get("case") in ("8x4096", "thd32768")]
+    dims, checked = find("Qwen3.5-35B-A3B").dims, 0
+    again = {"recompute_qkv": True, "recompute_norm_out": True}
+    for row in rows:
+        options = {"ours": {}, "ours-recompute": again}.get(row.get("layer", ""))
+        if options is None:
+            continue
+        assert (row["hidden"], row["heads"]) == (2048, [16, 32])
+        ours = 32768 * saved_bytes(dims, **options) / 2**20
+        # The allocator rounds each tensor's block to 2 MiB: boundaries, sums, the loss's gradient.
+        assert 0 <= row["saved"] - ours <= 2, row
+        checked += 1
+    assert checked == 4
+
+
+def test_saved_bytes_are_shared_by_tensor_parallel_ranks():
+    dims = find("Qwen3.5-35B-A3B").dims
+    assert 8 * saved_bytes(dims, tp=8) == saved_bytes(dims)
+    assert saved_bytes(dims, tp=2, recompute_layer=True) == 2 * 2048 / 2

@@ -1,0 +1,163 @@
+"""The configuration, spec and flags of a model build it in Megatron, which counts its FLOPs."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.training import training
+from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.arguments import add_megatron_arguments, validate_args
+
+from megatron_gdn.models import ENTRIES, config, find, megatron_count
+from megatron_gdn.models.command import launch_flags, parse
+from tests.models.test_flops import tiny
+from tests.parallel import parallel
+
+LAUNCHED = [
+    (name, kind)
+    for name, entry in ENTRIES.items()
+    for kind in ("hybrid", "gpt")
+    if entry.architecture.startswith("Qwen") or ("Nemotron" in name and kind == "hybrid")
+]
+# What a launch adds: data, tokenizer, optimizer; and the CPU.
+MORE = [
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"),
+    *("--train-iters", "1", "--lr", "1e-4", "--transformer-impl", "local"),
+    *("--no-gradient-accumulation-fusion", "--no-rope-fusion"),
+]
+
+
+def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse.Namespace:
+    """Megatron's parsed and validated arguments."""
+    hopper = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    args = add_megatron_arguments(argparse.ArgumentParser()).parse_args([*flags, *MORE])
+    args.rank, args.world_size = 0, world_size
+    validate_args(args)
+    return args
+
+
+@pytest.mark.parametrize(("name", "kind"), LAUNCHED)
+def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(monkeypatch, name, kind):
+    model, sizes = find(name), ["--tp", "2", "--cp", "2"]
+    sizes += ["--ep", "4"] if "E" in model.pattern else []
+    args = arguments_of(monkeypatch, launch_flags(model, parse([name, "--model", kind, *sizes])), 8)
+    args.padded_vocab_size = model.entry.fields["vocab_size"]
+    counted = megatron_count.num_floating_point_operations(args, 3)
+    assert counted == model.stack.flops([4096] * 3).step
+    ratio = training.num_floating_point_operations(args, 3) / counted  # as docs/models.md says
+    assert 0.92 <= ratio <= {"hybrid": 1.08, "gpt": 1.0}[kind]
+    packed = megatron_count.num_floating_point_operations(args, 3, 4096**2 + 100**2, 4196)
+    assert packed == model.stack.flops([4096, 100]).step
+
+    theirs = core_transformer_config_from_args(args)
+    ours = config(name, kind).config
+    described = {*model.settings, "hidden_dropout", "attention_dropout"} - {"linear_attention_freq"}
+    if kind == "hybrid":  # the pattern says it there
+        described -= {"experimental_attention_variant", "moe_layer_freq"}
+    different = {
+        field: (getattr(ours, field), getattr(theirs, field))
+        for field in described
+        if getattr(ours, field) != getattr(theirs, field)
+    }
+    assert different == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen3.5-9B", "hybrid"),
+        ("Qwen3.5-35B-A3B", "gpt"),
+        ("Nemotron-3-Nano-4B", "hybrid"),
+        ("Nemotron-3-Nano-30B-A3B", "hybrid"),
+    ],
+)
+def test_megatron_builds_as_many_parameters_and_the_model_computes(pools, name, kind):
+    (found,) = pools(1).run(build, name, kind)
+    assert found == tiny(name).stack.parameters
+
+
+def build(name: str, kind: str) -> int:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    model = tiny(name)
+    with parallel(1):
+        parts = model.parts(kind, modules="local")
+        built = {"gpt": GPTModel, "hybrid": HybridModel}[kind](
+            parts.config,
+            parts.spec,
+            max_sequence_length=8,
+            **parts.arguments | {"vocab_size": model.entry.fields["vocab_size"]},
+        )
+        tokens = torch.arange(8)[None]
+        assert torch.isfinite(built(tokens, tokens, None, labels=tokens)).all()
+    return sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_a_model_that_megatron_would_build_otherwise_is_refused():
+    for made in (lambda: config("Olmo-Hybrid-7B"), find("Olmo-Hybrid-7B").flags):
+        with pytest.raises(NotImplementedError, match="listed for its sizes"):
+            made()
+    with pytest.raises(NotImplementedError, match="use model='hybrid'"):
+        find("Nemotron-H-8B").flags("gpt")
+
+
+def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
+    """Why its own count is replaced; if this fails, upstream was mended."""
+    flags = find("tiny").flags() + ["--seq-length", "64", "--max-position-embeddings", "64"]
+    flags += ["--micro-batch-size", "1", "--linear-key-head-dim", "16"]
+    args = arguments_of(monkeypatch, flags)
+    args.padded_vocab_size = 1024
+    more = arguments_of(monkeypatch, [*flags, "--linear-key-head-dim", "32"])
+    more.padded_vocab_size = 1024
+    projections = 3 * 2 * 64 * 3 * (2 * 4 * 16) * (128 + 4)  # of q and k in three layers, and conv
+    theirs = [training.num_floating_point_operations(x, 1) for x in (args, more)]
+    ours = [megatron_count.num_floating_point_operations(x, 1) for x in (args, more)]
+    assert theirs[1] - theirs[0] == projections
+    rule = 3 * 2 * 64 * 3 * 16 * (8 * 3 * 32 + 2 * 4 * 64)  # K grew by 16
+    assert ours[1] - ours[0] == projections + rule
+    args.attention_output_gate = False
+    gate = 3 * 2 * 64 * 128 * 128
+    assert training.num_floating_point_operations(args, 1) == theirs[0]
+    assert megatron_count.num_floating_point_operations(args, 1) == ours[0] - gate
+
+
+def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(monkeypatch):
+    monkeypatch.setattr(training, "num_floating_point_operations", lambda *_: "theirs")
+    megatron_count.install()
+    flags = find("tiny").flags() + ["--seq-length", "64", "--max-position-embeddings", "64"]
+    args = arguments_of(monkeypatch, [*flags, "--micro-batch-size", "1"])
+    args.padded_vocab_size = 1024
+    assert training.num_floating_point_operations(args, 1) == find("tiny").stack.flops([64]).step
+    for name, value in (
+        ("multi_latent_attention", True),
+        ("moe_latent_size", 64),
+        ("experimental_attention_variant", "gdn2"),
+        ("spec", ["somewhere", "gdp_stack_spec"]),
+        ("hybrid_layer_pattern", "GD"),
+    ):
+        other = argparse.Namespace(**vars(args) | {name: value})
+        assert training.num_floating_point_operations(other, 1) == "theirs", name
+
+
+def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch):
+    counts = []
+    for kind, more in (("gpt", ["--mtp-num-layers", "2"]), ("hybrid", [])):
+        flags = [*find("tiny").flags(kind), *more, "--micro-batch-size", "1"]
+        if kind == "hybrid":
+            at = flags.index("--hybrid-layer-pattern") + 1
+            flags[at] += "/*-/*-"
+        args = arguments_of(
+            monkeypatch, [*flags, "--seq-length", "64", "--max-position-embeddings", "64"]
+        )
+        args.padded_vocab_size = 1024
+        counts.append(megatron_count.num_floating_point_operations(args, 1))
+    D, one = 128, find("tiny").stack
+    head = 2 * 64 * (2 * D * D + 1024 * D)
+    layers = 2 * 64 * sum(layer.weights for layer in one.layers[-2:])
+    attention = 64**2 * one.layers[-2].attention
+    assert counts[0] == counts[1] == one.flops([64]).step + 2 * 3 * (head + layers + attention)
