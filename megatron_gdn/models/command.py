@@ -70,7 +70,7 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     tp, cp, ep, length = options.tp, options.cp, options.ep, options.length
     stack, pattern = model.stack, model.pattern
     flops = stack.flops([length])
-    chosen = scheme(model, tp, cp, length)
+    chosen = scheme(model, tp, cp, length, gpus_per_machine=options.gpus_per_machine)
     tokens, layers = length // cp, pattern.count("G")
     activations = {}
     if isinstance(model.dims, GDNDims):
@@ -85,13 +85,20 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
         "layers": {s: pattern.count(s) for s in "GM*-E" if s in pattern},
         "parameters": stack.parameters,
         "active parameters": stack.active_parameters,
-        "sizes": {"tp": tp, "cp": cp, "ep": ep, "length": length, "gpus": options.gpus},
+        "sizes": {
+            "tp": tp,
+            "cp": cp,
+            "ep": ep,
+            "length": length,
+            "gpus": options.gpus,
+            "gpus per machine": options.gpus_per_machine,
+        },
         "FLOPs per token": {name: x / length for name, x in flops._asdict().items()}
         | {"forward": flops.forward / length, "step": flops.step / length},
         "state bytes per sequence": {"recurrent": stack.state_bytes, "conv": stack.conv_bytes},
         "activation bytes per GPU": activations,
         "auto": chosen.name,
-        "price": None if chosen.price is None else chosen.price._asdict(),
+        "price in ms": None if chosen.price is None else chosen.price._asdict(),
         "legal": {
             "tp": tensor_parallel_sizes(model),
             "cp headwise": headwise_sizes(model, tp),
@@ -125,7 +132,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             f"{gib['recomputed']} with {' and '.join(_RECOMPUTE)}, {gib['layer recomputed']} with "
             f"--recompute-modules gdn"
         )
-    yield f"  auto          {found['auto']} for cp {sizes['cp']}{_why(found['price'])}"
+    yield f"  auto          {found['auto']} for cp {sizes['cp']}{_why(found['price in ms'])}"
     yield f"  legal tp      {_list(legal['tp'])}"
     yield f"  legal cp      any; headwise with tp {sizes['tp']}: {_list(legal['cp headwise'])}"
     yield f"  legal ep      {_list(legal['ep'])}"
@@ -134,10 +141,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def _why(price: dict[str, float] | None) -> str:
     if price is None:
         return ""
-    mib = {name: f"{number / 2**20:.0f}" for name, number in price.items()}
     return (
-        f": {mib['headwise']} MiB headwise, {mib['chunkwise']} chunkwise, "
-        "for a rank, layer and forward"
+        f": headwise adds {price['headwise']:.2f} ms to a layer's forward, chunkwise "
+        f"{price['chunkwise']:.2f}"
     )
 
 
@@ -186,6 +192,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ep", type=int, default=1, help="expert-parallel size (1)")
     add("--length", type=int, default=4096, help="tokens of a sequence (4096)")
     add("--gpus", type=int, help="all of them, to check the sizes against")
+    add("--gpus-per-machine", type=int, default=8, help="that NVLink joins (8)")
     add("--model", choices=("hybrid", "gpt"), default="hybrid", help="of the flags")
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--flags", action="store_true", help="flags for a launch, to paste")

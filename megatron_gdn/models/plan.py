@@ -7,6 +7,7 @@ from math import lcm
 from typing import NamedTuple
 
 from ..context_parallel import SequenceLayout
+from ..context_parallel.machines import stretch
 from ..context_parallel.price import Price, price
 from .model import Model
 
@@ -15,7 +16,7 @@ class Scheme(NamedTuple):
     """What ``linear_cp_mode="auto"`` takes.
 
     Attributes:
-        price: bytes of both schemes; None where there is no choice.
+        price: milliseconds of both schemes; None where there is no choice.
     """
 
     name: str
@@ -89,12 +90,18 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def scheme(
-    model: Model, tp: int, cp: int, length: int, documents: tuple[int, ...] | None = None
+    model: Model,
+    tp: int,
+    cp: int,
+    length: int,
+    documents: tuple[int, ...] | None = None,
+    gpus_per_machine: int = 8,
 ) -> Scheme:
     """What ``auto`` takes for one bf16 sequence of ``length`` tokens in the zigzag layout.
 
     Args:
         documents: lengths of what is packed into the sequence; None when not packed.
+        gpus_per_machine: what NVLink joins; ranks of a tensor-parallel group lie side by side.
     """
     if cp == 1:
         return Scheme("whole", None)
@@ -102,5 +109,9 @@ def scheme(
     if cp not in headwise_sizes(model, tp):
         return Scheme("chunkwise", None)
     zigzag = SequenceLayout.ZIGZAG
-    cost = price(share.state, share.layout.share(cp), cp, zigzag, length, 1, documents, 2)
+    beside = max(gpus_per_machine // tp, 1)
+    per_machine = stretch([rank // beside for rank in range(cp)])
+    cost = price(
+        share.state, share.layout.share(cp), cp, zigzag, length, 1, documents, 2, per_machine
+    )
     return Scheme(cost.cheaper.value, cost)

@@ -85,6 +85,9 @@ def test_auto_is_what_the_layer_would_take():
     assert short.price is not None and short.price.headwise < short.price.chunkwise
     # 64 chains of states in place of one: heads are cheaper to exchange.
     assert scheme(model, 1, 8, 131072, (2048,) * 64).name == "headwise"
+    # Rows of all tokens across machines cost more than a chain over 16 ranks.
+    assert scheme(model, 1, 16, 65536, gpus_per_machine=16).name == "headwise"
+    assert scheme(model, 1, 16, 65536, gpus_per_machine=8).name == "chunkwise"
     # 32 value heads cannot be shared by 64 ranks.
     assert scheme(model, 1, 64, 131072) == ("chunkwise", None)
 
