@@ -25,7 +25,7 @@ from ..ops.uncompiled import uncompiled
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_found: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[Any, dict[int | None, int]] = WeakKeyDictionary()
 
 
 def check_ranks_per_machine(told: Any) -> int | None:
@@ -46,24 +46,30 @@ def check_ranks_per_machine(told: Any) -> int | None:
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` lie on one machine; a divisor of its size.
 
-    The first call for a group exchanges host names if nothing is ``told``, so all ranks must call
-    together. On the meta device and while a CUDA graph is captured nothing can be sent: the group
-    then counts as one machine.
+    The first call for a group and a number exchanges what ranks were told and their hosts. So all
+    ranks must call together, and ranks that differ are found in the first layer. On the meta device
+    and while a CUDA graph is captured nothing can be sent: what this rank was told counts, and
+    without it one machine.
 
     Args:
         told: the ranks of each machine; the last machine may have fewer. More ranks than the group
             has mean one machine.
         device: where the group's backend communicates.
+
+    Raises:
+        ValueError: on every rank, if ranks were told different numbers.
     """
-    size = group.size()
-    if told is not None:
-        return stretch([rank // told for rank in range(size)])
-    if group not in _found:
+    known = _agreed.setdefault(group, {})
+    if told not in known:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if device.type == "meta" or capturing:
-            return size
-        _found[group] = stretch(_hosts(group, device))
-    return _found[group]
+            return _stretch_of(told, [0] * group.size())
+        known[told] = _stretch_of(told, _hosts(group, told, device))
+    return known[told]
+
+
+def _stretch_of(told: int | None, hosts: Sequence[int]) -> int:
+    return stretch(hosts if told is None else [rank // told for rank in range(len(hosts))])
 
 
 def stretch(machines: Sequence[Hashable]) -> int:
@@ -76,12 +82,24 @@ def stretch(machines: Sequence[Hashable]) -> int:
 
 
 @uncompiled
-def _hosts(group: Any, device: torch.device) -> list[int]:
-    """A number for the host of every rank. The host waits for the answer."""
-    own = torch.tensor([_number_of(_own_host())], dtype=torch.int64, device="cpu").to(device)
-    all_of_group = own.new_empty(group.size())
+def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
+    """A number for the host of every rank. This host waits for the answer.
+
+    Raises:
+        ValueError: see :func:`ranks_per_machine`.
+    """
+    mine = [told or 0, _number_of(_own_host())]
+    own = torch.tensor(mine, dtype=torch.int64, device="cpu").to(device)
+    all_of_group = own.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(all_of_group, own, group=group)
-    return all_of_group.tolist()
+    given, hosts = all_of_group.view(-1, len(mine)).T.tolist()
+    if set(given) != {mine[0]}:
+        raise ValueError(
+            f"the ranks of a context-parallel group were given different cp_ranks_per_machine: "
+            f"{[number or None for number in given]}, by rank. Give all ranks the same number, or "
+            f"none."
+        )
+    return hosts
 
 
 def _own_host() -> str:

@@ -180,18 +180,23 @@ def runs_repeat(cp: int, told: int, lengths: tuple[int, ...] | None, layout: str
 
 
 def hosts_are_exchanged_once() -> list[int]:
-    """Ranks per machine as the hosts say, with this host's real name and with names of two."""
+    """Ranks per machine with hosts of two names, then as this host's real name says."""
     group = dist.group.WORLD
-    machines._found.clear()
-    names = ["one" if dist.get_rank() < 2 else "other"]
-    with patch.object(machines, "_own_host", lambda: names[0]):
+    machines._agreed.pop(group, None)
+    with patch.object(machines, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"):
         found = [ranks_per_machine(group, None, CPU)]
-    with patch.object(machines, "_hosts", side_effect=AssertionError("asked again")):
+    with patch.object(dist, "all_gather_into_tensor", side_effect=AssertionError("asked again")):
         found.append(ranks_per_machine(group, None, CPU))
-    machines._found.clear()
-    found.append(ranks_per_machine(group, None, CPU))
-    machines._found.clear()
-    return found
+    machines._agreed.pop(group)
+    return [*found, ranks_per_machine(group, None, CPU)]
+
+
+def different_numbers_are_refused() -> None:
+    """On every rank: one rank alone would wait."""
+    for told in (3 if dist.get_rank() else None, 5 + dist.get_rank()):
+        machines._agreed.pop(dist.group.WORLD, None)
+        with pytest.raises(ValueError, match="different cp_ranks_per_machine: .*by rank"):
+            ranks_per_machine(dist.group.WORLD, told, CPU)
 
 
 def auto_over_machines(local: int, told: int | None) -> str:

@@ -105,3 +105,7 @@ def test_a_rule_that_knows_no_neighbours_takes_one_exchange_for_all_documents(po
 
 def test_what_is_no_number_of_ranks_is_refused(pools):
     pools(2).run(laws.bad_options_are_refused)
+
+
+def test_ranks_that_are_told_different_numbers_refuse(pools):
+    pools(4).run(laws.different_numbers_are_refused)
