@@ -36,14 +36,12 @@ def build(
 ) -> GatedDeltaNet:
     """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``.
 
-    Its loader cuts every document of a packed batch by itself, so ``cp_layout`` is ``"zigzag"``.
-
     Raises:
         NotImplementedError: settings whose weights we cannot reorder, see :func:`_require_rows`.
     """
     _require_rows(config)
     _reorder_in_the_bridge()
-    return GatedDeltaNet(config, submodules, *args, **{"cp_layout": "zigzag", **kwargs})
+    return GatedDeltaNet(config, submodules, *args, **kwargs)
 
 
 def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
