@@ -133,7 +133,8 @@ class DotProductAttention(nn.Module):
     def forward(self, query, key, value, attention_mask=None, *, qkv_format=None, **settings):
         packed = (qkv_format or self.qkv_format) == "thd"
         if packed:
-            ends = settings["cu_seqlens_q"].tolist()
+            ends = settings.get("cu_seqlens_q_padded")  # padding is at a document's end
+            ends = (settings["cu_seqlens_q"] if ends is None else ends).tolist()
             lengths = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
             rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
             return torch.cat([self._attend(*(x[:, None] for x in row))[:, 0] for row in rows])
@@ -186,7 +187,7 @@ class _Names(ModuleType):
             return import_module(f"{self.__name__}.{name}")
         if name[0].islower() and name not in FUNCTIONS:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _Absent(name, (), {})
+        return _Absent(name, (nn.Module,), {})
 
 
 class _Finder(MetaPathFinder, Loader):
