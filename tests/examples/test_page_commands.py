@@ -125,7 +125,8 @@ RUN_BY = {
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
 # What a framework is installed by stands in its environment, in the same version.
-RUN_BY |= {command: ENVIRONMENT for command in COMMANDS if re.match(r"pip install \S+==", command)}
+_VERSIONS = r"pip install (git\+|\S+==)"
+RUN_BY |= {command: ENVIRONMENT for command in COMMANDS if re.match(_VERSIONS, command)}
 # A machine with a GPU has a python3 of its own; elsewhere commands are those of .venv.
 RUN_BY |= {command: GPU for command in COMMANDS if re.match(_ON_GPUS, command)}
 

@@ -5,6 +5,9 @@ environment of its own. Where mbridge's own settings ask for a fused kernel of a
 is taken.
 """
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -74,17 +77,20 @@ def published(name: str, folder, dtype: torch.dtype = torch.float32):
     return model
 
 
-def bridged(folder, dtype: torch.dtype = torch.float32):
-    """mbridge's model of that folder, with its weights, and the bridge."""
+def bridge_of(folder, dtype: torch.dtype = torch.float32):
     # It makes a config of its own settings first, which asks for these and does not call them.
     names = ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index",
              "fused_sort_chunks_by_index_with_probs", "fused_unpermute")  # fmt: skip
     with patch.multiple(moe_utils, **dict.fromkeys(names, print)):
         bridge = AutoBridge.from_pretrained(folder, dtype=dtype)
     bridge.set_extra_args(**WITHOUT_GPU)
-    (model,) = bridge.get_model(bf16=dtype == torch.bfloat16)
-    with torch.no_grad():
-        bridge.load_weights([model], str(folder))
+    return bridge
+
+
+def bridged(folder, dtype: torch.dtype = torch.float32):
+    """mbridge's model of that folder, with its weights, and the bridge."""
+    bridge = bridge_of(folder, dtype)
+    (model,) = bridge.get_model(weight_path=str(folder), bf16=dtype == torch.bfloat16)
     return model, bridge
 
 
@@ -160,3 +166,17 @@ def test_undo_gives_mbridge_megatrons_layer_back(tmp_path):
     model, bridge = bridged(tmp_path)
     assert not any(isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers(model))
     require_exported(bridge, model, tmp_path)
+
+
+def test_the_lines_of_the_page_build_ours(tmp_path):
+    published("Qwen3.5", tmp_path, torch.bfloat16)
+    page = Path(__file__).parents[2] / "docs/frameworks/mbridge.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    here = SimpleNamespace(from_pretrained=lambda folder: bridge_of(folder, torch.bfloat16))
+    names = {"megatron_gdn": megatron_gdn, "AutoBridge": here, "HF_FOLDER": str(tmp_path)}
+    exec(code, names)
+    assert isinstance(layers(*names["models"])[0], megatron_gdn.GatedDeltaNet)
+
+
+def test_qwen3_next_is_not_in_mbridge():
+    assert "qwen3_next" not in AutoBridge.list_supported_models()

@@ -5,12 +5,17 @@ environment of its own. mcore-bridge asks for "cuda" by name, which here is the 
 settings ask for a fused kernel of a GPU, the plain one is taken.
 """
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
-from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config, split_cp_inputs
 from mcore_bridge.bridge import GPTBridge
 from mcore_bridge.model.modules import GatedDeltaNet as Theirs
+from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
+from megatron_gdn.context_parallel.layouts import local_indices
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
 
 TOKENS, RANK, ALPHA = 24, 4, 8
@@ -87,11 +93,15 @@ def published(name: str, folder, dtype: torch.dtype = torch.float32):
     return model
 
 
-def bridged(folder, dtype: torch.dtype = torch.float32, **settings):
-    """mcore-bridge's model of that folder, with its weights, and the bridge."""
+def config_of(folder, dtype: torch.dtype = torch.float32) -> ModelConfig:
     hf_config = transformers.AutoConfig.from_pretrained(folder)
-    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU, **settings}
-    config = ModelConfig(params_dtype=dtype, bf16=dtype == torch.bfloat16, **given)
+    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU}
+    return ModelConfig(params_dtype=dtype, bf16=dtype == torch.bfloat16, **given)
+
+
+def bridged(folder, dtype: torch.dtype = torch.float32):
+    """mcore-bridge's model of that folder, with its weights, and the bridge."""
+    config = config_of(folder, dtype)
     (model,) = get_mcore_model(config)
     config.bridge.load_weights([model], str(folder))
     return model, config.bridge
@@ -273,11 +283,36 @@ def test_a_checkpoint_has_adapters_by_sections(tmp_path):
         ]
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_their_loader_cuts_packed_documents_as_our_zigzag(rank, monkeypatch):
+    monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda: rank)
+    lengths = [8, 4, 12]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    found = split_cp_inputs(torch.arange(24), ends, 0)
+    assert torch.equal(found, local_indices(lengths, 2, rank, "zigzag"))
+
+
+def test_the_lines_of_the_page_build_ours(tmp_path):
+    published("Qwen3.5", tmp_path)
+    page = Path(__file__).parents[2] / "docs/frameworks/mcore_bridge.md"
+    build, plugin = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names = {"megatron_gdn": megatron_gdn, "get_mcore_model": get_mcore_model}
+    names |= {"config": config_of(tmp_path), "HF_FOLDER": str(tmp_path)}
+    exec(build, names)
+    assert isinstance(mixer(names["model"]), megatron_gdn.GatedDeltaNet)
+    megatron_gdn.patch_megatron(gdn=False)
+    sys.modules.pop("megatron_gdn.enable", None)
+    exec(plugin)
+    (model,) = get_mcore_model(config_of(tmp_path))
+    assert isinstance(mixer(model), megatron_gdn.GatedDeltaNet)
+
+
 @pytest.mark.parametrize("field", ["linear_decoupled_in_proj", "fp8_param"])
 def test_what_has_other_parameters_is_refused_by_name(field, tmp_path):
     published("Qwen3-Next", tmp_path)
     megatron_gdn.patch_megatron()
-    config = mixer(bridged(tmp_path)[0]).config
+    config = config_of(tmp_path)
     setattr(config, field, True)
     with pytest.raises(NotImplementedError, match=f"mcore-bridge's {field}=True .*gdn=False"):
         get_mcore_model(config)
