@@ -40,6 +40,7 @@ def build(
         NotImplementedError: settings whose weights we cannot reorder, see :func:`_require_rows`.
     """
     _require_rows(config)
+    _name_untested(version("mcore-bridge"))
     _reorder_in_the_bridge()
     return GatedDeltaNet(config, submodules, *args, **kwargs)
 
@@ -62,7 +63,7 @@ def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
     layout = layer.dims.layout
     with ExitStack() as stack:
         for name, parameter in layer.in_proj.named_parameters():
-            if not (".lora_A." in f".{name}" or name.endswith("layer_norm_weight")):
+            if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows in them
                 stack.enter_context(_reordered(parameter, by_key_head(layout)))
         for parameter in layer.conv1d.parameters():
             stack.enter_context(_reordered(parameter, by_key_head(layout, conv=True)))
@@ -86,11 +87,6 @@ def _reorder_in_the_bridge() -> None:
     """From now on the bridge finds the rows of our layers in its order. Other layers stay."""
     from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
 
-    if (found := version("mcore-bridge")) != TESTED:
-        logger.warning(
-            f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
-            f"them, and was not tested with this one. Compare the logits of a small model first."
-        )
     convert = GPTBridge._set_linear_attn_state
 
     @wraps(convert)
@@ -103,11 +99,21 @@ def _reorder_in_the_bridge() -> None:
     GPTBridge._set_linear_attn_state = _set_linear_attn_state
 
 
+@cache
+def _name_untested(found: str) -> None:
+    if found != TESTED:
+        logger.warning(
+            f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
+            f"them, and was not tested with this one. Compare the logits of a small model first."
+        )
+
+
 def _require_rows(config: Any) -> None:
     """Refuse settings with other parameters than one plain ``in_proj``."""
     for field, why in (
         ("linear_decoupled_in_proj", "splits in_proj in two linears, and our layer has one"),
         ("fp8_param", "stores quantised blocks of rows, whose order we cannot change"),
+        ("fp4_param", "stores quantised blocks of rows, whose order we cannot change"),
     ):
         if getattr(config, field, False):
             raise NotImplementedError(

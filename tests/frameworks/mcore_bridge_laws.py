@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config, split_cp_inputs
-from mcore_bridge.bridge import GPTBridge
 from mcore_bridge.model.modules import GatedDeltaNet as Theirs
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -308,7 +307,7 @@ def test_the_lines_of_the_page_build_ours(tmp_path):
     assert isinstance(mixer(model), megatron_gdn.GatedDeltaNet)
 
 
-@pytest.mark.parametrize("field", ["linear_decoupled_in_proj", "fp8_param"])
+@pytest.mark.parametrize("field", ["linear_decoupled_in_proj", "fp8_param", "fp4_param"])
 def test_what_has_other_parameters_is_refused_by_name(field, tmp_path):
     published("Qwen3-Next", tmp_path)
     megatron_gdn.patch_megatron()
@@ -330,4 +329,11 @@ def test_a_subclass_of_theirs_stays_what_it_is_and_is_named(tmp_path, caplog):
 def test_the_log_line_names_mcore_bridge(caplog):
     megatron_gdn.patch_megatron()
     assert "mcore-bridge's subclass of it too" in caplog.text
-    assert GPTBridge._set_linear_attn_state.__wrapped__
+
+
+def test_a_version_that_was_not_tested_is_named_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("megatron_gdn.frameworks.mcore_bridge.version", lambda name: "1.7.0")
+    published("Qwen3.5", tmp_path)
+    megatron_gdn.patch_megatron()
+    get_mcore_model(config_of(tmp_path))
+    assert caplog.text.count("mcore-bridge 1.7.0: megatron_gdn reorders") == 1
