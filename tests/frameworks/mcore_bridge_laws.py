@@ -71,16 +71,17 @@ def megatron():
     end_one_process()
 
 
-def published(name: str, folder, dtype: torch.dtype = torch.float32):
+def published(name: str, folder, dtype: torch.dtype = torch.float32, **sizes):
     """A tiny model of transformers' class, saved with weights of ``dtype``."""
     family, more = MODELS[name]
+    more = {**SIZES, **more, **sizes}
     torch.manual_seed(0)
     if family == "Qwen3Next":
-        config = transformers.Qwen3NextConfig(**SIZES, **more)
+        config = transformers.Qwen3NextConfig(**more)
         model = transformers.Qwen3NextForCausalLM(config)
     else:
         config = getattr(transformers, f"{family}Config")(
-            text_config={**SIZES, **more}, vision_config=VISION, tie_word_embeddings=False
+            text_config=more, vision_config=VISION, tie_word_embeddings=False
         )
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     with torch.no_grad():
@@ -92,9 +93,9 @@ def published(name: str, folder, dtype: torch.dtype = torch.float32):
     return model
 
 
-def config_of(folder, dtype: torch.dtype = torch.float32) -> ModelConfig:
+def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelConfig:
     hf_config = transformers.AutoConfig.from_pretrained(folder)
-    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU}
+    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU, **settings}
     return ModelConfig(params_dtype=dtype, bf16=dtype == torch.bfloat16, **given)
 
 
