@@ -55,12 +55,14 @@ test-versions: $(VENV)/.ready
 		$(if $(SCRATCH),--scratch $(SCRATCH))
 
 # An environment of its own for each framework, whose transformers may be an older one. NAME.txt has
-# what is installed, NAME.no_deps.txt what is installed without what it asks for, NAME_laws.py the tests.
+# what is installed, NAME.no_deps.txt what is installed without what it asks for, NAME_laws.py and
+# NAME_*_laws.py the tests.
 FRAMEWORKS = $(filter-out %.no_deps,$(basename $(notdir $(wildcard tests/frameworks/environments/*.txt))))
 test-frameworks: $(FRAMEWORKS:%=test-with-%)
 
 test-with-%: .venv-frameworks/%/.ready
-	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -p tests.frameworks.behind_te_on_cpu -s tests/frameworks/$*_laws.py
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -p tests.frameworks.behind_te_on_cpu -s \
+		tests/frameworks/$*_laws.py $(wildcard tests/frameworks/$*_*_laws.py)
 
 .PRECIOUS: .venv-frameworks/%/.ready
 .venv-frameworks/%/.ready: tests/frameworks/environments/%.txt pyproject.toml

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Megatron's class, and ours in its place.
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
+# A subclass whose weights lie in another order than ours; `.mcore_bridge` builds ours for it.
+_OF_MCORE_BRIDGE = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
 
@@ -32,7 +35,8 @@ def patch_megatron(*, gdn: Options = True, mamba: Options = False) -> None:
     stay. The last call counts: ``patch_megatron(gdn=False)`` gives Megatron its classes back.
 
     A subclass of Megatron's class stays what it is, and a log line names it when it is built: it
-    has code of its own for Megatron's weights, which may lie in another order than ours.
+    has code of its own for Megatron's weights, which may lie in another order than ours. That of
+    mcore-bridge is built as ours too, and its weights are reordered (see :mod:`.mcore_bridge`).
 
     Args:
         gdn: for ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: True for our
@@ -88,7 +92,10 @@ class _Class:
         if not self.replaced:
             return f"{theirs} stays Megatron's"
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"{theirs} is built as {_public(self.ours)}({given})"
+        also = ""
+        if _OF_MCORE_BRIDGE.endswith(self.theirs.__name__) and find_spec("mcore_bridge"):
+            also = ", mcore-bridge's subclass of it too"
+        return f"{theirs} is built as {_public(self.ours)}({given}){also}"
 
 
 def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
@@ -99,6 +106,10 @@ def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callab
         if ours is not None and built:
             if cls is theirs:
                 return ours(*args, **{**options, **kwargs})
+            if _path(cls) == _OF_MCORE_BRIDGE:
+                from .mcore_bridge import build
+
+                return build(*args, **{**options, **kwargs})
             _name_subclass(cls, theirs)
         return object.__new__(cls)
 

@@ -7,6 +7,7 @@ only the shards of a single section form such a grid.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -27,8 +28,10 @@ from ..compat.upstream_bias import read_upstream_bias
 from ..ops.layout import Layout
 from .fully_sharded import NOT_BY_SECTION
 
-# Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj.
+# Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj, in
+# Megatron-Bridge and in peft.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
+_PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
 # Tensors with the projection's rows that megatron-core's layer stores without sections.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
 
@@ -174,9 +177,12 @@ class ShardedBySections:
                 )
             del split["in_proj.bias"]
         for key, tensor in result.items():
-            of_adapter = key.startswith(f"{prefix}in_proj.") and key.endswith(_ADAPTER_ROWS)
+            name = key.removeprefix(prefix)
+            of_adapter = name.startswith("in_proj.") and (
+                name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
+            )
             if of_adapter and tensor.data.shape[0] == layout.width:
-                split[key.removeprefix(prefix)] = (layout.widths, layout.names)
+                split[name] = (layout.widths, layout.names)
         for name, (widths, names) in split.items():
             key = f"{prefix}{name}"
             if isinstance(result.get(key), ShardedTensor):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed import adapter_laws as laws
-from tests.distributed import bridge
+from tests.distributed import bridge, peft_rows_laws
 from tests.distributed import bridge_peft_laws as peft_laws
 from tests.distributed.bridge import needs_bridge
 
@@ -19,6 +19,13 @@ def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
         for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp):
             assert len(differences) == 3
             assert not any(differences.values()), differences
+
+
+def test_an_adapter_with_pefts_names_is_the_same_on_one_rank_and_two(pools, tmp_path):
+    pools(2).run(peft_rows_laws.save, str(tmp_path), 2)
+    for tp in (1, 2):
+        for equal in pools(2).run(peft_rows_laws.load, str(tmp_path), tp):
+            assert equal == dict.fromkeys(equal, True)
 
 
 @needs_bridge

@@ -2,7 +2,7 @@
 
 | language | what it is | who runs it |
 | --- | --- | --- |
-| `python` | code | `test_page_python.py`, as printed |
+| `python` | code | `test_page_python.py`, as printed; of docs/frameworks/X.md X_laws.py |
 | `bash` | commands alone, or the flags that a launch changes | `RUN_BY`; `test_page_launches.py` |
 | `text` | an equation, a drawing, output: neither commands nor Python | - |
 | `{...}` | what Sphinx puts in its place | `make docs` |
@@ -15,12 +15,16 @@ import pytest
 from tests.examples.commands import Block, blocks_of, lines_of, pages
 from tests.examples.launching import ROOT
 from tests.examples.test_page_commands import RUN_BY
-from tests.examples.test_page_python import BLOCKS
+from tests.examples.test_page_python import BLOCKS, FRAMEWORKS
 
 
 def not_run(block: Block) -> str | None:
     """Why no test runs the block; None if one does, or if there is nothing to run."""
     match block.language:
+        case "python" if block.page.parent == FRAMEWORKS:
+            laws = ROOT / "tests/frameworks" / f"{block.page.stem}_laws.py"
+            named = laws.is_file() and f"docs/frameworks/{block.page.name}" in laws.read_text()
+            return None if named else f"{laws.name} does not read the page"
         case "python":
             held = [line for line in BLOCKS.values() if line in block.code]
             return None if len(held) == 1 else "give it a row in BLOCKS of test_page_python.py"

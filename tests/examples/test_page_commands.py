@@ -37,6 +37,7 @@ DOCTOR = (
 )
 MODELS = "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
 SUITE = "the suite itself"
+ENVIRONMENT = "an environment of make test-frameworks"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
@@ -131,6 +132,9 @@ RUN_BY = {
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
+# What a framework is installed by stands in its environment, in the same version.
+_VERSIONS = r"pip install (git\+|\S+==)"
+RUN_BY |= {command: ENVIRONMENT for command in COMMANDS if re.match(_VERSIONS, command)}
 # A machine with a GPU has a python3 of its own; elsewhere commands are those of .venv.
 RUN_BY |= {command: GPU for command in COMMANDS if re.match(_ON_GPUS, command)}
 
@@ -148,6 +152,10 @@ def test_what_runs_a_command_exists(command):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         test = next((word for word in command.split() if word.startswith("tests/")), "")
         assert command.removeprefix("make ") in targets or (test and (ROOT / test).exists())
+    elif by == ENVIRONMENT:
+        files = (ROOT / "tests/frameworks/environments").glob("*.txt")
+        required = "\n".join(file.read_text() for file in files).splitlines()
+        assert set(command.split()[2:]) <= set(required)
     elif by == GPU and ".py" in command:
         script = next(ROOT / word for word in command.split() if word.endswith(".py"))
         for flag in re.findall(r"--[\w-]+", command.partition(".py ")[2]):

@@ -1,42 +1,25 @@
 """Megatron-Bridge builds, loads and exports our layer after one call.
 
 `make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
-environment of its own. Where
-Bridge's own settings ask for a fused kernel of a GPU, the plain one is taken.
+environment of its own.
 """
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
+from megatron_gdn.frameworks.bridge import in_published_dtypes
+from tests.frameworks.bridge_models import MODELS, TOKENS, bridged, logits, published, tokens
 
-TOKENS, RANK, ALPHA = 24, 4, 8
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-WITHOUT_GPU = {
-    "moe_permute_fusion": False, "moe_grouped_gemm": False, "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "allgather", "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False, "persist_layer_norm": False,
-    "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-}  # fmt: skip
-MODELS = {
-    "Qwen3-Next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", EXPERTS),
-    "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
-    "Qwen3.5 MoE": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", EXPERTS),
-}
+RANK, ALPHA = 4, 8
 
 
 @pytest.fixture(autouse=True)
@@ -45,40 +28,6 @@ def megatron():
     yield
     megatron_gdn.patch_megatron(gdn=False)
     end_one_process()
-
-
-def published(name: str, folder, dtype: torch.dtype):
-    """A tiny model of transformers' class, saved with weights of ``dtype``."""
-    config_class, model_class, more = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**SIZES, **more)
-    model = getattr(transformers, model_class)(config).eval().to(dtype)
-    model.save_pretrained(folder)
-    return model
-
-
-def bridged(folder, dtype: torch.dtype):
-    """Bridge's model of that folder, with its weights, and the bridge."""
-    bridge = AutoBridge.from_hf_pretrained(folder, torch_dtype=dtype)
-    provider = bridge.to_megatron_provider(load_weights=True)
-    half = dtype == torch.bfloat16
-    settings = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": half, **WITHOUT_GPU}
-    for field, value in settings.items():
-        assert hasattr(provider, field), field
-        setattr(provider, field, value)
-    provider.finalize()
-    (model,) = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, bf16=half
-    )
-    return model, bridge
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(SIZES["vocab_size"], (2, TOKENS), generator=torch.manual_seed(1))
-
-
-def logits(model, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids, torch.arange(TOKENS).expand(len(ids), -1), None)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +65,55 @@ def require_exported(bridge, model, folder, dtype: torch.dtype | None = None) ->
         assert weight.dtype == expected.dtype, (name, weight.dtype)
         assert torch.equal(weight, expected), name
     assert not saved, sorted(saved)
+
+
+FP32_IN_THE_FILES = {"Qwen3.5's": ("A_log", "linear_attn.norm.weight"), "A_log alone": ("A_log",)}
+
+
+@pytest.mark.parametrize("fp32", FP32_IN_THE_FILES.values(), ids=FP32_IN_THE_FILES)
+def test_an_export_has_the_dtypes_of_the_files_and_their_bits(fp32, tmp_path):
+    published("Qwen3.5", tmp_path, torch.float32)
+    file, generator = tmp_path / "model.safetensors", torch.manual_seed(3)
+    saved = load_file(file)
+    for name, weight in saved.items():
+        if name.endswith(("dt_bias", "linear_attn.norm.weight")):  # which start as ones
+            weight.uniform_(0.2, 2, generator=generator)
+        saved[name] = weight if name.endswith(fp32) else weight.bfloat16()
+    save_file(saved, file, {"format": "pt"})
+    megatron_gdn.patch_megatron()
+    ours, bridge = bridged(tmp_path, torch.bfloat16)
+    exported = bridge.export_hf_weights([ours], cpu=True, show_progress=False)
+    exported = dict(in_published_dtypes(exported, tmp_path))
+    assert exported.keys() == saved.keys()
+    for name, expected in saved.items():
+        assert exported[name].dtype == expected.dtype, name
+        if name.endswith("linear_attn.norm.weight"):  # Megatron holds gamma - 1, in bf16
+            expected = ((expected.float() - 1).bfloat16() + 1).to(expected.dtype)
+        assert torch.equal(exported[name], expected), name
+
+
+def test_the_page_s_lines_write_files_of_the_same_dtypes(tmp_path):
+    published("Qwen3.5", tmp_path, torch.bfloat16)
+    page = Path(__file__).parents[2] / "docs/frameworks/bridge.md"
+    build, export = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names = {"megatron_gdn": megatron_gdn, "AutoBridge": AutoBridge, "HF_FOLDER": tmp_path}
+    exec(build, names)
+    ours, names["bridge"] = bridged(tmp_path, torch.bfloat16)
+    exec(export, names | {"models": [ours], "NEW_FOLDER": tmp_path / "new"})
+    new, saved = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "new", tmp_path)
+    )
+    assert isinstance(ours.module.decoder.layers[0].self_attention, megatron_gdn.GatedDeltaNet)
+    assert {name: x.dtype for name, x in new.items()} == {
+        name: x.dtype for name, x in saved.items()
+    }
+
+
+def test_a_weight_that_the_files_do_not_have_is_refused(tmp_path):
+    published("Qwen3.5", tmp_path, torch.float32)
+    weights = [("model.layers.0.linear_attn.gate.weight", torch.ones(2))]
+    with pytest.raises(KeyError, match="gate.weight is not in .* that the model was loaded from"):
+        list(in_published_dtypes(weights, tmp_path))
 
 
 def test_it_trains(tmp_path):

@@ -35,12 +35,12 @@ class RMSNorm(nn.Module):
         params_dtype=None, **_,
     ):  # fmt: skip
         super().__init__()
-        self.eps, self.zero_centered = eps, zero_centered_gamma
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         first = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = nn.Parameter(first(hidden_size or normalized_shape, dtype=params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight + int(self.zero_centered), self.eps)
+        return _rms_norm(x, self.weight + int(self.zero_centered_gamma), self.eps)
 
 
 class _Base(nn.Module):
@@ -50,6 +50,7 @@ class _Base(nn.Module):
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
         self.use_bias, self.te_returns_bias, self.tp_size = bias, return_bias, 1
+        self.parallel_mode = None  # as that of a linear that every rank holds whole
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
         if init_method is not None:
             init_method(self.weight)
@@ -98,6 +99,29 @@ class LayerNormLinear(_Base):
         return (*y, normed) if isinstance(y, tuple) else (y, normed)
 
 
+class GroupedLinear(nn.Module):
+    """One matrix per expert: the first ``m_splits[0]`` rows times ``weight0``, and so on."""
+
+    def __init__(
+        self, num_gemms, in_features, out_features, bias=True, params_dtype=None, init_method=None,
+        tp_size=1, **_,
+    ):  # fmt: skip
+        _require_one(tp_size)
+        super().__init__()
+        assert not bias
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.use_bias, self.tp_size = False, 1
+        for i in range(num_gemms):
+            weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+            if init_method is not None:
+                init_method(weight)
+            setattr(self, f"weight{i}", weight)
+
+    def forward(self, x: Tensor, m_splits, is_first_microbatch=None, **_):
+        rows = x.split([int(number) for number in m_splits])
+        return torch.cat([F.linear(y, getattr(self, f"weight{i}")) for i, y in enumerate(rows)])
+
+
 class DotProductAttention(nn.Module):
     """Causal attention within each document: [s, b, heads, k] or packed [t, heads, k]."""
 
@@ -109,7 +133,8 @@ class DotProductAttention(nn.Module):
     def forward(self, query, key, value, attention_mask=None, *, qkv_format=None, **settings):
         packed = (qkv_format or self.qkv_format) == "thd"
         if packed:
-            ends = settings["cu_seqlens_q"].tolist()
+            ends = settings.get("cu_seqlens_q_padded")  # padding is at a document's end
+            ends = (settings["cu_seqlens_q"] if ends is None else ends).tolist()
             lengths = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
             rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
             return torch.cat([self._attend(*(x[:, None] for x in row))[:, 0] for row in rows])
@@ -144,7 +169,10 @@ FUNCTIONS = {
     "activation_recompute_forward", "checkpoint", "fp8_autocast", "fp8_model_init",
     "is_fp8_activation_recompute_enabled",
 }  # fmt: skip
-HERE = {cls.__name__: cls for cls in (RMSNorm, Linear, LayerNormLinear, DotProductAttention)}
+HERE = {
+    cls.__name__: cls
+    for cls in (RMSNorm, Linear, LayerNormLinear, GroupedLinear, DotProductAttention)
+}
 
 
 class _Names(ModuleType):
@@ -159,7 +187,7 @@ class _Names(ModuleType):
             return import_module(f"{self.__name__}.{name}")
         if name[0].islower() and name not in FUNCTIONS:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _Absent(name, (), {})
+        return _Absent(name, (nn.Module,), {})
 
 
 class _Finder(MetaPathFinder, Loader):

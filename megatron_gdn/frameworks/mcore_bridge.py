@@ -1,0 +1,122 @@
+"""mcore-bridge, the model library of ms-swift: our layer in its models, with their weights' rows.
+
+mcore-bridge has a subclass of Megatron's layer. It stores the rows of ``in_proj`` and the channels
+of ``conv1d`` by key head:
+
+    Megatron and we   q of all heads, k of all heads, v, z, b, a
+    mcore-bridge      q, k, v, z, b, a of key head 0 and its value heads, then of key head 1, ...
+
+Its bridge loads and saves in that order. So while the bridge is at one of our layers, the rows of
+that layer lie in that order, on every rank for the heads that it holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..mixers.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from ..ops.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+TESTED = "1.6.5"
+
+
+def build(
+    config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
+) -> GatedDeltaNet:
+    """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``.
+
+    Raises:
+        NotImplementedError: settings whose weights we cannot reorder, see :func:`_require_rows`.
+    """
+    _require_rows(config)
+    _name_untested(version("mcore-bridge"))
+    _reorder_in_the_bridge()
+    return GatedDeltaNet(config, submodules, *args, **kwargs)
+
+
+def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
+    """``[P]``: which of our rows each of mcore-bridge's rows is.
+
+    Args:
+        layout: the rows of ``in_proj`` on this rank.
+        conv: the channels of ``conv1d`` instead.
+    """
+    widths = layout.conv_widths if conv else layout.widths
+    sections = torch.arange(sum(widths)).split(widths)
+    return torch.cat([rows.view(layout.heads("key"), -1) for rows in sections], 1).flatten()
+
+
+@contextmanager
+def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
+    """Within it ``in_proj``, the adapters around it and ``conv1d`` have mcore-bridge's rows."""
+    layout = layer.dims.layout
+    with ExitStack() as stack:
+        for name, parameter in layer.in_proj.named_parameters():
+            if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows in them
+                stack.enter_context(_reordered(parameter, by_key_head(layout)))
+        for parameter in layer.conv1d.parameters():
+            stack.enter_context(_reordered(parameter, by_key_head(layout, conv=True)))
+        yield
+
+
+@contextmanager
+@torch.no_grad()
+def _reordered(parameter: Tensor, rows: Tensor) -> Iterator[None]:
+    assert len(parameter) == len(rows), (parameter.shape, len(rows))
+    rows = rows.to(parameter.device)
+    parameter.copy_(parameter[rows])
+    try:
+        yield
+    finally:
+        parameter.copy_(parameter[rows.argsort()])
+
+
+@cache
+def _reorder_in_the_bridge() -> None:
+    """From now on the bridge finds the rows of our layers in its order. Other layers stay."""
+    from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
+
+    convert = GPTBridge._set_linear_attn_state
+
+    @wraps(convert)
+    def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(mg_attn, GatedDeltaNet):  # None where another stage has the layer
+            return convert(self, mg_attn, *args, **kwargs)
+        with rows_by_key_head(mg_attn):
+            return convert(self, mg_attn, *args, **kwargs)
+
+    GPTBridge._set_linear_attn_state = _set_linear_attn_state
+
+
+@cache
+def _name_untested(found: str) -> None:
+    if found != TESTED:
+        logger.warning(
+            f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
+            f"them, and was not tested with this one. Compare the logits of a small model first."
+        )
+
+
+def _require_rows(config: Any) -> None:
+    """Refuse settings with other parameters than one plain ``in_proj``."""
+    for field, why in (
+        ("linear_decoupled_in_proj", "splits in_proj in two linears, and our layer has one"),
+        ("fp8_param", "stores quantised blocks of rows, whose order we cannot change"),
+        ("fp4_param", "stores quantised blocks of rows, whose order we cannot change"),
+    ):
+        if getattr(config, field, False):
+            raise NotImplementedError(
+                f"mcore-bridge's {field}=True {why}. Set it to False, or call "
+                f"megatron_gdn.patch_megatron(gdn=False) for mcore-bridge's own layer."
+            )

@@ -1,0 +1,340 @@
+"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call.
+
+`make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
+environment of its own. mcore-bridge asks for "cuda" by name, which here is the CPU; where its own
+settings ask for a fused kernel of a GPU, the plain one is taken.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config, split_cp_inputs
+from mcore_bridge.model.modules import GatedDeltaNet as Theirs
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.packed_seq_params import PackedSeqParams
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
+
+import megatron_gdn
+from megatron_gdn.compat.one_process import end_one_process, start_one_process
+from megatron_gdn.context_parallel.layouts import local_indices
+from megatron_gdn.frameworks.mcore_bridge import by_key_head
+
+TOKENS, RANK, ALPHA = 24, 4, 8
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+WITHOUT_GPU = {
+    "moe_permute_fusion": False, "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "allgather", "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False, "persist_layer_norm": False,
+    "use_cpu_initialization": True, "variable_seq_lengths": False,
+}  # fmt: skip
+MODELS = {
+    "Qwen3-Next": ("Qwen3Next", EXPERTS),
+    "Qwen3.5": ("Qwen3_5", {}),
+    "Qwen3.5 MoE": ("Qwen3_5Moe", EXPERTS),
+}
+
+
+class CudaIsTheCPU(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def here(x):
+            return "cpu" if isinstance(x, str) and x == "cuda" else x
+
+        return func(*map(here, args), **{k: here(x) for k, x in (kwargs or {}).items()})
+
+
+@pytest.fixture(autouse=True)
+def megatron():
+    start_one_process()
+    with CudaIsTheCPU():
+        yield
+    megatron_gdn.patch_megatron(gdn=False)
+    end_one_process()
+
+
+def published(name: str, folder, dtype: torch.dtype = torch.float32, **sizes):
+    """A tiny model of transformers' class, saved with weights of ``dtype``."""
+    family, more = MODELS[name]
+    more = {**SIZES, **more, **sizes}
+    torch.manual_seed(0)
+    if family == "Qwen3Next":
+        config = transformers.Qwen3NextConfig(**more)
+        model = transformers.Qwen3NextForCausalLM(config)
+    else:
+        config = getattr(transformers, f"{family}Config")(
+            text_config=more, vision_config=VISION, tie_word_embeddings=False
+        )
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and gates, which all begin as zeros or ones
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = model.eval().to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelConfig:
+    hf_config = transformers.AutoConfig.from_pretrained(folder)
+    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU, **settings}
+    return ModelConfig(params_dtype=dtype, bf16=dtype == torch.bfloat16, **given)
+
+
+def bridged(folder, dtype: torch.dtype = torch.float32):
+    """mcore-bridge's model of that folder, with its weights, and the bridge."""
+    config = config_of(folder, dtype)
+    (model,) = get_mcore_model(config)
+    config.bridge.load_weights([model], str(folder))
+    return model, config.bridge
+
+
+def language_model(model):
+    return getattr(model, "language_model", model)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(SIZES["vocab_size"], (2, TOKENS), generator=torch.manual_seed(1))
+
+
+def logits(model, ids: torch.Tensor, **more) -> torch.Tensor:
+    return language_model(model)(ids, torch.arange(TOKENS).expand(len(ids), -1), None, **more)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_transformers_and_the_export_is_what_was_loaded(name, tmp_path):
+    theirs = published(name, tmp_path)
+    megatron_gdn.patch_megatron()
+    ours, bridge = bridged(tmp_path)
+    layers = [layer.self_attention for layer in language_model(ours).decoder.layers]
+    assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [True] * 3 + [False]
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+        difference = (logits(ours, tokens()) - expected).abs().max().item()
+    print(f"{name}: logits differ by {difference:.1e} of {expected.abs().max():.1e}")
+    # Under 16 roundings on the way to a logit, each of at most the largest number's last place.
+    assert difference <= 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+    require_exported(bridge, ours, tmp_path)
+
+
+def require_exported(bridge, model, folder) -> None:
+    """Every tensor of the folder, bit for bit and in its dtype, and no other."""
+    saved = load_file(folder / "model.safetensors")
+    for name, weight in bridge.export_weights([model]):
+        expected = saved.pop(name)
+        assert weight.dtype == expected.dtype, (name, weight.dtype)
+        assert torch.equal(weight, expected), name
+    assert not saved, sorted(saved)
+
+
+def mixer(model):
+    return language_model(model).decoder.layers[0].self_attention
+
+
+def test_a_bf16_model_exports_the_bits_that_were_loaded(tmp_path):
+    published("Qwen3.5", tmp_path, torch.bfloat16)
+    megatron_gdn.patch_megatron()
+    ours, bridge = bridged(tmp_path, torch.bfloat16)
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, weight in bridge.export_weights([ours]):
+        gate = name.endswith(("A_log", "dt_bias"))  # which train in fp32
+        assert weight.dtype == (torch.float32 if gate else torch.bfloat16), name
+        assert torch.equal(weight.to(torch.bfloat16), saved.pop(name)), name
+    assert not saved, sorted(saved)
+
+
+def test_our_rows_are_theirs_in_another_order_and_undo_gives_theirs_back(tmp_path):
+    published("Qwen3-Next", tmp_path)
+    megatron_gdn.patch_megatron()
+    ours, bridge = bridged(tmp_path)
+    megatron_gdn.patch_megatron(gdn=False)
+    theirs, of_theirs = bridged(tmp_path)
+    assert type(mixer(theirs)) is Theirs
+    expected = dict(mixer(theirs).named_parameters())
+    layout = mixer(ours).dims.layout
+    rows = {
+        "in_proj.weight": by_key_head(layout),
+        "conv1d.weight": by_key_head(layout, conv=True),
+    }
+    for name, parameter in mixer(ours).named_parameters():
+        reordered = parameter[rows[name]] if name in rows else parameter
+        assert torch.equal(reordered, expected.pop(name)), name
+    assert not expected, sorted(expected)
+    require_exported(of_theirs, theirs, tmp_path)
+    require_exported(bridge, ours, tmp_path)  # built before, it is ours still
+
+
+def test_it_trains(tmp_path):
+    published("Qwen3.5 MoE", tmp_path)
+    megatron_gdn.patch_megatron()
+    model, _ = bridged(tmp_path)
+    optimizer = torch.optim.SGD(language_model(model).parameters(), 0.1)
+    losses = []
+    for _ in range(3):
+        loss = logits(model, tokens(), labels=tokens()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_packed_documents_do_not_see_each_other(tmp_path):
+    published("Qwen3-Next", tmp_path)
+    megatron_gdn.patch_megatron()
+    model, _ = bridged(tmp_path)
+    lengths = [9, 11, 1, 1, 2]  # the loader's padding is documents of one token
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=11, max_seqlen_kv=11
+    )
+    ids, positions = tokens()[:1], torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        together = model(ids, positions, None, packed_seq_params=packed)[0]
+        alone = [model(each, torch.arange(each.shape[1])[None], None)[0]
+                 for each in ids.split(lengths, 1)]  # fmt: skip
+    expected = torch.cat(alone)
+    rounding = 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+    torch.testing.assert_close(together, expected, rtol=0, atol=rounding)
+
+
+LINEARS = "in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+OF_TRANSFORMERS = {
+    "Qwen3-Next": ("in_proj_qkvz", "in_proj_ba"),
+    "Qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
+OTHERS = "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+
+
+def adapted(model, seed: int):
+    """With LoRA on all linears of the layers, none of which does nothing."""
+    targets = rf".*decoder\.layers\..*self_attention\.({'|'.join(LINEARS)})$"
+    lora = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets)
+    wrapped = get_peft_model(model, lora)
+    torch.manual_seed(seed)
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            assert ".lora_" in name
+            torch.nn.init.normal_(parameter, std=0.1)
+    return wrapped, lora
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_adapters_are_saved_for_transformers_loaded_again_and_merged(name, tmp_path):
+    files, adapters, merged = (tmp_path / x for x in ("model", "adapters", "merged"))
+    theirs = published(name, files)
+    megatron_gdn.patch_megatron()
+    ours, bridge = bridged(files)
+    wrapped, lora = adapted(ours, seed=2)
+    with torch.no_grad():
+        found = logits(ours, tokens())
+    bridge.save_weights([wrapped], str(adapters), peft_format=True)
+    lora.target_modules = [*OF_TRANSFORMERS[name], *OTHERS[:5]]
+    lora.save_pretrained(adapters)
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(theirs, adapters)(tokens()).logits
+    # As without adapters, and each linear has two more products.
+    rounding = 32 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
+
+    again, other_bridge = bridged(files)
+    wrapped_again, _ = adapted(again, seed=3)
+    other_bridge.load_weights([wrapped_again], str(adapters), peft_format=True)
+    for key, parameter in wrapped_again.named_parameters():
+        assert torch.equal(parameter, wrapped.get_parameter(key)), key
+
+    wrapped.merge_adapter()
+    bridge.save_weights([wrapped], str(merged))
+    theirs.config.save_pretrained(merged)
+    plain = type(theirs).from_pretrained(merged).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens()).logits, expected, rtol=0, atol=rounding)
+
+
+def test_a_checkpoint_has_adapters_by_sections(tmp_path):
+    published("Qwen3.5", tmp_path)
+    megatron_gdn.patch_megatron()
+    ours, _ = bridged(tmp_path)
+    adapted(ours, seed=2)
+    sharded = mixer(ours).sharded_state_dict()
+    for name in ("base_layer.weight", "lora_B.default.weight"):
+        stored = sharded[f"in_proj.{name}"]
+        assert isinstance(stored, ShardedTensorFactory)
+        assert [each.key for each in stored.build()] == [
+            f"in_proj.{name}.{x}" for x in ("query", "key", "value", "z", "beta", "alpha")
+        ]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_their_loader_cuts_packed_documents_as_our_zigzag(rank, monkeypatch):
+    monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda: rank)
+    lengths = [8, 4, 12]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    found = split_cp_inputs(torch.arange(24), ends, 0)
+    assert torch.equal(found, local_indices(lengths, 2, rank, "zigzag"))
+
+
+def test_the_lines_of_the_page_build_ours(tmp_path):
+    published("Qwen3.5", tmp_path)
+    page = Path(__file__).parents[2] / "docs/frameworks/mcore_bridge.md"
+    build, plugin = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names = {"megatron_gdn": megatron_gdn, "get_mcore_model": get_mcore_model}
+    names |= {"config": config_of(tmp_path), "HF_FOLDER": str(tmp_path)}
+    exec(build, names)
+    assert isinstance(mixer(names["model"]), megatron_gdn.GatedDeltaNet)
+    megatron_gdn.patch_megatron(gdn=False)
+    sys.modules.pop("megatron_gdn.enable", None)
+    exec(plugin)
+    (model,) = get_mcore_model(config_of(tmp_path))
+    assert isinstance(mixer(model), megatron_gdn.GatedDeltaNet)
+
+
+@pytest.mark.parametrize("field", ["linear_decoupled_in_proj", "fp8_param", "fp4_param"])
+def test_what_has_other_parameters_is_refused_by_name(field, tmp_path):
+    published("Qwen3-Next", tmp_path)
+    megatron_gdn.patch_megatron()
+    config = config_of(tmp_path)
+    setattr(config, field, True)
+    with pytest.raises(NotImplementedError, match=f"mcore-bridge's {field}=True .*gdn=False"):
+        get_mcore_model(config)
+
+
+def test_a_subclass_of_theirs_stays_what_it_is_and_is_named(tmp_path, caplog):
+    class Rewritten(Theirs):
+        pass
+
+    megatron_gdn.patch_megatron()
+    Rewritten.__new__(Rewritten, None)
+    assert "Rewritten is a subclass" in caplog.text
+
+
+def test_the_log_line_names_mcore_bridge(caplog):
+    megatron_gdn.patch_megatron()
+    assert "mcore-bridge's subclass of it too" in caplog.text
+
+
+def test_a_version_that_was_not_tested_is_named_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("megatron_gdn.frameworks.mcore_bridge.version", lambda name: "1.7.0")
+    published("Qwen3.5", tmp_path)
+    megatron_gdn.patch_megatron()
+    get_mcore_model(config_of(tmp_path))
+    assert caplog.text.count("mcore-bridge 1.7.0: megatron_gdn reorders") == 1
