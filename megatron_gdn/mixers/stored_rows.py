@@ -3,18 +3,20 @@
 Under Megatron-FSDP a file holds ``state_dict()``. Its ``in_proj.weight`` is the rows of all
 tensor-parallel ranks end to end, and each rank's rows are several sections. So the same rows lie in
 another order at every tensor-parallel size, in a tensor of one shape, and torch loads them as they
-lie. Scripts of Megatron-LM's dev and of Bridge store each section by itself. Without a word in the
-file, a load at another size gives wrong weights without an error, and a load of sections by a
-script that asks for the whole tensor gives none.
+lie: without a word in the file, a load at another size gives wrong weights without an error.
+Scripts of Megatron-LM's dev and of Bridge store each section by itself. Where keys may be missing
+(``--no-strict-fsdp-dtensor-load``), a script that asks for the whole tensor loads nothing of these.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 _KEY = "in_proj_stored_by"
 _SECTIONS = 0
@@ -41,6 +43,7 @@ class SaysStoredRows(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = self.get_submodule("in_proj")._parameters.get("weight")
         if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
+            _load_files_that_do_not_say()
             destination[f"{prefix}{_KEY}"] = torch.tensor([self._stored_by()], device=weight.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -67,6 +70,24 @@ class SaysStoredRows(nn.Module):
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
+
+
+def _load_files_that_do_not_say() -> None:
+    """torch's loads ask a file for the entry only if it has it; else they refuse the file."""
+    if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
+        return
+    set_up = DefaultLoadPlanner.set_up_planner
+
+    @wraps(set_up)
+    def set_up_planner(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any):
+        set_up(self, state_dict, metadata, *args, **kwargs)
+        stored = metadata.state_dict_metadata if metadata is not None else {}
+        for key in [key for key in self.state_dict if key.endswith(f".{_KEY}")]:
+            if key not in stored:
+                del self.state_dict[key]
+
+    planner: Any = DefaultLoadPlanner
+    planner.set_up_planner, planner._asks_for_stored_rows = set_up_planner, True
 
 
 def _words(stored_by: int) -> str:

@@ -201,13 +201,22 @@ def losses_after_a_save(
 
 
 def losses_after_a_load(
-    folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
+    folder: str,
+    split: bool,
+    tp: int = 1,
+    pattern: str = PATTERN,
+    upstream: bool = False,
+    strict: bool = True,
 ) -> torch.Tensor:
-    """The same, of a model with other weights that loads this checkpoint."""
+    """The same, of a model with other weights that loads this checkpoint.
+
+    Args:
+        strict: as Megatron's ``--strict-fsdp-dtensor-load``, its default.
+    """
     with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=1.0)
         stored, state = _fsdp_dtensors(wrapped, optimizer, split, is_loading=True)
-        as_megatron = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+        as_megatron = checkpoint.DefaultLoadPlanner(allow_partial_load=not strict)
         checkpoint.load(stored, checkpoint_id=folder, planner=as_megatron)
         wrapped.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -217,7 +226,7 @@ def losses_after_a_load(
 def refusal_of_a_load(folder: str, split: bool, tp: int, pattern: str) -> str:
     """What the mixer says of this checkpoint."""
     try:
-        losses_after_a_load(folder, split, tp, pattern)
+        losses_after_a_load(folder, split, tp, pattern, strict=False)
     except ValueError as error:
         return str(error)
     return "accepted"

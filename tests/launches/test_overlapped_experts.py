@@ -1,4 +1,4 @@
-"""``pretrain_gpt.py`` of a Megatron-LM clone runs layers of two micro-batches by turns, in parts.
+"""``pretrain_gpt.py`` of a Megatron-LM clone runs two micro-batches' layers in parts, by turns.
 
 The parts of ``--overlap-moe-expert-parallel-comm`` are attention, dispatch, experts and combine,
 forward and backward. The weight gradients that ``--delay-wgrad-compute`` adds need Transformer
