@@ -85,19 +85,27 @@ def require_plain_conv(conv: nn.Module) -> None:
 
     The mixer reads its weight and bias (parametrised ones too) and computes the convolution itself,
     so the result would lack what an adapter or another forward adds. accelerate's forward is
-    accepted: it only moves inputs between devices.
+    accepted: it only moves inputs between devices. So is modelopt's class with its quantizers off.
 
     Raises:
         NotImplementedError: names the class.
     """
     own = vars(conv)
     plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
+    plain = plain or _is_not_quantized(conv)
     if not plain or not conv.dilation == conv.stride == (1,):
         raise NotImplementedError(
             f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "
             f"mixer reads its weight and computes the convolution itself. Leave conv1d out of "
-            f"adapters, quantization and patches, or parametrise its weight."
+            f"adapters, quantization (modelopt's quantizers named '*conv1d*') and patches, or "
+            f"parametrise its weight."
         )
+
+
+def _is_not_quantized(conv: nn.Module) -> bool:
+    """Whether the class is modelopt's, which it gives every convolution, and all it adds is off."""
+    of_modelopt = any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__)
+    return of_modelopt and not any(part.is_enabled for part in conv.children())
 
 
 def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
@@ -87,6 +88,44 @@ def test_the_quickstart_runs_from_an_installed_wheel_alone(clone, tmp_path):
     (wheel,) = (tmp_path / "dist").glob("megatron_gdn-*.whl")
     pip(python, "install", wheel, cwd=tmp_path)
     check_quickstart(python, clone, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sdist(clone, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    shell(sys.executable, "-c", code, folder, cwd=clone)
+    (made,) = folder.glob("megatron_gdn-*.tar.gz")
+    return made
+
+
+def test_a_source_distribution_holds_what_tests_and_pages_need(clone, sdist):
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    known = set(shell("git", "ls-files", cwd=ROOT).splitlines())
+    folders = ("megatron_gdn/", "specs/", "tests/", "docs/", "examples/", "typings/")
+    wanted = {name for name in known if name.startswith(folders) and (clone / name).is_file()}
+    wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
+    wanted |= {"constraints.txt", "pyproject.toml", "megatron_gdn/specs/layer.py"}
+    assert wanted - held == set()
+    strangers = ("benchmarks/results", "docs/_build", ".ci", ".venv", "runs", "dist", "build")
+    assert [name for name in held if name.startswith(strangers) or "__pycache__" in name] == []
+    assert sdist.stat().st_size < 4 << 20
+
+
+def test_the_quickstart_runs_from_an_installed_source_distribution_alone(clone, sdist, tmp_path):
+    python = lend_dependencies(tmp_path / "env")
+    pip(python, "install", sdist, cwd=tmp_path)
+    check_quickstart(python, clone, tmp_path)
+
+
+def test_all_extras_resolve_together(clone):
+    """Asks the package index, and installs nothing."""
+    command = next(c for c in commands_of(clone / "docs/releasing.md") if "--all-extras" in c)
+    index = {k: v for k, v in os.environ.items() if k.startswith(("UV_", "SSL_"))}
+    resolved = shell(sys.executable, *command.split()[1:], cwd=clone, **index)
+    for name in ("transformer-engine", "causal-conv1d", "flash-linear-attention", "transformers"):
+        assert f"\n{name}==" in resolved
 
 
 def test_make_demo_and_the_lines_below_it_run_from_a_fresh_clone_as_they_stand(clone):

@@ -20,9 +20,8 @@ COMMANDS = commands_of(*pages(ROOT))
 _ON_GPUS = r"(python3|torchrun .*|\S+=\S+ python3) benchmarks/|benchmarks/on_gpus.sh "
 HERE = "tests/examples/test_page_commands.py::"
 IN_ORDER = HERE + "test_the_lines_of_the_example_run_in_the_order_in_which_they_stand"
-INSTALLED = (
-    "tests/examples/test_fresh_install.py::test_the_quickstart_runs_from_an_installed_{}_alone"
-)
+FRESH = "tests/examples/test_fresh_install.py::"
+INSTALLED = FRESH + "test_the_quickstart_runs_from_an_installed_{}_alone"
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
 WARM_UP = (
@@ -129,6 +128,10 @@ RUN_BY = {
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --cp 4 --ep 8 --length 131072 "
     "--gpus 64": MODELS,
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --ep 8 --flags": MODELS,
+    "python -m megatron_gdn.doctor": DOCTOR,
+    "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
+    "python -m uv pip compile --all-extras pyproject.toml": FRESH
+    + "test_all_extras_resolve_together",
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}

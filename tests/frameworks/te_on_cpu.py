@@ -127,6 +127,7 @@ class DotProductAttention(nn.Module):
 
     def __init__(self, num_attention_heads, kv_channels, softmax_scale=None, **settings):
         super().__init__()
+        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
         self.softmax_scale, self.qkv_format = softmax_scale, settings.get("qkv_format", "sbhd")
         self.cp_group = self.cp_global_ranks = self.cp_stream = None
 

@@ -1,0 +1,29 @@
+"""``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable``, of miles and slime."""
+
+from typing import Any
+
+from .patch import patch_megatron
+
+# Modules of theirs whose layers hold transformers' parameters, and are no layers of Megatron.
+_OWN_LAYERS = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime"))
+
+
+def enable(args: Any) -> None:
+    """What they call in each worker, after Megatron's start and before a model is built.
+
+    Args:
+        args: of their launch.
+
+    Raises:
+        ValueError: the launch builds layers of theirs, which nothing replaces.
+    """
+    spec = getattr(args, "spec", None) or ""
+    module = spec if isinstance(spec, str) else spec[0]
+    by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"  # which reads no spec
+    if module.startswith(_OWN_LAYERS) and not by_bridge:
+        raise ValueError(
+            f"--spec {module} builds layers of its own, and megatron_gdn replaces Megatron's "
+            f"alone. Build the model by Megatron-Bridge (miles: --megatron-to-hf-mode bridge), or "
+            f"leave --custom-megatron-init-path out."
+        )
+    patch_megatron()

@@ -1,0 +1,38 @@
+"""modelopt's pruning, told what our layer is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+
+def register_pruning() -> None:
+    """Let modelopt's ``mcore_minitron`` prune the hidden size of models with our layer.
+
+    modelopt finds what it prunes by the class, and cannot prune a model with one that it does not
+    know. After this call ours is pruned by the same code as Megatron's own: columns of ``in_proj``
+    and rows of ``out_proj``. Its heads stay. A second call changes nothing.
+
+    Raises:
+        ImportError: modelopt, or its plugin for Megatron, does not load. The plugin needs
+            Transformer Engine.
+    """
+    from modelopt.torch.nas.plugins import (  # pyright: ignore[reportMissingImports]
+        megatron as plugin,
+    )
+    from modelopt.torch.nas.registry import DMRegistry  # pyright: ignore[reportMissingImports]
+
+    from ..mixers.gdn.layer import GatedDeltaNet
+
+    if GatedDeltaNet in plugin._ATTENTION_TYPES:
+        return
+
+    class PrunedGatedDeltaNet(plugin._DynamicGatedDeltaNet):
+        def export(self):
+            layer = super().export()
+            layer.hidden_size = layer.out_proj.out_features
+            layer.global_dims = replace(layer.global_dims, hidden_size=layer.hidden_size)
+            layer.dims = layer.global_dims.shard(layer.tp_size)
+            return layer
+
+    DMRegistry.register({GatedDeltaNet: "megatron_gdn.GatedDeltaNet"})(PrunedGatedDeltaNet)
+    plugin._ATTENTION_TYPES += (GatedDeltaNet,)

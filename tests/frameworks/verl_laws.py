@@ -1,0 +1,47 @@
+"""verl itself finds the plugin, and a model that Megatron's spec builds in its process is ours.
+
+Each law imports verl in a process of its own, behind the stand-in for Transformer Engine.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = """
+import tests.frameworks.behind_te_on_cpu
+import verl
+from megatron_gdn.compat.one_process import start_one_process
+from tests.frameworks.patch_laws import gpt, mixer
+start_one_process()
+print(verl.__version__, type(mixer(gpt())).__module__.partition(".")[0])
+"""
+
+
+def built(**environment: str) -> str:
+    """verl's version, and the package of the class that a spec of Megatron builds."""
+    run = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=ROOT, capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"MEGATRON_GDN": "gdn"}, {"VERL_USE_EXTERNAL_MODULES": "megatron_gdn.enable"}],
+    ids=str,
+)
+def test_verl_builds_our_layer(environment):
+    assert built(**environment) == "0.9.1 megatron_gdn"
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"MEGATRON_GDN": "gdn", "VERL_USE_EXTERNAL_PLUGINS": "none"}], ids=str
+)
+def test_verl_builds_megatrons_layer_where_it_is_not_asked(environment):
+    assert built(**environment) == "0.9.1 megatron"
