@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 _KEY = "in_proj_stored_by"
 _SECTIONS = 0
