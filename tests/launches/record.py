@@ -29,7 +29,7 @@ class Result:
     text = "fails"
 
     def is_refused(self, done: subprocess.CompletedProcess[str], message: str) -> None:
-        """Megatron itself ends the launch, with these words."""
+        """The launch ends with these words, of Megatron or of our layer."""
         self.text = "refused"
         assert done.returncode != 0 and message in done.stderr
 

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.launches.launching import in_a_clone, launched, losses
-from tests.launches.record import recorded
+from tests.launches.record import branch, recorded
 from tests.launches.small_model import FLAGS, SPEC
 
 pytestmark = in_a_clone
@@ -18,6 +18,9 @@ MEGATRONS = """--hybrid-layer-pattern GM*- --bf16 --use-megatron-fsdp --use-dist
     --calculate-per-token-loss --no-load-rng
     --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16"""
 
+# main gathers both dtypes of a bf16 model at once, which our layer refuses over gloo.
+ONE_GATHER = "from which gloo returns wrong numbers"
+
 
 def trained(layer: str, flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     """Two data-parallel replicas, steps 1-6 unless ``flags`` say otherwise."""
@@ -29,6 +32,8 @@ def trained(layer: str, flags: str, processes: int = 2) -> subprocess.CompletedP
 def test_a_run_goes_on_from_its_file(tmp_path, flags):
     """To the last digit of the log, optimizer included."""
     with recorded(SCRIPT, 2, f"{flags} --load", "the run without a stop") as result:
+        if flags is MEGATRONS and branch() == "main":
+            return result.is_refused(trained("ours", flags), ONE_GATHER)
         first, second, third, fourth, fifth, sixth = losses(trained("ours", flags))
         saved = trained("ours", f"{flags} --save {tmp_path} --exit-interval 3")
         assert losses(saved) == [first, second, third]
@@ -53,6 +58,8 @@ def test_a_launch_that_would_save_torch_dist_is_refused_before_its_first_step(tm
 
 
 def test_a_fsdp_dtensor_file_of_another_tensor_parallel_size_is_refused(tmp_path):
+    if branch() == "main":
+        pytest.skip(ONE_GATHER)
     losses(trained("ours", f"{MEGATRONS} --save {tmp_path} --exit-interval 3"))
     other = f"{MEGATRONS} --load {tmp_path} --tensor-model-parallel-size 2"
     refused = trained("ours", other, processes=4)
