@@ -142,9 +142,15 @@ def rule(request, monkeypatch):
         monkeypatch.setattr(module, "stages", lambda: stand_in)
     monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
     monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
-    flash_qla_plan.plan_of.cache_clear()
+    monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: 132)
+    forget_plans()
     yield flash_qla.FlashQlaRule(batch_invariant=invariant)
-    flash_qla_plan.plan_of.cache_clear()
+    forget_plans()
+
+
+def forget_plans() -> None:
+    for known in (flash_qla_plan.plan_of, flash_qla_plan.plan_of_rows):
+        known.cache_clear()
 
 
 def random_inputs(S, B=1):
@@ -204,6 +210,13 @@ def test_fp16_operands_leave_no_trace(rule):
 
 ROWS = {"uncut": (False, None), "cut": (False, [0, 64, 100, 164, 200]),
         "invariant": (True, [0, 64, 100, 164, 200])}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [ROWS["cut"]], ids=["cut"], indirect=True)
+def test_few_rows_and_heads_run_as_one_cut_row(rule):
+    inputs, _ = random_inputs(100, B=2)
+    plan = rule.begin(inputs, None).run().saved.plan.plan
+    assert plan.context.is_intra and plan.parts.offsets.tolist() == ROWS["cut"][1]
 
 
 @pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)

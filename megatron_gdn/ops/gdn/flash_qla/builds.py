@@ -99,7 +99,7 @@ def compile_early(heads: Heads, part: str) -> None:
     """
     if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
         return
-    if heads.ready(part, _multiprocessors()).exists():
+    if heads.ready(part, multiprocessors()).exists():
         return
     with (
         suppress(OSError),  # a folder that cannot be written; the first call says so
@@ -161,7 +161,7 @@ def command(heads: Heads, part: str) -> list[str]:
     parts = [part, *(other for other in PARTS if other not in (part, "states"))]
     return [
         sys.executable, "-m", "megatron_gdn.warm_up", *heads.flags.split(), "--parts", *parts,
-        "--multiprocessors", str(_multiprocessors()), "--for-a-run",
+        "--multiprocessors", str(multiprocessors()), "--for-a-run",
     ]  # fmt: skip
 
 
@@ -175,5 +175,6 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
+    """Of the GPU at hand. FlashQLA chooses kernels and cuts by their number."""
     return torch.cuda.get_device_properties().multi_processor_count

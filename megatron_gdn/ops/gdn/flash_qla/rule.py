@@ -24,14 +24,15 @@ from ..rule.base import RuleGrads, RuleInputs, inputs_in_one_row
 from . import states as flash_qla_states
 from .builds import Heads, compile_early, expect
 from .hopper import HopperStages
-from .plan import Plan, plan_of, stages
+from .plan import Plan, plan_of, plan_of_rows, row_offsets, stages
 from .static import static_plan_of
 
 
 class FlashQlaRule:
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side. If the log-decay of a part falls below
+    Long sequences are cut into parts that run side by side, and so are batch rows where rows times
+    heads are fewer than the GPU's multiprocessors. If the log-decay of a part falls below
     -10, the state that entered it is taken as zero from there on (e^-10 = 4.5e-5, a hundredth of a
     bf16 rounding).
 
@@ -56,16 +57,13 @@ class FlashQlaRule:
         return plan
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
-        rows, tokens = inputs.k.shape[:2]
+        (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if isinstance(documents, StaticDocuments):
-            return static_plan_of(documents, inputs.v.shape[2], self.batch_invariant)
-        if documents is not None:
-            offsets = documents.filled_offsets
-        elif rows == 1 or states or self.batch_invariant:
-            offsets = tuple(row * tokens for row in range(rows + 1))
-        else:
-            offsets = None
-        return plan_of(offsets, inputs.v.shape[2], self.batch_invariant, inputs.k.device)
+            return static_plan_of(documents, heads, self.batch_invariant)
+        if documents is None and not (states or self.batch_invariant):
+            return plan_of_rows(rows, tokens, heads, device)
+        offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
+        return plan_of(offsets, heads, self.batch_invariant, device)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
