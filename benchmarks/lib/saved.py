@@ -1,6 +1,10 @@
-"""What a layer keeps between forward and backward, by arithmetic."""
+"""What a layer keeps between forward and backward: by arithmetic, and on a CPU by counting."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
 
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 
@@ -39,3 +43,17 @@ def layer_bytes_per_token(sizes: HeadSizes, hidden: int, recompute: str) -> int:
     """The same of a layer in bf16 on a GPU, with out_proj's input and the layer's output."""
     normed = sizes.value_heads * sizes.value_dim * 2 if recompute == "none" else 0
     return mixer_bytes_per_token(sizes, recompute) + normed + hidden * 2
+
+
+def saved_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
+    """What autograd saves in a forward, each storage once. Nothing is dropped under these hooks."""
+    kept = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        held = forward()
+    del held
+    return {"saved": sum(kept.values()) / 2**20}
