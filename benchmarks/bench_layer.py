@@ -15,11 +15,10 @@ import os
 import time
 
 import torch
-from lib.layers import CASES, GATES, LINEARS, OPTIONS, Case, forwards, start_megatron, with_backward
+from lib.floor import floor_ms
+from lib.layers import CASES, GATES, LINEARS, OPTIONS, forwards, start_megatron, with_backward
 from lib.measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
-from lib.rules import begin_backward
 
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
@@ -47,55 +46,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
     parser.add_argument("--compile-only", action="store_true", help="one forward+backward each")
     return parser.parse_args()
-
-
-def floor_ms(case: Case, module, sizes: HeadSizes, x, documents, bandwidth: float, args) -> dict:
-    """Projections alone, rule alone, and minimum bytes of the rest, in milliseconds."""
-    G, H, K, V = sizes
-    mixed = torch.randn(
-        case.tokens, case.batch, H * V, device="cuda", dtype=torch.bfloat16, requires_grad=True
-    )
-    with torch.no_grad():
-        grads = [torch.randn_like(f(t)[0]) for f, t in
-                 ((module.in_proj, x), (module.out_proj, mixed))]  # fmt: skip
-
-    def projections(backward: bool) -> None:
-        for index, (f, t) in enumerate(((module.in_proj, x), (module.out_proj, mixed))):
-            t.grad = f.weight.grad = None
-            out = f(t)[0]
-            if backward:
-                out.backward(grads[index])
-
-    shape = (case.batch, case.tokens)
-
-    def unit(heads: int, dim: int) -> torch.Tensor:
-        x = torch.randn(*shape, heads, dim, device="cuda")
-        return torch.nn.functional.normalize(x, dim=-1).to(operand)
-
-    operand = module.rule.operand_dtype or torch.bfloat16
-    inputs = RuleInputs(
-        unit(G, K), unit(G, K), torch.randn(*shape, H, V, device="cuda").to(operand),
-        -torch.rand(*shape, H, device="cuda"), torch.rand(*shape, H, device="cuda"),
-    )  # fmt: skip
-    d_o = torch.randn_like(inputs.v, dtype=torch.bfloat16)
-
-    def rule(backward: bool) -> None:
-        saved = module.rule.begin(inputs, documents).run().saved
-        if backward:
-            begin_backward(module.rule, inputs, d_o, saved, documents).run()
-
-    per_token_fwd = 2 * 2 * sizes.conv_width + 3 * 2 * H * V + 12 * H
-    group = H // G if module.rule.name == "flash_qla" else 1
-    per_token_bwd = 2 * (2 * sizes.conv_width + 2 * G * group * K + H * V) + 5 * 2 * H * V + 16 * H
-    tokens = case.tokens * case.batch
-    gemm = [time_ms(lambda b=b: projections(b), repeats=args.repeats)["median"] for b in (0, 1)]
-    core = [time_ms(lambda b=b: rule(b), repeats=args.repeats)["median"] for b in (0, 1)]
-    move = [tokens * per_token_fwd / bandwidth * 1e3]
-    move.append(move[0] + tokens * per_token_bwd / bandwidth * 1e3)
-    return {
-        "projections": gemm, "rule": core, "bytes": move,
-        "total": [g + c + m for g, c, m in zip(gemm, core, move, strict=True)],
-    }  # fmt: skip
 
 
 def main() -> None:
@@ -142,7 +92,10 @@ def main() -> None:
             print("  ".join(rows[-1]), flush=True)
         ours = next((m for layer, m in modules.items() if layer != "upstream"), None)
         if ours is not None:
-            floor = floor_ms(case, ours, sizes, x, documents, bandwidth, args)
+            floor = floor_ms(
+                case, ours, sizes, x, documents, bandwidth,
+                lambda run: time_ms(run, repeats=args.repeats)["median"],
+            )  # fmt: skip
             write_lines(args.out, [{"case": name, "floor": floor, **setting}])
             total = floor["total"]
             rows.append([name, "floor", f"{total[0]:.3f}", f"{total[1]:.3f}",

@@ -6,7 +6,7 @@
 megatron-core repeats key heads and gives beta in bf16, so it takes other kernels than our layer,
 which ``python -m megatron_gdn.warm_up`` compiles. Heads are those of one rank: of 16:32, one GPU
 has 32 and each of four context-parallel ranks 8. Kernels are compiled for Hopper: for packed
-documents and for a sequence that is cut into parts.
+documents, for a sequence that is cut into parts and for a batch of four rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron_gdn.warm_up.hopper import ARCH, record_flash_qla, stand_in_for_hop
 from megatron_gdn.warm_up.tasks import Task, processors, run_tasks
 
 TOKENS = 9000
+ROWS = 4
 PACKED = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)))  # cut into parts; too short for it
 
 
@@ -38,15 +39,20 @@ def arguments() -> argparse.Namespace:
 
 
 def call(heads: int, offsets: list[int]) -> None:
-    """Forward and backward as megatron-core calls them: q, k, v and beta in bf16, g in fp32."""
+    """Forward and backward as megatron-core calls them: q, k, v and beta in bf16, g in fp32.
+
+    Without ``offsets`` of batch rows, which FlashQLA does not cut.
+    """
     import flash_qla  # pyright: ignore[reportMissingImports]
 
+    rows, tokens = (1, TOKENS) if offsets else (ROWS, 200)
+
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.zeros(1, TOKENS, heads, *shape, dtype=dtype, requires_grad=True)
+        return torch.zeros(rows, tokens, heads, *shape, dtype=dtype, requires_grad=True)
 
     o, _ = flash_qla.chunk_gated_delta_rule(
         q=zeros(128), k=zeros(128), v=zeros(128), g=zeros(dtype=torch.float32), beta=zeros(),
-        cu_seqlens=torch.tensor(offsets, dtype=torch.int32), auto_cp=True,
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32) if offsets else None, auto_cp=True,
     )  # fmt: skip
     o.backward(torch.zeros_like(o))
 
@@ -65,7 +71,7 @@ def tasks_of(heads: int) -> list[Task]:
         noted[entry] = Task(f"{entry.name}, {heads} heads", run, entry.is_there)
 
     with record_flash_qla(note):
-        for offsets in PACKED:
+        for offsets in (*PACKED, []):
             call(heads, offsets)
     return sorted(noted.values(), key=lambda task: "fused" not in task.name)  # slow ones first
 

@@ -3,6 +3,7 @@
 #
 #   benchmarks/on_gpus.sh check     one GPU: the kernels, the mixer, states, determinism, padding
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
+#   benchmarks/on_gpus.sh shapes    one GPU, Transformer Engine: the shapes that users run
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
 #   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange
 #   benchmarks/on_gpus.sh laws      four GPUs: the laws of layers in parallel, and the repeats
@@ -15,7 +16,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, repeats, parallel, laws or models}
+part=${1:?check, measure, shapes, repeats, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -102,6 +103,9 @@ measure)
   CUBLAS_WORKSPACE_CONFIG=:4096:8 bench chunk-workspace 45 bench_chunk || failed=1
   bench fla 120 bench_layer --core fla --cases 1x32768 --layers upstream ours || failed=1
   ;;
+shapes)
+  bench users_shapes 565 users_shapes --seconds 550 || failed=1
+  ;;
 repeats)
   compile compile 200 16:32 16:16 16:64 --operands bf16 --parts cut states || failed=1
   bits
@@ -135,7 +139,7 @@ models)
   bench model 120 bench_model --graphs none local --cases batch packed || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, repeats, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, repeats, parallel, laws and models" >&2
   exit 2
   ;;
 esac

@@ -64,17 +64,17 @@ def parse_options(text: str) -> dict[str, Any]:
     return options
 
 
-def _value(name: str, text: str, default: Any) -> Any:
+def _value(name: str, text: str, kind: str) -> Any:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text
-    if isinstance(default, bool) and not isinstance(value, bool):
+    if kind.startswith("bool") and not isinstance(value, bool):
         raise ValueError(f"{VARIABLE} has {name}={text!r}; it must be True or False.")
     return value
 
 
-def _legal() -> dict[str, Any]:
-    """Every option of the layer, with its default."""
+def _legal() -> dict[str, str]:
+    """Every option of the layer, with its type as written."""
     arguments = inspect.signature(GatedDeltaNet).parameters.items()
-    return {name: given.default for name, given in arguments if name not in _OF_MEGATRON}
+    return {name: str(given.annotation) for name, given in arguments if name not in _OF_MEGATRON}

@@ -29,6 +29,7 @@ def gated_delta_mixer(
     neighbours: Neighbours | None = None,
     normalise_qk: bool = True,
     recompute_qkv: bool = False,
+    recompute_rule: bool = False,
     refilled: RefilledOutput | None = None,
     kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -53,7 +54,8 @@ def gated_delta_mixer(
     parts = gdn_parts(
         proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
         rule=rule, norm=Apart(Bare(gate, heads), lambda o, _: o) if norm is None else norm,
-        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, kernels=kernels,
+        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, recompute_rule=recompute_rule,
+        kernels=kernels,
     )  # fmt: skip
     if documents is not None:
         S, B = proj.shape[:2]

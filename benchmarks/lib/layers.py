@@ -147,7 +147,7 @@ def our_layer(
     hidden: int,
     sizes: HeadSizes,
     backend: str,
-    recompute: bool = False,
+    recomputing: bool | None = False,
     cp: int = 1,
     deterministic: bool = False,
     linears: str = "local",
@@ -165,8 +165,8 @@ def our_layer(
         submodules,
         layer_number=1,
         backend=backend,
-        recompute_qkv=recompute,
-        recompute_norm_out=recompute,
+        recompute_qkv=recomputing,
+        recompute_norm_out=recomputing,
         **options,
     )
     return layer.to(DEVICE).bfloat16()
@@ -228,7 +228,7 @@ def thd(offsets: list[int] | None):
 
 OPTIONS = {
     "ours": {},
-    "ours-recompute": {"recompute": True},
+    "ours-recompute": {"recomputing": True},
     "ours-bf16": {"rule_operands": "bf16"},
 }
 

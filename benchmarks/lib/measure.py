@@ -20,7 +20,8 @@ PACKAGES = ("torch", "triton", "megatron-core", "flash-linear-attention", "flash
 
 def environment() -> dict[str, str]:
     """The GPU and the versions every record carries."""
-    found = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found = {"gpu": gpu, "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -29,6 +29,7 @@ from .parts import Parts
 from .readout.base import Apart
 from .recompute import RefilledOutput
 from .rules.by_level import RuleByLevel
+from .second_run import SecondRun
 from .trees import TreeDocuments
 
 
@@ -50,7 +51,7 @@ def mix(
         ``[S, B, H * V]``, ready for out_proj. If the readout is an :class:`Apart` with ``closed``,
         its ``call`` is still to be made, once all heads are together.
     """
-    front, rule, readout, parameters = parts
+    front, rule, readout, parameters, run_again = parts
     apart, inside = None, readout
     if isinstance(inside, Apart):
         apart, inside = inside, inside.inside
@@ -66,7 +67,8 @@ def mix(
         keep = torch.is_grad_enabled() and (rows.requires_grad or _any_wanted(parameters))
         hand_over = HandOver() if keep else None
         of_function = refilled if apart is None else None
-        call = Call(front, rule, inside, neighbours, keep, of_function, hand_over)
+        second_run = SecondRun(front, rule, neighbours) if keep and run_again else None
+        call = Call(front, rule, inside, neighbours, keep, of_function, hand_over, second_run)
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
     else:  # the other ranks that share the sequences have no rows either: no rank waits for any

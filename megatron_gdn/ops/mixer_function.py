@@ -6,6 +6,7 @@ Legend: S seq, B batch, P projection width, H heads with a state, V columns of a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ from .hand_over import HandOver
 from .neighbours import Neighbours
 from .readout.base import Readout
 from .recompute import RefilledOutput
+from .rules.again import kept_to_run_again
 from .rules.base import Rule, Saved
+from .second_run import SecondRun
 from .unfilled import leaves_memory_unfilled
 
 
@@ -31,6 +34,7 @@ class Call(NamedTuple):
     keep: bool  # for a backward
     refilled: RefilledOutput | None
     hand_over: HandOver | None  # of the gradient of the output
+    second_run: SecondRun | None  # None if what the backward reads is kept
 
 
 class _Kept(NamedTuple):
@@ -70,7 +74,7 @@ def _forward(
     call: Call, rows: Tensor, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None], _Kept | None]:
     """The mixer's output, and what its backward needs if there will be one."""
-    front, rule, readout, neighbours, keep, refilled, _ = call
+    front, rule, readout, neighbours, keep, refilled, _, second_run = call
     *of_front, gamma = parameters
     inputs = front.forward(rows, of_front, neighbours.documents)
     begun = rule.begin(inputs, neighbours.of_rule)
@@ -81,21 +85,34 @@ def _forward(
     del begun
     saved, kept = (), None
     if keep:
-        wanted, again = rule.reads_again, front.again
+        wanted, again, of_readout = rule.reads_again, front.again, o if readout.reads_o else None
+        if second_run is not None:
+            wanted, of_readout, of_rule = (), None, kept_to_run_again(rule, of_rule)
         named = zip(front.names, inputs, strict=True)
         read = [x if name in wanted and name not in again else None for name, x in named]
-        of_readout = o if readout.reads_o else None
         stamp = None if neighbours.documents is None else neighbours.documents.stamp
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
         kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked))
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
+        if second_run is None:
+            output = partial(_as_it_is, o)
+        else:
+            output = partial(_of_second_run, second_run, rows, of_front, linked, of_rule)
 
         def refill(out: Tensor) -> None:
-            readout.forward(o, rows, gamma, out=out)
+            readout.forward(output(), rows, gamma, out=out)
 
         refilled.remember(mixed, refill)
     return mixed, saved, kept
+
+
+def _as_it_is(o: Tensor) -> Tensor:
+    return o
+
+
+def _of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
+    return second_run.made(*kept).o
 
 
 def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
@@ -117,13 +134,18 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
     of_rule = Saved(tuple(saved[c:]), kept.rule_plan)
     saved.clear()
     d_rows = rows.new_empty(rows.shape)
+    inputs, second_run = None, kept.call.second_run
+    if second_run is not None:
+        inputs, o, of_rule = second_run.take(rows, of_front, linked, of_rule)
     d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
     del o
     gradient.append(d_o)
     del d_o
-    made = front.forward(rows, of_front, neighbours.documents, front.again)
-    inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
-    del made, read
+    if inputs is None:
+        made = front.forward(rows, of_front, neighbours.documents, front.again)
+        inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
+        del made
+    del read
     # No reference to d_o stays here, so that a rule that converts d_o can free the original.
     begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
     del inputs, of_rule

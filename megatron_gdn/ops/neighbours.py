@@ -36,6 +36,10 @@ class StateLink(Protocol):
         """``[N, H, K, V]`` for ``forward.run``, and tensors to keep for :meth:`leaving`."""
         ...
 
+    def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
+        """The states that :meth:`entering` gave, from what it kept."""
+        ...
+
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -32,12 +32,15 @@ class Parts(NamedTuple):
         rule: the recurrence.
         readout: the rule's output to rows for out_proj.
         parameters: the front's, then the readout's gamma or None; local to the scheme.
+        run_again: training keeps nothing of the front and the rule, and runs both again in the
+            backward (:mod:`.second_run`).
     """
 
     front: Front
     rule: Rule
     readout: Readout | Apart
     parameters: tuple[Tensor | None, ...]
+    run_again: bool = False
 
     @property
     def aligned(self) -> bool:

@@ -69,9 +69,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "flash_qla", "triton",
     )  # fmt: skip
     several(
-        "--parts", ("cut", "rows", "uncut", "states"),
+        "--parts", ("cut", "rows", "uncut", "states", "again"),
         "of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), states "
-        "(chunkwise). All of them; without context parallelism all but states",
+        "(chunkwise), again (recompute=full). All but again; without context parallelism all "
+        "but states",
     )  # fmt: skip
     number("--processes", "side by side, at most (one per core)")
     number("--multiprocessors", "of the GPU; FlashQLA chooses among its kernels by them (132)", 132)

@@ -7,6 +7,7 @@ FlashQLA itself decides which kernels a call takes.
     rows     a batch of whole rows
     uncut    sequences too short to be cut, one and several
     states   states in and out, as in context parallelism
+    again    a second run of the forward in the backward, of all of these (``recompute="full"``)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from ..ops.documents import Documents
-from ..ops.gdn.flash_qla.builds import Heads
+from ..ops.gdn.flash_qla.builds import PARTS, Heads
 from ..ops.gdn.flash_qla.cache import CacheEntry
 from ..ops.gdn.flash_qla.plan import stages
 from ..ops.gdn.flash_qla.rule import FlashQlaRule
@@ -65,7 +66,11 @@ def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) 
     with record_flash_qla(note):
         for part in parts:
             for count in _counts(heads.value, multiprocessors):
-                _call(part, heads, count)
+                if part == "again":
+                    for first in PARTS[:-1]:
+                        _call(first, heads, count, again=True)
+                else:
+                    _call(part, heads, count)
     return sorted(noted.values(), key=lambda task: (not task.soon, _rank(task.name)))
 
 
@@ -97,8 +102,11 @@ def _counts(value_heads: int, multiprocessors: int) -> list[int]:
     return sorted({1, math.ceil(full / 2 / value_heads), math.ceil(full / value_heads)})
 
 
-def _call(part: str, heads: Heads, count: int) -> None:
-    """Forward and backward of the rule, on zeros, for so many sequences."""
+def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
+    """Forward and backward of the rule, on zeros, for so many sequences.
+
+    ``again``: with a second run of the forward before the backward.
+    """
     rows = max(2, count) if part == "rows" else 1  # a single row counts as a sequence
     tokens, documents = _LONG if part == "cut" else _SHORT, None
     if part in ("uncut", "states"):
@@ -111,12 +119,17 @@ def _call(part: str, heads: Heads, count: int) -> None:
     k, v = zeros(heads.key, _HEAD_DIM), zeros(heads.value, _HEAD_DIM)
     g, beta = (zeros(heads.value, dtype=torch.float32) for _ in range(2))
     rule, inputs = FlashQlaRule(), RuleInputs(k, k, v, g, beta)
-    begun = rule.begin(inputs, documents)
+    begun, initial = rule.begin(inputs, documents), None
     if part == "states":
         initial = torch.zeros_like(begun.state_map().local)
-        backward = rule.begin_backward(v, inputs, begun.run(initial).saved, documents)
+    saved = begun.run(initial).saved
+    if again:
+        kept = rule.kept_to_run_again(saved)
+        saved = rule.run_again(inputs, kept, documents, initial).saved
+    backward = rule.begin_backward(v, inputs, saved, documents)
+    if part == "states":
         backward.d_initial()
         backward.run(initial, initial)
     else:
-        rule.begin_backward(v, inputs, begun.run().saved, documents).run()
+        backward.run()
         rule.begin(inputs, documents).run(keep=False)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..mixers.gdn.sizes import GDNDims
-from ..ops.gdn.flash_qla.builds import PARTS, Heads
+from ..ops.gdn.flash_qla.builds import ON_REQUEST, PARTS, Heads
 from ..ops.gdn.sizes import HeadSizes
 from .model_file import Model, read_model
 from .tasks import Task
@@ -96,7 +96,8 @@ def needs_of(arguments: argparse.Namespace) -> Needs:
     flash_qla: dict[Heads, tuple[str, ...]] = {}
     for dtype in _dtypes(arguments) if "flash_qla" in arguments.kernels else ():
         for key, value, states in shares:
-            parts = arguments.parts or [p for p in PARTS if p != "states" or states]
+            asked = ("states",) if states else ()
+            parts = arguments.parts or [p for p in PARTS if p not in ON_REQUEST or p in asked]
             heads = Heads(key, value, dtype)
             flash_qla[heads] = tuple(dict.fromkeys((*flash_qla.get(heads, ()), *parts)))
     return Needs(list(shares), sizes, dims.conv_kernel_dim, flash_qla)

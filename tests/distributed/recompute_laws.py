@@ -13,14 +13,17 @@ from tests.distributed.mark_laws import layer_with
 from tests.parallel import make_config, parallel
 
 
-def norm_is_recomputed_without_an_extension(cp: int, mode: str, called: bool) -> None:
+def norm_is_recomputed_without_an_extension(
+    cp: int, mode: str, called: bool, **options: str
+) -> None:
     """No bit changes, the output is gone meanwhile, and the layer keeps nothing of it."""
     with parallel(cp=cp):
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         config = make_config(context_parallel_size=cp)
         saved = layer_with(config, groups, called, linear_cp_mode=mode)
         randomise_(saved)
-        again = layer_with(config, groups, called, linear_cp_mode=mode, recompute_norm_out=True)
+        options = options or {"recompute_norm_out": True}
+        again = layer_with(config, groups, called, linear_cp_mode=mode, **options)
         again.load_state_dict(saved.state_dict())
         x = torch.randn(48 // cp, 1, 24)
         mixed = []

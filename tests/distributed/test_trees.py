@@ -33,10 +33,10 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
     pools(2).run(parallel_equals_one_rank, mixers, 2, 1, sequence_parallel, tree=tree)
 
 
-@pytest.mark.parametrize("recompute", [{"recompute_qkv": True}, {"recompute_norm_out": True}])
+@pytest.mark.parametrize("recompute", ["light", "full"])
 def test_recomputing_equals_one_rank(pools, recompute):
     tree = random_tree(5, multiple=4)
-    pools(2).run(parallel_equals_one_rank, GDN, 1, 2, tree=tree, **recompute)
+    pools(2).run(parallel_equals_one_rank, GDN, 1, 2, tree=tree, recompute=recompute)
 
 
 @pytest.mark.parametrize("cp, recompute", [(1, False), (1, True), (2, False), (2, True)])

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.gpu
 OPTIONS = {
     "plain": {},
     "deterministic": {"deterministic_mode": True},
-    "recompute": {"options": {"recompute_qkv": True, "recompute_norm_out": True}},
+    "recompute": {"options": {"recompute": "light"}},
+    "recompute all": {"options": {"recompute": "full"}},
 }
 
 

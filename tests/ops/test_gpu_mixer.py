@@ -194,6 +194,31 @@ def test_recomputing_keeps_every_bit(shape, rule):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed", "long"])
+@pytest.mark.parametrize("rule", ["fla", "flash_qla", *HALF])
+def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
+    """fla's second run is its first one. FlashQLA's gives the backward states of another kernel.
+
+    Both kernels round the same products to the operands' dtype, so their errors are of one size,
+    up to what :func:`check_against_fp64` allows for few numbers.
+    """
+    sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
+    chosen = rule_named(rule, sizes)
+    saved = run(sizes, leaves, d_out, documents, chosen)
+    again = run(sizes, leaves, d_out, documents, chosen, recompute_rule=True)
+    twice = run(sizes, leaves, d_out, documents, chosen, recompute_rule=True)
+    assert all(torch.equal(a, b) for a, b in zip(again, twice, strict=True))
+    if rule.split()[0] == "fla":
+        assert all(torch.equal(a, b) for a, b in zip(saved, again, strict=True))
+        return
+    wide = [x.detach().double() for x in leaves]
+    exact = run(sizes, wide, d_out, documents, rule_named("reference", sizes), kernels="torch")
+    found, usual = errors(again, exact), errors(saved, exact)
+    for name, a, b, x in zip(NAMES, found, usual, exact, strict=True):
+        print(f"{name}: {a:.2e}, without a second run {b:.2e}")
+        assert a <= 1.2 * b * (1 + 2 * x.numel() ** -0.5), name
+
+
 @pytest.mark.parametrize("rule", ["flash_qla", "flash_qla fp16"])
 @pytest.mark.parametrize("shape", ["S2100-B3", "packed", "long"])
 def test_two_runs_are_bitwise_equal(shape, rule):

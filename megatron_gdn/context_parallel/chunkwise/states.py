@@ -209,11 +209,13 @@ class StatesOfPieces:
         entering = self._chain(maps, self._table.nodes)
         return _put(entering, self._table.first, self._count), (entering, maps.through)
 
+    def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
+        return _put(kept[0], self._table.first, self._count)
+
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The same from the other end: d_local of the pieces, an exchange of transposed maps."""
         table, (entering, through) = self._table, kept
         d_local = _take(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)
         leaving = self._chain(maps, table.nodes.backwards())
-        initial = _put(entering, table.first, self._count)
-        return initial, _put(leaving, table.last, self._count)
+        return self.entered(kept), _put(leaving, table.last, self._count)

@@ -38,10 +38,10 @@ from .newer_config import (
     GDN_FIELDS,
     gate_activation,
     name_ignored_offloads,
-    recomputed_parts,
     require_this_variant,
 )
 from .out_norm import norm_of
+from .recompute import computed_again
 from .sizes import GDNDims
 from .upstream_names import UpstreamNames
 
@@ -113,20 +113,22 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
             the last machine may have fewer. None (default): the ranks exchange their hosts once.
             ``"auto"`` prices messages by it, and state maps cross machines last.
-        recompute_qkv: compute query, key and value again in the backward instead of saving them.
-        recompute_norm_out: likewise the normed output, out_proj's input. Megatron's
-            ``--recompute-modules gdn_norm_out`` switches it on too. ``gdn`` of newer Megatrons
-            computes the whole layer again.
+        recompute: what the backward computes again instead of saving it: ``"none"``, ``"light"``
+            (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
+            output of the delta rule and the inverses of its chunks); see :mod:`.recompute`.
+        recompute_qkv: the part of ``"light"`` that is query, key and value, alone.
+        recompute_norm_out: the other part, alone. Megatron's ``--recompute-modules gdn_norm_out``
+            switches it on too. ``gdn`` of newer Megatrons computes the whole layer again.
         output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
             ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
 
-    The last eight are given through ``ModuleSpec(params={...})``.
+    The last nine are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``, a config
-            of the variant ``gdn2``; Megatron's CUDA graphs of layers beside hybrid context
-            parallelism.
+            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``, settings
+            of recomputation that contradict, a config of the variant ``gdn2``; Megatron's CUDA
+            graphs of layers beside hybrid context parallelism.
         ImportError: the requested backend is not available.
     """
 
@@ -161,8 +163,9 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         cp_layout: str | SequenceLayout = AUTO,
         linear_cp_mode: str | LinearCpMode | None = None,
         cp_ranks_per_machine: int | None = None,
-        recompute_qkv: bool = False,
-        recompute_norm_out: bool = False,
+        recompute: str | None = None,
+        recompute_qkv: bool | None = None,
+        recompute_norm_out: bool | None = None,
         output_gate_activation: str | None = None,
     ) -> None:
         if not 0 < A_init_range[0] <= A_init_range[1]:
@@ -173,6 +176,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         require_this_variant(config)
         name_ignored_fields("GatedDeltaNet", GDN_FIELDS, config)
         name_ignored_offloads(config)
+        again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         in_layer_graph(config)  # refuses what no graph of a layer takes
@@ -188,10 +192,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             linear_cp_mode, cp_ranks_per_machine,
         )  # fmt: skip
         self._build(submodules, name)
-        parts = recomputed_parts(config)
-        self.recompute_whole = whole = "whole" in parts  # which leaves nothing to the other two
-        self.recompute_norm_out = not whole and (recompute_norm_out or "norm_out" in parts)
-        self.recompute_qkv = not whole and (recompute_qkv or "qkv" in parts)
+        self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
+        self.recompute_qkv, self.recompute_rule = "qkv" in again, "rule" in again
         self.reset_parameters()
 
     @property
@@ -217,6 +219,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             ),
             normalise_qk=self.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
+            recompute_rule=self.recompute_rule and self.training,
         )
 
     def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:

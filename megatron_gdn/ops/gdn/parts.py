@@ -28,6 +28,7 @@ def gdn_parts(
     norm: GatedNorm | Apart,
     normalise_qk: bool = True,
     recompute_qkv: bool = False,
+    recompute_rule: bool = False,
     kernels: str = "auto",
 ) -> Parts:
     """The :class:`Parts` of a Gated DeltaNet.
@@ -42,6 +43,9 @@ def gdn_parts(
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
             ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
+        recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
+            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
+            costs about one more forward of the rule.
         kernels: see :func:`.front.kernels_for`.
 
     Raises:
@@ -65,4 +69,5 @@ def gdn_parts(
         gamma, eps, zero_centered, activation = readout
         gate = sizes.layout.gate_columns
         readout = per_head(gate, eps, zero_centered, front.triton, activation)
-    return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, gamma))
+    parameters = conv_weight, conv_bias, A_log, dt_bias, gamma
+    return Parts(front, rule, readout, parameters, recompute_rule)

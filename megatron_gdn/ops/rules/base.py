@@ -38,10 +38,12 @@ class Saved(NamedTuple):
     Attributes:
         tensors: saved by autograd, None among them where a rule has no tensor to save.
         plan: how the batch was run, in the rule's own type; None if the documents determine it.
+        made: what a second run of the forward has made for the backward, see :mod:`.again`.
     """
 
     tensors: tuple[Any, ...] = ()
     plan: Any = None
+    made: Any = None
 
 
 class RuleOutput(NamedTuple):

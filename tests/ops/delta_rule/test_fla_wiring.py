@@ -12,6 +12,8 @@ import torch
 
 from megatron_gdn.ops.gdn.rule import fla as fla_rule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.ops.rules.again import kept_to_run_again
+from megatron_gdn.ops.rules.base import Saved
 
 from .states import (
     Oracle,
@@ -31,6 +33,7 @@ from .test_flash_qla_wiring import (
     check_fp16_operands,
     check_rows_equal_one_row,
     random_inputs,
+    run_again,
 )
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
@@ -134,6 +137,16 @@ def test_documents_with_and_without_states(rule, lengths):
     joined = Oracle(inputs, (sum(lengths),))
     got = run_in_segments(rule, inputs, d_o, documents)
     check(got, [joined.forward()[0], *joined.backward(d_o)[0]])
+
+
+@pytest.mark.parametrize("lengths", [(130, 1, 300), (2500, 2100)], ids=["uncut", "cut"])
+def test_a_second_run_gives_what_the_backward_needs(rule, lengths):
+    inputs, d_o = random_inputs(sum(lengths))
+    documents, apart = documents_of(lengths), Oracle(inputs, lengths)
+    exact = [apart.forward()[0], *apart.backward(d_o)[0]]
+    check(run_again(rule, inputs, d_o, documents), exact)
+    check(run_again(rule, inputs, d_o, documents, map_first=True), exact)
+    assert kept_to_run_again(rule, rule.begin(inputs, documents).run().saved) == Saved()
 
 
 def test_fp16_operands_leave_no_trace(rule):

@@ -16,6 +16,7 @@ from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 
 from .states import backward_of, documents_of
+from .test_flash_qla_wiring import forget_plans
 
 HEADS = (16, 32)
 
@@ -140,9 +141,9 @@ def test_the_same_bits(case, monkeypatch):
 
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
         monkeypatch.setattr(module, "stages", Own)
-    flash_qla_plan.plan_of.cache_clear()
+    forget_plans()
     runs.append(list(all_of(rule, inputs, d_o, documents)))
-    flash_qla_plan.plan_of.cache_clear()
+    forget_plans()
     for again in runs[1:]:
         for number, (x, y) in enumerate(zip(runs[0], again, strict=True)):
             assert torch.equal(x, y), number

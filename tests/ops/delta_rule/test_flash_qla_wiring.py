@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.ops.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.ops.rules.again import kept_to_run_again
+from megatron_gdn.ops.rules.again import run_again as run_the_rule_again
 from megatron_gdn.ops.state_maps.fold import entering_states, leaving_gradients
 from megatron_gdn.ops.state_maps.parts import CHUNK
 
@@ -32,6 +35,14 @@ HEADS, K, V = (2, 4), 3, 5
 
 
 @dataclass
+class StandInCache:
+    """What FlashQLA's backward takes from its forward."""
+
+    h0: torch.Tensor
+    mark: int
+
+
+@dataclass
 class StandInContext:
     cu_seqlens: torch.Tensor | None = None
     is_intra: bool = False
@@ -42,17 +53,23 @@ class StandInContext:
     ht_mask_bwd: torch.Tensor | None = None
 
 
+class Entered(NamedTuple):
+    """In place of the states at chunks: those that enter, which the backward goes on from."""
+
+    state: torch.Tensor | None
+
+
 class StandIn:
     """The stages that the rule calls, each by the plain rule over the sequences it is given.
 
     ``cut`` is what FlashQLA's cost model answers.
     """
 
-    CHUNK_SIZE = CHUNK
+    CHUNK_SIZE, mark = CHUNK, 7
     FlashQLACPContext = StandInContext
 
     def __init__(self, cut=None) -> None:
-        self.cut = cut
+        self.cut, self.passes = cut, Counter()
 
     def build_cp_context(self, cu_seqlens=None, **_):
         if cu_seqlens is None or self.cut is None:
@@ -82,7 +99,8 @@ class StandIn:
                     cu_seqlens=None, **_):  # fmt: skip
         oracle = self._rule(k, v, b, g, cu_seqlens)
         if num_warmup_chunks is None:
-            return initial_state, None, None  # as the states; the backward goes on from it
+            self.passes["states alone"] += 1
+            return Entered(initial_state), None, None
         assert torch.equal(
             num_warmup_chunks[:, :1], (cu_seqlens.diff()[:, None] + CHUNK - 1) // CHUNK
         )
@@ -90,9 +108,12 @@ class StandIn:
 
     def fused_gdr_fwd(
         self, q, k, v, a, g, b, cp_seq_map, raw_cu_seqlens, initial_state=None,
-        output_final_state=False, cu_seqlens=None, **_,
+        output_final_state=False, cu_seqlens=None, output_h=False, **_,
     ):  # fmt: skip
         o, leaving = self._rule(k, v, b, g, cu_seqlens, q).forward(initial_state)
+        if output_h:  # as fused_gdr_h gives them to the stand-in of the backward
+            self.passes["states by the forward"] += 1
+            return o, Entered(initial_state), None
         if not output_final_state:
             return o, None, None
         # The last part of a sequence writes the state that leaves the sequence.
@@ -107,24 +128,34 @@ class StandIn:
         return None, oracle.backward(do, d_final=dht)[1].float()
 
     def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
-        grads, d_initial = self._rule(k, v, b, g, cu_seqlens, q).backward(do, h, dht)
+        grads, d_initial = self._rule(k, v, b, g, cu_seqlens, q).backward(do, h.state, dht)
         return *grads, d_initial
 
     def chunk_gated_delta_rule_fwd(
-        self, q, k, v, g, beta, cp_context, cu_seqlens, output_final_state, **_
+        self, q, k, v, g, beta, cp_context, cu_seqlens, output_final_state, enable_fwd_cp_cache, **_
     ):
         assert cu_seqlens is cp_context.cu_seqlens
         o, last = self._rule(k, v, beta, g + 1, cu_seqlens, q).forward()
-        last = last if output_final_state else None
-        return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, last, None
+        last, cache = last if output_final_state else None, None
+        if cp_context.is_intra and enable_fwd_cp_cache:
+            parts = self._parts(cp_context, k.device)
+            of_parts = self._rule(k, v, beta, g + 1, parts.offsets)
+            entering = entering_states(of_parts.forward()[1], of_parts.through(), parts, None)
+            cache = StandInCache(entering, self.mark)
+        return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, last, cache
 
-    def cp_preprocess_bwd(self, context, q, k, v, a, g, beta, do, dht, initial_state, **_):
+    def _parts(self, context, device):
+        return flash_qla_plan.Parts.build(
+            context.cu_seqlens.tolist(), context.intra_cp_cu_seqlens.tolist(), device
+        )
+
+    def cp_preprocess_bwd(
+        self, context, q, k, v, a, g, beta, do, dht, initial_state, cp_cache=None, **_
+    ):
         if not context.is_intra:
             return initial_state, dht
-        parts = SimpleNamespace(**{f.name: getattr(context, f.name) for f in fields(context)})
-        parts = flash_qla_plan.Parts.build(
-            parts.cu_seqlens.tolist(), parts.intra_cp_cu_seqlens.tolist(), k.device
-        )
+        parts = self._parts(context, k.device)
+        assert cp_cache is None or cp_cache.mark == self.mark
         oracle = self._rule(k, v, beta, g, parts.offsets, q)
         local, through, d_local = oracle.forward()[1], oracle.through(), oracle.backward(do)[1]
         return (
@@ -142,9 +173,15 @@ def rule(request, monkeypatch):
         monkeypatch.setattr(module, "stages", lambda: stand_in)
     monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
     monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
-    flash_qla_plan.plan_of.cache_clear()
+    monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: 132)
+    forget_plans()
     yield flash_qla.FlashQlaRule(batch_invariant=invariant)
-    flash_qla_plan.plan_of.cache_clear()
+    forget_plans()
+
+
+def forget_plans() -> None:
+    for known in (flash_qla_plan.plan_of, flash_qla_plan.plan_of_rows):
+        known.cache_clear()
 
 
 def random_inputs(S, B=1):
@@ -204,6 +241,13 @@ def test_fp16_operands_leave_no_trace(rule):
 
 ROWS = {"uncut": (False, None), "cut": (False, [0, 64, 100, 164, 200]),
         "invariant": (True, [0, 64, 100, 164, 200])}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [ROWS["cut"]], ids=["cut"], indirect=True)
+def test_few_rows_and_heads_run_as_one_cut_row(rule):
+    inputs, _ = random_inputs(100, B=2)
+    plan = rule.begin(inputs, None).run().saved.plan.plan
+    assert plan.context.is_intra and plan.parts.offsets.tolist() == ROWS["cut"][1]
 
 
 @pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)
@@ -288,3 +332,50 @@ def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
         torch.testing.assert_close(got, d_initial, rtol=1e-5, atol=1e-6)
         got = backward.run(None, d_final)
         check([o, *by_key_head(got, HEADS[0])], [oracle.forward()[0], *grads])
+
+
+def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
+    """As :func:`.states.run_whole`, with nothing of the forward kept but what it says."""
+    begun = rule.begin(inputs, documents)
+    if map_first:
+        begun.state_map()
+    first = begun.run(initial)
+    kept = kept_to_run_again(rule, first.saved)
+    again = run_the_rule_again(rule, inputs, kept, documents, initial)
+    assert torch.equal(again.o, first.o)
+    grads = backward_of(rule, inputs, d_o, again.saved, documents).run(initial)
+    return [again.o, *by_key_head(grads, inputs.k.shape[2])]
+
+
+@pytest.mark.parametrize("rule", KINDS.values(), ids=KINDS, indirect=True)
+def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    documents, apart = documents_of(LENGTHS), Oracle(inputs, LENGTHS)
+    exact = [apart.forward()[0], *apart.backward(d_o)[0]]
+    check(run_again(rule, inputs, d_o, documents), exact)
+    check(run_again(rule, inputs, d_o, documents, map_first=True), exact)
+    initial = torch.randn(len(LENGTHS), HEADS[1], K, V, dtype=torch.float64)
+    exact = [apart.forward(initial)[0], *apart.backward(d_o, initial)[0]]
+    for map_first in (False, True):
+        check(run_again(rule, inputs, d_o, documents, initial, map_first), exact)
+    passes = flash_qla.stages().passes
+    assert passes["states alone"] == 0 and passes["states by the forward"] == 4
+
+
+@pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS, indirect=True)
+def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
+    inputs, d_o = random_inputs(100, B=2)
+    oracle = Oracle(inputs, (100, 100))
+    check(run_again(rule, inputs, d_o), [oracle.forward()[0], *oracle.backward(d_o)[0]])
+    initial = torch.randn(2, HEADS[1], K, V, dtype=torch.float64)
+    exact = [oracle.forward(initial)[0], *oracle.backward(d_o, initial)[0]]
+    check(run_again(rule, inputs, d_o, None, initial), exact)
+
+
+@pytest.mark.parametrize("rule", KINDS.values(), ids=KINDS, indirect=True)
+def test_a_second_run_keeps_nothing_per_token(rule):
+    inputs, _ = random_inputs(sum(LENGTHS))
+    saved = rule.begin(inputs, documents_of(LENGTHS)).run().saved
+    kept = kept_to_run_again(rule, saved).tensors
+    assert all(x.shape[1] == inputs.k.shape[1] for x in saved.tensors[:2])
+    assert not any(torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept)

@@ -153,6 +153,27 @@ def test_maps_states_and_d_initial_agree_with_the_plain_rule(decay, name):
     assert not bad, bad
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+def test_rows_cut_as_one_are_as_exact_as_rows_side_by_side(decay, monkeypatch):
+    """64 blocks leave half of 132 multiprocessors idle: the cost model cuts 2 x 4100 tokens."""
+    from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
+
+    rule = rule_named("flash_qla", batch_invariant=False)
+    inputs, d_o = make_inputs(4100, B=2, decay=decay)
+    exact = exact_run(inputs, d_o)
+    made = {}
+    for how, count in (("cut", 132), ("side by side", 1)):
+        monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda n=count: n)
+        flash_qla_plan.plan_of_rows.cache_clear()
+        assert (rule.plan(inputs, None, states=False).parts is not None) == (how == "cut")
+        made[how] = errors(run_whole(rule, inputs, d_o), exact)
+    flash_qla_plan.plan_of_rows.cache_clear()
+    print(made)
+    cut, whole = made["cut"], made["side by side"]
+    bad = {n: (a, b) for n, a, b in zip(NAMES, cut, whole, strict=True) if not a <= 1.2 * b + 1e-6}
+    assert not bad, bad
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_states_and_their_gradients_of_batch_rows(name):
     rule = rule_named(name)

@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 HOPPER = (9, 0)
 # Set to 0: this process itself compiles the kernels that it misses, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Kernels for a long sequence cut into parts; for a batch of rows; for short documents; and for
-# states in and out, which context parallelism by state passing takes.
-PARTS = ("cut", "rows", "uncut", "states")
+# Kernels for a long sequence cut into parts; for a batch of rows; for short documents; for states
+# in and out, which context parallelism by state passing takes; and for a second run of the forward.
+PARTS = ("cut", "rows", "uncut", "states", "again")
+ON_REQUEST = ("states", "again")  # those that not every run takes
 
 
 class Heads(NamedTuple):
@@ -99,7 +100,7 @@ def compile_early(heads: Heads, part: str) -> None:
     """
     if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
         return
-    if heads.ready(part, _multiprocessors()).exists():
+    if heads.ready(part, multiprocessors()).exists():
         return
     with (
         suppress(OSError),  # a folder that cannot be written; the first call says so
@@ -158,10 +159,10 @@ def _start(heads: Heads, part: str, lock: int) -> subprocess.Popen:
 
 def command(heads: Heads, part: str) -> list[str]:
     """The command line that compiles these heads' kernels, those of this part first."""
-    parts = [part, *(other for other in PARTS if other not in (part, "states"))]
+    parts = [part, *(other for other in PARTS if other not in (part, *ON_REQUEST))]
     return [
         sys.executable, "-m", "megatron_gdn.warm_up", *heads.flags.split(), "--parts", *parts,
-        "--multiprocessors", str(_multiprocessors()), "--for-a-run",
+        "--multiprocessors", str(multiprocessors()), "--for-a-run",
     ]  # fmt: skip
 
 
@@ -175,5 +176,6 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
+    """Of the GPU at hand. FlashQLA chooses kernels and cuts by their number."""
     return torch.cuda.get_device_properties().multi_processor_count

@@ -200,10 +200,12 @@ class HopperStages(HeldKernels):
         cu_seqlens: Tensor | None = None,
         cp_seq_map: Tensor | None = None,
         raw_cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, None, Tensor | None]:
+        output_h: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output, with ``output_h`` the states at chunks, and the final states if asked for."""
         B, _, G, K = k.shape
         H, V = v.shape[2:]
-        N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, chunks = self._places(k, cu_seqlens, a.shape[-1])
         whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1
         if raw_cu_seqlens is None:
             raw_cu_seqlens = self._blank((N + 1,), boundaries.dtype, k.device)
@@ -228,13 +230,16 @@ class HopperStages(HeldKernels):
             "fused_gdr_fwd", "tilelang_fused_chunk_gdr_fwd",
             H, G, K, V, a.shape[-1], scale, "float32", q.dtype, g.dtype, b.dtype, start.dtype, _F32,
             k.dtype, o.dtype, boundaries.dtype, initial_state is not None, output_final_state,
-            False, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
+            output_h, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
         )  # fmt: skip
-        h = self._blank((B, 0, H, K, V), k.dtype, k.device)
+        if output_h:
+            h = k.new_empty(B, chunks, H, K, V)
+        else:
+            h = self._blank((B, 0, H, K, V), k.dtype, k.device)
         run(
             q, k, v, a, g, b, start, boundaries, first, owner, raw_cu_seqlens, o, h, ending
         )  # fmt: skip
-        return o, None, final if output_final_state else None
+        return o, h if output_h else None, final if output_final_state else None
 
     def fused_gdr_dh(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...host_tables import cached_by_stream
 from ...state_maps.parts import Parts, parts_by_length
 from ...state_maps.static_parts import StaticParts
-from .builds import watch_builds
+from .builds import multiprocessors, watch_builds
 from .fences import fence_bulk_stores
 from .hopper import HopperStages
 
@@ -126,18 +126,37 @@ def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | No
 
 
 @cached_by_stream(64)
+def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
+    """The plan of batch rows that start at zero, for all of them together.
+
+    FlashQLA runs one block of threads per row and head. With fewer blocks than multiprocessors a
+    part of the GPU idles. The rows are then laid end to end, and FlashQLA's cost model cuts them as
+    it cuts documents of these lengths. Rows that it does not cut, and those of a full GPU, run side
+    by side as they are.
+    """
+    sequences = row_offsets(rows, tokens)
+    full = rows * value_heads >= multiprocessors()
+    if rows > 1 and (full or _cut_by_cost(sequences, value_heads) is None):
+        return Plan(stages().build_cp_context(None), None)
+    return plan_of(sequences, value_heads, False, device)
+
+
+def row_offsets(rows: int, tokens: int) -> tuple[int, ...]:
+    """Where batch rows begin that lie end to end, and the end."""
+    return tuple(row * tokens for row in range(rows + 1))
+
+
+@cached_by_stream(64)
 def plan_of(
-    sequences: tuple[int, ...] | None,
+    sequences: tuple[int, ...],
     value_heads: int,
     batch_invariant: bool,
     device: torch.device,
 ) -> Plan:
-    """The plan of sequences that begin at these offsets; None: of uncut batch rows.
+    """The plan of sequences that begin at these offsets.
 
     Keyed by value: equal batches share one, on every layer and in the backward.
     """
-    if sequences is None:
-        return Plan(stages().build_cp_context(None), None)
     choose = parts_by_length if batch_invariant else _cut_by_cost
     cut = choose(sequences, value_heads)
     parts = Parts.build(sequences, sequences if cut is None else cut, device)

@@ -7,7 +7,7 @@ batch is made from host offsets, and the heads are summed inside our backward ke
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,15 @@ from ..rule.base import RuleGrads, RuleInputs, inputs_in_one_row
 from . import states as flash_qla_states
 from .builds import Heads, compile_early, expect
 from .hopper import HopperStages
-from .plan import Plan, plan_of, stages
+from .plan import Plan, plan_of, plan_of_rows, row_offsets, stages
 from .static import static_plan_of
 
 
 class FlashQlaRule:
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side. If the log-decay of a part falls below
+    Long sequences are cut into parts that run side by side, and so are batch rows where rows times
+    heads are fewer than the GPU's multiprocessors. If the log-decay of a part falls below
     -10, the state that entered it is taken as zero from there on (e^-10 = 4.5e-5, a hundredth of a
     bf16 rounding).
 
@@ -56,16 +57,13 @@ class FlashQlaRule:
         return plan
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
-        rows, tokens = inputs.k.shape[:2]
+        (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if isinstance(documents, StaticDocuments):
-            return static_plan_of(documents, inputs.v.shape[2], self.batch_invariant)
-        if documents is not None:
-            offsets = documents.filled_offsets
-        elif rows == 1 or states or self.batch_invariant:
-            offsets = tuple(row * tokens for row in range(rows + 1))
-        else:
-            offsets = None
-        return plan_of(offsets, inputs.v.shape[2], self.batch_invariant, inputs.k.device)
+            return static_plan_of(documents, heads, self.batch_invariant)
+        if documents is None and not (states or self.batch_invariant):
+            return plan_of_rows(rows, tokens, heads, device)
+        offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
+        return plan_of(offsets, heads, self.batch_invariant, device)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
@@ -78,11 +76,38 @@ class FlashQlaRule:
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> FlashQlaForward:
         return FlashQlaForward(self, inputs, documents)
 
+    def kept_to_run_again(self, saved: Saved) -> Saved:
+        """All but g_sum and A: what belongs to parts."""
+        return Saved(saved.tensors[2:], saved.plan)
+
+    def run_again(
+        self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
+    ) -> RuleOutput:
+        """One pass computes the output and the states at chunks, which the backward then reads.
+
+        Without a second run another kernel computes these states, and rounds elsewhere.
+        """
+        rows = inputs.v.shape[:2]
+        plan: Plan = kept.plan.plan
+        expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
+        flat = inputs if plan.parts is None else inputs_in_one_row(inputs)
+        if isinstance(kept.plan, flash_qla_states.Carried):
+            o, saved = flash_qla_states.run_again(flat, initial, kept.tensors, plan)
+            return RuleOutput(in_rows(o, rows), None, saved)
+        cache, of = kept.plan.cache, plan.context
+        entering = None if cache is None else cache(*kept.tensors).h0
+        g_sum, A = flash_qla_states.triangular(flat, plan)
+        o, at_chunks = flash_qla_states.output_and_states(
+            flat, g_sum, A, entering, plan.part_offsets, of.seq_map_c2r, of.cu_seqlens
+        )
+        saved = Saved((g_sum, A, *kept.tensors), kept.plan, at_chunks)
+        return RuleOutput(in_rows(o, rows), None, saved)
+
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> UncarriedBackward | CarriedBackward:
         if isinstance(saved.plan, flash_qla_states.Carried):
-            return CarriedBackward(d_o, inputs, saved.tensors, saved.plan.plan)
+            return CarriedBackward(d_o, inputs, saved)
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
 
@@ -133,8 +158,9 @@ class FlashQlaForward:
 class CarriedBackward:
     """After a forward that carried states between parts itself."""
 
-    def __init__(self, d_o: Tensor, inputs: RuleInputs, saved: tuple[Any, ...], plan: Plan) -> None:
-        self._rows, self._plan, self._saved = inputs.k.shape[:2], plan, saved
+    def __init__(self, d_o: Tensor, inputs: RuleInputs, saved: Saved) -> None:
+        self._rows, self._saved = inputs.k.shape[:2], saved.tensors
+        self._plan, self._at_chunks = saved.plan.plan, saved.made
         self._d_o, self._inputs = in_one_row(d_o), inputs_in_one_row(inputs)
         self._d_local: Tensor | None = None  # [P, H, K, V], of parts
 
@@ -162,7 +188,10 @@ class CarriedBackward:
             through, first = self._saved[3:]
             last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
         self._d_local = None
-        grads = _gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad)
+        states, self._at_chunks = self._at_chunks, None
+        grads = _gradients(
+            self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad, states=states
+        )
         return RuleGrads(*(in_rows(x, self._rows) for x in grads[:5]))
 
 
@@ -186,14 +215,15 @@ class UncarriedBackward:
         plan = self._rule.plan(self._inputs, self._documents, states=True)
         inputs = inputs_in_one_row(self._inputs)
         maps = flash_qla_states.part_maps(inputs, plan, (g_sum, A))
-        saved = flash_qla_states.saved_tensors(maps, entering=None)
-        return CarriedBackward(self._d_o, self._inputs, saved, plan).d_initial()
+        tensors = flash_qla_states.saved_tensors(maps, entering=None)
+        saved = Saved(tensors, flash_qla_states.Carried(plan))
+        return CarriedBackward(self._d_o, self._inputs, saved).d_initial()
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        plan, cache = self._saved.plan
+        (plan, cache), states = self._saved.plan, self._saved.made
         g_sum, A, *kept = self._saved.tensors
         del self._saved  # frees each tensor after its last use, not at the end
         d_o, inputs, rows = self._d_o, self._inputs, self._inputs.k.shape[:2]
@@ -206,7 +236,7 @@ class UncarriedBackward:
         )  # fmt: skip
         del kept
         made_here = last_grad is not d_final
-        grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here)
+        grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here, states)
         return RuleGrads(*(in_rows(x, rows) for x in grads[:5]))
 
 
@@ -219,6 +249,7 @@ def _gradients(
     first: Tensor | None,
     last_grad: Tensor | None,
     overwrite_last: bool = False,
+    states: Tensor | None = None,
 ) -> RuleGrads:
     """The gradients of the inputs.
 
@@ -226,13 +257,15 @@ def _gradients(
         first: states that enter the parts.
         last_grad: gradient of the states that leave them.
         overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
+        states: at chunks, of a second run of the forward; None: computed here.
     """
     sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
               "cu_seqlens": plan.part_offsets}  # fmt: skip
-    states, *_ = stages().fused_gdr_h(
-        initial_state=first, output_final_state=False, output_h=True, **common
-    )
+    if states is None:
+        states, *_ = stages().fused_gdr_h(
+            initial_state=first, output_final_state=False, output_h=True, **common
+        )
     dq, dk, dv, dg, dbeta, _ = stages().fused_gdr_bwd(
         q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5,
         **common, **sparing,

@@ -49,22 +49,17 @@ class Carried:
 
 
 def part_maps(
-    inputs: RuleInputs, plan: Plan, triangular: tuple[Tensor, Tensor] | None = None
+    inputs: RuleInputs, plan: Plan, known: tuple[Tensor, Tensor] | None = None
 ) -> PartMaps:
     """One pass over k, v, the gates and beta; ``inputs`` of one row.
 
-    ``triangular``: ``g_sum`` and ``A`` of a forward that has computed them.
+    ``known``: ``g_sum`` and ``A`` of a forward that has computed them.
     """
-    parts, sequences = plan.cut, plan.context.cu_seqlens
-    size = stages().CHUNK_SIZE
-    if triangular is not None:
-        g_sum, A = triangular
-    else:
-        g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences, chunk_size=size)
-        A = stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences, chunk_size=size)
+    parts = plan.cut
+    g_sum, A = triangular(inputs, plan) if known is None else known
     chunks, chunks_back, *_ = stages().get_warmup_chunks_bidi(
         g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
-        chunk_size=size, threshold=_FORGOTTEN,
+        chunk_size=stages().CHUNK_SIZE, threshold=_FORGOTTEN,
     )  # fmt: skip
     # The kernel counts chunks back from a part's end. An end inside a chunk is off the chunk grid;
     # such a part takes all its chunks.
@@ -112,6 +107,49 @@ def forward(
     )  # fmt: skip
     kept = saved_tensors(maps, entering) if keep else ()
     return o, last, Saved(kept, Carried(maps.plan))
+
+
+def run_again(
+    inputs: RuleInputs, initial: Tensor | None, kept: tuple[Any, ...], plan: Plan
+) -> tuple[Tensor, Saved]:
+    """``o`` and ``saved`` of :func:`forward`, from what :func:`saved_tensors` gives after A."""
+    parts = plan.cut
+    g_sum, A = triangular(inputs, plan)
+    entering = initial if parts.are_sequences else kept[2]
+    o, at_chunks = output_and_states(
+        inputs, g_sum, A, entering, parts.offsets, parts.owner, parts.sequences
+    )
+    return o, Saved((g_sum, A, *kept), Carried(plan), at_chunks)
+
+
+def triangular(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """``g_sum`` and ``A`` of the sequences, or of batch rows."""
+    of = {"cu_seqlens": plan.context.cu_seqlens, "chunk_size": stages().CHUNK_SIZE}
+    g_sum = stages().chunk_local_cumsum(g=inputs.g, **of)
+    return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, **of)
+
+
+def output_and_states(
+    inputs: RuleInputs,
+    g_sum: Tensor,
+    A: Tensor,
+    entering: Tensor | None,
+    offsets: Tensor | None,
+    owner: Tensor | None,
+    sequences: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``o``, and the states at chunks that the backward reads: one pass for both.
+
+    Args:
+        entering: states that enter the parts; None is zero.
+        offsets, owner, sequences: of the parts, as the forward took them.
+    """
+    o, at_chunks, _ = stages().fused_gdr_fwd(
+        q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta,
+        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, output_final_state=False,
+        output_h=True, cu_seqlens=offsets, cp_seq_map=owner, raw_cu_seqlens=sequences,
+    )  # fmt: skip
+    return o, at_chunks
 
 
 def d_initial_of_parts(

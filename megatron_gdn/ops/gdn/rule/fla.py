@@ -153,7 +153,7 @@ class FlaBackward:
         if documents is not None:
             d_o, inputs = in_one_row(d_o), inputs_in_one_row(inputs)
         self._d_o, self._inputs, self._documents = d_o, inputs, documents
-        (self._g_sum, self._A), self._boundaries = saved
+        (self._g_sum, self._A), self._boundaries = saved.tensors, saved.plan
 
     def d_initial(self) -> Tensor:
         inputs, fla, boundaries = self._inputs, stages(), self._boundaries

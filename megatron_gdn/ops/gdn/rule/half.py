@@ -45,7 +45,8 @@ from torch import Tensor
 
 from ...documents import Documents
 from ...layout import Layout
-from ...rules.base import PreparedRule, Rule, RuleForward, Saved, ScalableBackward
+from ...rules import again
+from ...rules.base import PreparedRule, Rule, RuleForward, RuleOutput, Saved, ScalableBackward
 from . import half_torch
 from .base import RuleGrads, RuleInputs
 
@@ -80,6 +81,14 @@ class HalfOperands:
 
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> RuleForward:
         return self._rule.begin(inputs, documents)
+
+    def kept_to_run_again(self, saved: Saved) -> Saved:
+        return again.kept_to_run_again(self._rule, saved)
+
+    def run_again(
+        self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
+    ) -> RuleOutput:
+        return again.run_again(self._rule, inputs, kept, documents, initial)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None

@@ -186,7 +186,7 @@ class FlaBackward:
         self._rows = inputs.x.shape[:2]
         self._d_o = d_o if documents is None else in_one_row(d_o)
         self._inputs, self._documents = _rows(inputs, documents), documents
-        (self._g_sum,), self._boundaries = saved
+        (self._g_sum,), self._boundaries = saved.tensors, saved.plan
         self._operands = _Operands(self._inputs)
 
     @torch.no_grad()

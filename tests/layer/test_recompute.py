@@ -1,0 +1,125 @@
+"""One option says what a backward computes again; the older names and Megatron's map onto it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn.mixers.gdn.recompute import LEVELS
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.ops.test_second_run import saved_bytes
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def build(modules=(), **options):
+    config = make_config()
+    if modules:
+        config.recompute_granularity, config.recompute_modules = "selective", [*modules]
+    return build_module(gated_delta_net_spec("local", **options), config, layer_number=1)
+
+
+def parts_of(layer) -> set[str]:
+    names = ("whole", "qkv", "norm_out", "rule")
+    return {name for name in names if getattr(layer, f"recompute_{name}")}
+
+
+LIGHT, FULL = {"qkv", "norm_out"}, {"qkv", "norm_out", "rule"}
+ASKED = {
+    "nothing": ({}, (), set()),
+    "none": ({"recompute": "none"}, (), set()),
+    "light": ({"recompute": "light"}, (), LIGHT),
+    "full": ({"recompute": "full"}, (), FULL),
+    "the older names": ({"recompute_qkv": True, "recompute_norm_out": True}, (), LIGHT),
+    "one of them": ({"recompute_norm_out": True}, (), {"norm_out"}),
+    "both ways": ({"recompute": "light", "recompute_qkv": True}, (), LIGHT),
+    "no twice": ({"recompute": "none", "recompute_qkv": False}, (), set()),
+    "core_attn": ({"recompute": "none"}, ("core_attn",), set()),
+    "gdn_norm_out": ({}, ("gdn_norm_out",), {"norm_out"}),
+    "gdn_norm_out and an option": ({"recompute_qkv": True}, ("gdn_norm_out",), LIGHT),
+    "gdn_norm_out and full": ({"recompute": "full"}, ("gdn_norm_out",), FULL),
+    "gdn": ({}, ("gdn",), {"whole"}),
+    "gdn and full": ({"recompute": "full"}, ("gdn",), {"whole"}),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_every_way_to_ask_maps_onto_the_same_parts(case):
+    options, modules, parts = ASKED[case]
+    assert parts_of(build(modules, **options)) == parts
+
+
+REFUSED = {
+    "level": ({"recompute": "some"}, (), "recompute='some' is not known; use one of 'none', 'li"),
+    "no bool": ({"recompute_qkv": "yes"}, (), "recompute_qkv='yes' must be True or False"),
+    "none": (
+        {"recompute": "none", "recompute_qkv": True}, (),
+        "recompute='none' and recompute_qkv=True contradict: 'none' does not compute query, key",
+    ),
+    "light": (
+        {"recompute": "light", "recompute_norm_out": False}, (),
+        "recompute='light' and recompute_norm_out=False contradict: 'light' computes the normed",
+    ),
+    "full": ({"recompute": "full", "recompute_qkv": False}, (), "recompute_qkv=False contradict"),
+    "modules": (
+        {"recompute": "none"}, ("gdn_norm_out",),
+        "recompute='none' and --recompute-modules gdn_norm_out contradict",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_contradict_are_refused_by_name(case):
+    options, modules, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        build(modules, **options)
+
+
+def step(layer, x):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    out, _ = layer(x, None)
+    out.square().sum().backward()
+    return [out, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
+    x = torch.randn(64, 2, 24)
+    one, kept = build(), {}
+    expected = step(one, x)
+    for level in LEVELS:
+        layer = build(recompute=level)
+        layer.load_state_dict(one.state_dict())
+        for a, b in zip(step(layer, x), expected, strict=True):
+            assert torch.equal(a, b), level
+        leaf = x.clone().requires_grad_()
+        kept[level] = saved_bytes(lambda layer=layer, leaf=leaf: layer(leaf, None)[0])
+    # Under hooks nothing is dropped after the forward, so the normed output counts in each.
+    tokens, sizes = x.shape[0] * x.shape[1], one.dims.heads
+    key, value = sizes.layout.widths[1:3]
+    assert kept["none"] - kept["light"] == tokens * (key + value) * 4
+    of_rule = value + 2 * sizes.value_heads  # the output, the log-decay and beta
+    assert kept["light"] - kept["full"] == tokens * of_rule * 4
+
+
+@pytest.mark.parametrize("level", ["light", "full"])
+def test_the_normed_output_is_gone_between_forward_and_backward(level):
+    layer, read = build(recompute=level), []
+    layer.out_proj.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    out, _ = layer(torch.randn(9, 1, 24, requires_grad=True), None)
+    assert read[0].untyped_storage().nbytes() == 0
+    out.sum().backward()
+    assert read[0].untyped_storage().nbytes() > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_evaluation_and_no_tokens_work_at_every_level(level):
+    layer = build(recompute=level)
+    x = torch.randn(0, 2, 24, requires_grad=True)
+    layer(x, None)[0].sum().backward()
+    assert x.grad.shape == x.shape
+    x = torch.randn(9, 1, 24)
+    trained = layer(x, None)[0]
+    assert torch.equal(layer.eval()(x, None)[0], trained)

@@ -1,0 +1,124 @@
+"""How FlashQLA's rule runs a batch of several rows: flattened and cut, or side by side."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.ops.gdn.rule.base import RuleInputs
+from megatron_gdn.ops.state_maps.parts import CHUNK, parts_by_length
+
+from .test_flash_qla_wiring import StandIn, StandInContext, forget_plans
+
+FEWEST = 4  # chunks of a part, as in FlashQLA's cost model
+
+
+class OneWave(StandIn):
+    """A cost model that cuts sequences so that parts times heads are one wave of the GPU."""
+
+    def __init__(self, multiprocessors: int) -> None:
+        super().__init__()
+        self.multiprocessors = multiprocessors
+
+    def build_cp_context(self, cu_seqlens=None, num_v_heads=0, **_):
+        if cu_seqlens is None:
+            return StandInContext()
+        chunks = [-(-n // CHUNK) for n in cu_seqlens.diff().tolist()]
+        step = max(FEWEST, -(-sum(chunks) * num_v_heads // self.multiprocessors))
+        if step >= max(chunks):
+            return StandInContext(cu_seqlens)
+        offsets = [
+            at
+            for start, end in pairwise(cu_seqlens.tolist())
+            for at in range(start, end, step * CHUNK)
+        ]
+        offsets = torch.tensor([*offsets, int(cu_seqlens[-1])], dtype=torch.int32)
+        return StandInContext(cu_seqlens, True, offsets)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """``planned(rows, tokens, heads, multiprocessors)``: the plan of the rule's forward."""
+    monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
+
+    def plan(rows, tokens, heads, multiprocessors, *, invariant=False, states=False):
+        stand_in = OneWave(multiprocessors)
+        for module in (flash_qla, flash_qla_plan):
+            monkeypatch.setattr(module, "stages", lambda: stand_in)
+        monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: multiprocessors)
+        forget_plans()
+        x = torch.zeros(1).expand(rows, tokens, heads, 1)
+        inputs = RuleInputs(x, x, x, x[..., 0], x[..., 0])
+        return flash_qla.FlashQlaRule(invariant).plan(inputs, None, states)
+
+    yield plan
+    forget_plans()
+
+
+GRID = [
+    (rows, tokens, heads, multiprocessors)
+    for rows in (1, 2, 3, 4, 8, 16)
+    for tokens in (1, 63, 64, 300, 1024, 4096, 4100)
+    for heads in (2, 4, 8, 12, 32)
+    for multiprocessors in (78, 132)
+]
+
+
+def test_every_token_lies_in_one_part_and_every_row_begins_one(planned):
+    for rows, tokens, heads, multiprocessors in GRID:
+        plan = planned(rows, tokens, heads, multiprocessors)
+        if plan.parts is None:
+            continue
+        offsets = plan.parts.offsets.tolist()
+        assert offsets[0] == 0 and offsets[-1] == rows * tokens
+        assert all(a < b for a, b in pairwise(offsets))  # so every token is in exactly one part
+        starts = [row * tokens for row in range(rows + 1)]
+        assert plan.parts.sequences.tolist() == starts
+        assert set(starts) <= set(offsets)
+        assert plan.parts.owner.tolist() == [at // tokens for at in offsets[:-1]]
+
+
+def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned):
+    cut = 0
+    for rows, tokens, heads, multiprocessors in GRID:
+        plan = planned(rows, tokens, heads, multiprocessors)
+        chunks = -(-tokens // CHUNK)
+        step = max(FEWEST, -(-rows * chunks * heads // multiprocessors))
+        if rows * heads >= multiprocessors or step >= chunks:
+            # A single row is a sequence of its own kernels; several lie side by side.
+            assert not plan.context.is_intra
+            assert (plan.parts is None) == (rows > 1)
+            continue
+        cut += 1
+        assert plan.part(states=False) == "cut"
+        assert len(plan.parts.owner) == rows * -(-chunks // step)
+        assert len(plan.parts.first) == rows + 1
+    assert cut > len(GRID) / 6  # the grid is worth its name
+
+
+def test_four_rows_of_4096_tokens_with_eight_heads_fill_the_gpu(planned):
+    plan = planned(4, 4096, 8, 132)
+    assert len(plan.parts.owner) * 8 == 128
+    assert planned(4, 4096, 8, 32).parts is None  # 32 blocks fill a GPU of 32
+    assert planned(4, 4096, 8, 33).parts is not None
+
+
+def test_deterministic_mode_and_states_keep_their_own_cut(planned):
+    for rows, tokens, heads, multiprocessors in GRID:
+        sequences = tuple(row * tokens for row in range(rows + 1))
+        plan = planned(rows, tokens, heads, multiprocessors, invariant=True)
+        assert plan.parts.offsets.tolist() == parts_by_length(sequences, heads)
+        plan = planned(rows, tokens, heads, multiprocessors, states=True)
+        assert plan.parts.sequences.tolist() == list(sequences)
+
+
+def test_one_plan_serves_every_layer_and_the_backward(planned):
+    planned(4, 4096, 8, 132)
+    x = torch.zeros(1).expand(4, 4096, 8, 1)
+    inputs = RuleInputs(x, x, x, x[..., 0], x[..., 0])
+    rule = flash_qla.FlashQlaRule()
+    assert rule.plan(inputs, None, False) is rule.plan(inputs, None, False)

@@ -1,0 +1,187 @@
+"""The front and the rule run again in the backward: the same bits, and what is then kept."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from megatron_gdn.ops.aligned import AlignedRule
+from megatron_gdn.ops.gdn.rule.half import HalfOperands
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.recompute import RefilledOutput
+from tests.gdn_mixer import gated_delta_mixer
+
+from .delta_rule import test_flash_qla_wiring as wiring
+from .test_mixer import CASES, gradients, make_inputs
+
+ROOT = Path(__file__).parents[2]
+flash_qla = wiring.rule  # the fixture
+
+
+@pytest.fixture
+def layer_memory(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("lib.saved")
+
+
+class Counting(PlainRule):
+    """The plain rule; counts runs of its forward."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def begin(self, inputs, documents):
+        self.runs += 1
+        return super().begin(inputs, documents)
+
+
+def mixed_by(rule, leaves, sizes, documents=None, **options):
+    *tensors, gamma = leaves
+    return gated_delta_mixer(
+        *tensors, sizes, rule=rule, norm=GatedNorm(gamma), documents=documents, **options
+    )
+
+
+def assert_equal(one, other) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rule", [PlainRule(), AlignedRule(PlainRule())], ids=["plain", "aligned"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_run_changes_no_bit(name, rule):
+    sizes = CASES[name]["sizes"]
+    leaves, documents = make_inputs(**CASES[name])
+    usual = mixed_by(rule, leaves, sizes, documents)
+    again = mixed_by(rule, leaves, sizes, documents, recompute_rule=True)
+    assert torch.equal(usual, again)
+    assert_equal(gradients(usual, leaves), gradients(again, leaves))
+
+
+SIZES = HeadSizes(1, 2, 16, 16)
+
+
+def with_reader(rule, leaves, refilled, **options):
+    """The mixer and a reader that saves its output, as out_proj does."""
+    torch.manual_seed(5)
+    width = SIZES.value_heads * SIZES.value_dim
+    weight = torch.randn(width, width, dtype=torch.float64, requires_grad=True)
+    mixed = mixed_by(rule, leaves, SIZES, refilled=refilled, **options)
+    out = mixed @ weight
+    if refilled is not None:
+        refilled.drop_until_backward_of(out)
+        assert mixed.untyped_storage().nbytes() == 0
+    return out, [*leaves[:2], *leaves[3:], weight]
+
+
+def test_the_reader_and_the_backward_share_one_second_run():
+    leaves, _ = make_inputs(SIZES, S=130)
+    out, wanted = with_reader(PlainRule(), leaves, None)
+    expected = torch.autograd.grad(out.sin().sum(), wanted)
+    for refilled in (None, RefilledOutput()):
+        rule = Counting()
+        out, wanted = with_reader(rule, leaves, refilled, recompute_rule=True)
+        assert_equal(torch.autograd.grad(out.sin().sum(), wanted), expected)
+        assert rule.runs == 2
+
+
+def test_a_second_backward_runs_it_once_more():
+    leaves, _ = make_inputs(SIZES, S=70)
+    rule = Counting()
+    out, wanted = with_reader(rule, leaves, RefilledOutput(), recompute_rule=True)
+    loss = out.sin().sum()
+    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    assert_equal(torch.autograd.grad(loss, wanted), first)
+    assert rule.runs == 3
+
+
+def test_a_checkpoint_around_the_mixer_sees_the_same_bits():
+    leaves, _ = make_inputs(SIZES, S=70)
+    expected = gradients(mixed_by(PlainRule(), leaves, SIZES), leaves)
+
+    def block(*tensors):
+        return mixed_by(PlainRule(), tensors, SIZES, recompute_rule=True)
+
+    again = checkpoint(block, *leaves, use_reentrant=False)
+    assert_equal(gradients(again, leaves), expected)
+
+
+def test_fp16_operands_are_run_again_within_them():
+    leaves, _ = make_inputs(SIZES, S=70)
+    wrapped = PlainRule()
+    wrapped.batch_invariant = False
+    rule = HalfOperands(wrapped)
+    usual = gradients(mixed_by(rule, leaves, SIZES), leaves)
+    assert_equal(gradients(mixed_by(rule, leaves, SIZES, recompute_rule=True), leaves), usual)
+
+
+@pytest.mark.parametrize("needs", [0, 4], ids=["rows", "dt_bias alone"])
+def test_one_gradient_alone_is_enough(needs):
+    leaves, _ = make_inputs(SIZES, S=33)
+    usual = mixed_by(PlainRule(), leaves, SIZES).sum()
+    (expected,) = torch.autograd.grad(usual, leaves[needs])
+    fixed = [x if x is None or i == needs else x.detach() for i, x in enumerate(leaves)]
+    again = mixed_by(PlainRule(), fixed, SIZES, recompute_rule=True).sum()
+    assert torch.equal(torch.autograd.grad(again, leaves[needs])[0], expected)
+
+
+def saved_bytes(run) -> int:
+    """Of all tensors that autograd saves in ``run``, each storage once."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        held = run()
+    del held
+    return sum(kept.values())
+
+
+def test_a_second_run_saves_the_rows_and_the_parameters_alone():
+    leaves, _ = make_inputs(SIZES, S=64)
+    parameters = sum(x.nbytes for x in leaves[1:] if x is not None)
+    again = saved_bytes(lambda: mixed_by(PlainRule(), leaves, SIZES, recompute_rule=True))
+    assert again == leaves[0].nbytes + parameters
+
+
+LEVELS = {
+    "none": {},
+    "light": {"recompute_qkv": True},
+    "full": {"recompute_qkv": True, "recompute_rule": True},
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "flash_qla"])
+@pytest.mark.parametrize("flash_qla", [(False, None)], indirect=True)
+def test_the_bytes_of_a_token_are_those_of_the_formula(level, kernels, flash_qla, layer_memory):
+    """For FlashQLA's rule with its stages in plain torch, in fp64."""
+    rule = flash_qla if kernels else PlainRule()
+    leaves, _ = make_inputs(SIZES, S=64)
+    parameters = sum(x.nbytes for x in leaves[1:] if x is not None)
+    kept = saved_bytes(lambda: mixed_by(rule, leaves, SIZES, **LEVELS[level])) - parameters
+    formula = layer_memory.mixer_bytes_per_token(
+        SIZES, level, operand=8, gate=8, kernels=kernels
+    )  # fmt: skip
+    assert kept == 64 * formula
+
+
+def test_what_the_page_says_of_memory(layer_memory):
+    """16 key and 32 value heads of 128 at hidden 2048, in bf16."""
+    kib = {
+        level: layer_memory.layer_bytes_per_token(HeadSizes(16, 32, 128, 128), 2048, level) / 1024
+        for level in LEVELS
+    }
+    assert kib == {"none": 60.375, "light": 40.375, "full": 28.125}
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for level, of_token in kib.items():
+        assert f"| `{level}` | {of_token:.1f} | {of_token * 32:.0f} |" in page
