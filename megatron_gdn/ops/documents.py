@@ -86,10 +86,15 @@ class Documents:
             )
         return documents
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All that tells these documents from others in as large a buffer."""
+        return self.offsets
+
     @cached_property
     def fingerprint(self) -> int:
-        """56 bits of a hash of the offsets, the same in every process."""
-        digest = blake2b(array("q", self.offsets).tobytes(), digest_size=7).digest()
+        """56 bits of a hash of :attr:`numbers`, the same in every process."""
+        digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
         return int.from_bytes(digest, "little")
 
     @property
@@ -113,9 +118,9 @@ class Documents:
 
     @cached_property
     def stamp(self) -> Tensor:
-        """int64 ``[N + 1]`` on the host: the offsets, which a forward saves for its backward."""
+        """int64 on the host: :attr:`numbers`, which a forward saves for its backward."""
         with torch.inference_mode(False):  # else no autograd function could save it
-            return torch.tensor(self.offsets, device="cpu")
+            return torch.tensor(self.numbers, device="cpu")
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Called by a backward: refuse boundaries that its forward did not have.
@@ -157,6 +162,7 @@ class Documents:
 
     @property
     def longest_sequence(self) -> int:
+        """Tokens of the longest document, with all that it continues."""
         return max(self.lengths)
 
     @property

@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,17 +80,9 @@ class TreeDocuments(Documents):
                     f"in its slot."
                 )
 
-    @cached_property
-    def fingerprint(self) -> int:
-        given = repr((self.offsets, self.parents, self.lengths_without_padding))
-        return int.from_bytes(blake2b(given.encode(), digest_size=7).digest(), "little")
-
-    @cached_property
-    def stamp(self) -> Tensor:
-        """int64 ``[3 N + 1]`` on the host: offsets, parents and lengths."""
-        with torch.inference_mode(False):
-            given = (*self.offsets, *self.parents, *self.lengths_without_padding)
-            return torch.tensor(given, device="cpu")
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return *self.offsets, *self.parents, *self.lengths_without_padding
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
