@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..mixers.gdn.recompute import LEVELS
 from ..mixers.gdn.sizes import GDNDims
 from .catalogue import ENTRIES
 from .memory import saved_bytes
@@ -25,7 +26,6 @@ _DESCRIPTION = """\
 Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
 Language models alone: vision encoders and heads of multi-token prediction are not counted.
 """
-_RECOMPUTE = ("recompute_qkv", "recompute_norm_out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,8 +74,8 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     tokens, layers = length // cp, pattern.count("G")
     activations = {}
     if isinstance(model.dims, GDNDims):
-        for name, recomputed in (("all", {}), ("recomputed", dict.fromkeys(_RECOMPUTE, True))):
-            activations[name] = layers * tokens * saved_bytes(model.dims, tp=tp, **recomputed)
+        for level in LEVELS:
+            activations[level] = layers * tokens * saved_bytes(model.dims, tp=tp, recompute=level)
         whole = saved_bytes(model.dims, tp=tp, recompute_layer=True)
         activations["layer recomputed"] = layers * tokens * whole
     return {
@@ -128,9 +128,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if kept := found["activation bytes per GPU"]:
         gib = {name: f"{number / 2**30:.2f}" for name, number in kept.items()}
         yield (
-            f"  activations   {gib['all']} GiB for a GPU's Gated DeltaNet layers, "
-            f"{gib['recomputed']} with {' and '.join(_RECOMPUTE)}, {gib['layer recomputed']} with "
-            f"--recompute-modules gdn"
+            f"  activations   {gib['none']} GiB for a GPU's Gated DeltaNet layers, "
+            f"{gib['light']} with recompute=light, {gib['full']} with recompute=full, "
+            f"{gib['layer recomputed']} with --recompute-modules gdn"
         )
     yield f"  auto          {found['auto']} for cp {sizes['cp']}{_why(found['price in ms'])}"
     yield f"  legal tp      {_list(legal['tp'])}"

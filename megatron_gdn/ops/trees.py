@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .documents import Documents
 from .front.edges import HistoryTable
-from .front.history import Transfer
+from .front.history import Arrived, Transfer
 from .host_tables import to_device
 
 
@@ -190,11 +190,6 @@ class TreeDocuments(Documents):
         return HistoryOfParents(table, to_device(rows, self.device))
 
 
-class _Arrived:
-    def wait(self) -> None:
-        """Nothing travels."""
-
-
 class HistoryOfParents:
     """The rows before each document, from its parents: a :class:`.front.history.HistoryLink`.
 
@@ -205,7 +200,7 @@ class HistoryOfParents:
         self.table, self._rows = table, rows
 
     def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
-        return rows_sBC.index_select(0, self._rows), _Arrived()
+        return rows_sBC.index_select(0, self._rows), Arrived()
 
     def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
-        return d_history_RBC, _Arrived()
+        return d_history_RBC, Arrived()

@@ -27,6 +27,13 @@ class Transfer(Protocol):
     def wait(self) -> Any: ...
 
 
+class Arrived:
+    """The transfer of what is on this rank already."""
+
+    def wait(self) -> None:
+        """Nothing travels."""
+
+
 class HistoryLink(Protocol):
     """The source of the history, which also takes its gradient."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..front.edges import HistoryTable
-from ..front.history import ContinuedFront
+from ..front.history import Arrived, ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
@@ -153,11 +153,6 @@ def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:
     return parts.read_out(output.o, row), Carry(history, output.final)
 
 
-class _Arrived:
-    def wait(self) -> None:
-        """Nothing travels."""
-
-
 class _FromCarry:
     """History that lies in a carry, as :class:`megatron_gdn.ops.front.history.HistoryLink`."""
 
@@ -168,11 +163,11 @@ class _FromCarry:
         lengths = Documents.lengths_of(documents, tokens)
         self.table = _history_table(lengths, past, history_NCW.device)
 
-    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, _Arrived]:
+    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Arrived]:
         """``[R, B, C]``: of every piece its W - 1 rows, oldest first."""
         if self._packed:
-            return self._history.transpose(1, 2).flatten(0, 1)[:, None], _Arrived()
-        return self._history.permute(2, 0, 1), _Arrived()
+            return self._history.transpose(1, 2).flatten(0, 1)[:, None], Arrived()
+        return self._history.permute(2, 0, 1), Arrived()
 
     def give_back(self, d_history_RBC: Tensor):
         raise NotImplementedError("a carry takes no gradient; generation has no backward.")
