@@ -25,19 +25,20 @@ CASES = {
     "packed-B2": {**PACKED, "B": 2},  # the same in both rows
     "packed-long": {"S": 2048, "lengths": (932, 63, 1, 1052), "sizes": HeadSizes(2, 4, 64, 64)},
 }
-# One rounding of each entry: 2^-9 of it in bf16.
+# One rounding of each entry is 2^-9 of it in bf16 at most.
 TOLERANCE = {torch.float32: FP32, torch.bfloat16: 2.0**-9}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_every_gradient_equal_the_plain_front(name, dtype):
+    tolerance = 2 * TOLERANCE[dtype]  # the convolution rounds, and what reads its output
     case = Case(CUDA, dtype=dtype, **CASES[name])
     twin, documents = case.double(), {"documents": case.documents}
     got = front_conv_package.prepare_forward(case.proj, *case.parameters, case.sizes, **documents)
     exact = front_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes, **documents)
     for part in got._fields:
-        assert_close(part, getattr(got, part), getattr(exact, part), TOLERANCE[dtype])
+        assert_close(part, getattr(got, part), getattr(exact, part), tolerance)
     grads = case.grads(per_value_head=False)
     d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
     got = front_conv_package.prepare_backward(
@@ -47,10 +48,10 @@ def test_outputs_and_every_gradient_equal_the_plain_front(name, dtype):
         twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
         **documents,
     )  # fmt: skip
-    assert_close("d_proj", d_proj, exact_d_proj, TOLERANCE[dtype])
+    assert_close("d_proj", d_proj, exact_d_proj, tolerance)
     for part in got._fields:
         if getattr(exact, part) is not None:
-            assert_close(part, getattr(got, part), getattr(exact, part), TOLERANCE[dtype])
+            assert_close(part, getattr(got, part), getattr(exact, part), tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])

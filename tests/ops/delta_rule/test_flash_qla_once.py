@@ -99,6 +99,17 @@ def test_an_entry_that_tilelang_has_lost_is_not_there(cache):
     assert not entry.is_there()
 
 
+def test_a_copy_of_the_cache_elsewhere_has_its_kernels(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / name))
+        entry = CacheEntry.of(kernel := Kernel(tmp_path / name), (32,), {}, "9.0")
+        if name == "here":
+            (tmp_path / name).mkdir()
+            entry.remember(kernel.compile(32))
+            (tmp_path / name).rename(tmp_path / "there")
+    assert entry.is_there()
+
+
 def test_a_cache_that_is_switched_off_is_left_alone(cache, monkeypatch):
     monkeypatch.setattr(flash_qla_builds, "cache_is_used", lambda: False)
     watched(cache).compile(32)

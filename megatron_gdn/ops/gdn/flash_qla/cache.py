@@ -2,7 +2,8 @@
 
 tilelang's key of a kernel is the program that the kernel's Python function writes. Making it takes
 up to two seconds per kernel. So this module keeps a small file per kernel beside that cache. Its
-name is a digest of the function's source and arguments; it holds the path of tilelang's entry.
+name is a digest of the function's source and arguments; it holds the path of tilelang's entry,
+from the folder of the cache on: a copy of the cache elsewhere is found as well.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class CacheEntry(NamedTuple):
 
     def is_there(self) -> bool:
         try:
-            return Path(self.file.read_text()).is_dir()
+            return (tilelang_cache() / self.file.read_text()).is_dir()
         except OSError:
             return False
 
@@ -69,7 +70,7 @@ class CacheEntry(NamedTuple):
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         own = self.file.with_suffix(f".{os.getpid()}")  # another process reads all of it or nothing
-        own.write_text(str(place))
+        own.write_text(os.path.relpath(place, tilelang_cache()))
         own.replace(self.file)
 
 
