@@ -20,7 +20,7 @@ LAYERS = {
 }
 # What a line measures.
 WHAT = ("case", "layer", "core", "tokens", "documents", "kernel", "cp", "what", "part", "backend",
-        "ratio", "layout", "through", "graphs", "mixer")  # fmt: skip
+        "ratio", "layout", "through", "graphs", "mixer", "cell")  # fmt: skip
 
 
 def read(name: str) -> list[dict]:
@@ -67,6 +67,42 @@ def floor_table(records: list[dict]) -> str:
             parts = (r["floor"][part] for part in ("projections", "rule", "bytes"))
             rows.append([r["case"], *(f"{forward:.2f} / {both:.2f}" for forward, both in parts)])
     return markdown(rows)
+
+
+SHAPE_LAYERS = {
+    "upstream": "megatron-core",
+    "ours": "ours",
+    "ours-light": "ours, `light`",
+    "ours-full": "ours, `full`",
+    "ours-uncut": "ours, rows uncut",
+    "floor": "floor",
+}
+
+
+def shapes_table(records: list[dict]) -> str:
+    """Medians of each cell's layers, beside megatron-core's of the same cell."""
+    rows = [["heads, hidden, batch, linears, gates", "layer", "eager ms", "", "graph ms", "",
+             "saved MiB", ""]]  # fmt: skip
+    for r in records:
+        base = next(b for b in records if (b["cell"], b["layer"]) == (r["cell"], "upstream"))
+        cells = [r["cell"] if r is base else "", SHAPE_LAYERS[r["layer"]]]
+        if "failed" in r:
+            rows.append([*cells, r["failed"].split(":")[0], *[""] * 5])
+            continue
+        for key, digits in (("eager", 2), ("graph", 2), ("saved", 0)):
+            mine, other = (of_shape(x, key) for x in (r, base))
+            shown = "" if mine is None else f"{mine:.{digits}f}"
+            cells += [shown, f"{mine / other:.2f}" if mine and other else ""]
+        rows.append(cells)
+    return markdown(rows)
+
+
+def of_shape(record: dict, key: str) -> float | None:
+    """A median, MiB, or the floor's total where the host is away."""
+    if record["layer"] == "floor":
+        return record["total"][1] if key == "graph" else None
+    value = record.get(key)
+    return value["median"] if isinstance(value, dict) else value
 
 
 def kernel_table(records: list[dict]) -> str:
@@ -143,6 +179,7 @@ def pages() -> dict[Path, dict[str, str]]:
             "setting": setting(layer[0]),
             "layer": layer_table(layer),
             "floor": floor_table(layer),
+            "shapes": shapes_table(read("users_shapes.jsonl")),
             "kernels": kernel_table(read("kernels.jsonl")),
             "context parallel": context_parallel_table(read("context_parallel.jsonl")),
             "exchange": exchange_table(read("exchange.jsonl")),
