@@ -17,6 +17,8 @@ is as large as the plain rule's. A batched product of a GPU computes every matri
 group is one chunk: MKL rounds a matrix in the middle of a batched product by the alignment of its
 memory (``5 x 64 @ 64 x 6`` in fp32: every second matrix of the batch has other bits). So a chunk is
 computed in memory of its own, by calls that are the same for every chunk, on one thread or many.
+Our Triton kernels compute every token by itself, on one path, in one tile. FlashQLA's blocks walk
+along one sequence each. These take any number of chunks.
 
 **States** follow each other chunk by chunk, one product of a fixed shape each. The state at the
 start of a chunk is a function of the chunks before it. Generation carries it, with the rows of the
@@ -59,6 +61,11 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
     return ChunkTable.build(lengths, STEP, heads, rows.device, aligned=True)
 
 
+def on_one_path(proj: Tensor, documents: Documents | None) -> Documents:
+    """Boundaries for a Triton front, which has one path for all tokens of packed rows."""
+    return Documents((0, proj.shape[0]), proj.device) if documents is None else documents
+
+
 def rows_before(parameters: Parameters) -> int:
     """W - 1, the rows before a token that the convolution reads."""
     weight = parameters[0]
@@ -82,11 +89,13 @@ def front_on_grid(
         only: as in ``front.forward``.
     """
     past, flat, made = rows_before(parameters), rows.flatten(0, 1), None
+    triton = getattr(front, "triton", False)
     for group in grid.groups:
         buffer = flat.new_empty(past + STEP, grid.chunks_in(group), rows.shape[-1])
         _fill(buffer[past:], rows, grid, group)
         _fill_history(buffer[:past], flat, group, before)
-        inputs = front.forward(buffer, parameters, None, only)
+        path = on_one_path(buffer, None) if triton else None
+        inputs = front.forward(buffer, parameters, path, only)
         inputs = on_tokens(inputs, lambda x: x[:, past:])
         if made is None:
             made = on_tokens(inputs, lambda x: _Gathered(grid, x))
@@ -177,6 +186,8 @@ class AlignedFront(FrontAround):
         """As the inner front's."""
         if only is not None and not only:
             return self._front.forward(proj, parameters, documents, only)
+        if getattr(self._front, "triton", False):
+            return self._front.forward(proj, parameters, on_one_path(proj, documents), only)
         rows = proj.transpose(0, 1)
         grid = grid_of(rows, documents, self.layout.state_heads)
         return front_on_grid(self._front, parameters, rows, grid, only=only)
@@ -199,6 +210,8 @@ class AlignedReadout:
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
         """As the inner readout's."""
+        if getattr(self._readout, "by_row", False):
+            return self._readout.forward(o, rows, gamma, out=out)
         rows = rows.transpose(0, 1)
         grid = grid_of(rows, self._documents, o.shape[2])
         made = readout_on_grid(self._readout, o, rows, gamma, grid).transpose(0, 1)

@@ -76,9 +76,7 @@ def prefill_on_grid(
     return mixed.transpose(0, 1).contiguous(), Carry(history, state)
 
 
-def decode_on_grid(
-    row: Tensor, parts: Parts, carry: Carry, place: Tensor
-) -> tuple[Tensor, Carry]:
+def decode_on_grid(row: Tensor, parts: Parts, carry: Carry, place: Tensor) -> tuple[Tensor, Carry]:
     """One token of each of N sequences. The host does not wait for the device.
 
     Args:
@@ -97,7 +95,9 @@ def decode_on_grid(
     grid = grid_of(rows_of_chunk, None, parts.state.heads)
     inputs = front_on_grid(parts.front, parts.of_front, rows_of_chunk, grid, before)
     later = torch.arange(STEP, device=row.device) > place[:, None]
-    inputs = on_tokens(inputs, lambda x: x.masked_fill(later.view(N, STEP, *(1,) * (x.dim() - 2)), 0))
+    inputs = on_tokens(
+        inputs, lambda x: x.masked_fill(later.view(N, STEP, *(1,) * (x.dim() - 2)), 0)
+    )
     made = parts.rule.begin(inputs, None).run(carry.state, keep=False, final=True)
     assert made.final is not None
     wanted = number * STEP + place
@@ -115,7 +115,7 @@ def _read_out(
 ) -> Tensor:
     """``[*shape, H * V]``: the wanted tokens of ``o`` ``[B, S, H, V]`` and ``rows``."""
     readout, gamma = parts.readout, parts.parameters[-1]
-    if not isinstance(readout, Apart):
+    if not (isinstance(readout, Apart) or getattr(readout, "by_row", False)):
         mixed = readout_on_grid(readout, o, rows, gamma, grid)
         return mixed.flatten(0, 1).index_select(0, wanted).view(*shape, -1)
     of_wanted = (x.flatten(0, 1).index_select(0, wanted).unflatten(0, shape) for x in (o, rows))
@@ -153,9 +153,7 @@ class _Tables(NamedTuple):
         start = len(held) * size + more.cumsum(0) - more  # of the new rows
 
         def known(n: Tensor, token: Tensor) -> Tensor:
-            return torch.where(
-                token < old[n], n * size + past + token, start[n] + token - old[n]
-            )
+            return torch.where(token < old[n], n * size + past + token, start[n] + token - old[n])
 
         number = torch.arange(len(held), device="cpu")
         n = number.repeat_interleave(count)

@@ -138,9 +138,7 @@ def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
     return stands
 
 
-def _places(
-    stands: Sequence[int] | Tensor | None, sequences: int, device: torch.device
-) -> Tensor:
+def _places(stands: Sequence[int] | Tensor | None, sequences: int, device: torch.device) -> Tensor:
     """int64 ``[N]`` on the device."""
     if isinstance(stands, Tensor):
         return stands

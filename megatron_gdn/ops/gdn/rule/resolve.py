@@ -153,6 +153,16 @@ def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadS
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")
 
 
+def _aligned_choice(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Choice:
+    device = torch.device(device)
+    known = find_repeatable("flash_qla", device, dtype, sizes)
+    if known is None or _obstacle("flash_qla", device, dtype, sizes) is not None:
+        return Choice(PlainRule(aligned=True), ON_GRID)
+    from ..flash_qla.rule import FlashQlaRule
+
+    return Choice(FlashQlaRule(aligned=True), ON_GRID)
+
+
 def choose_rule(
     backend: str,
     sizes: HeadSizes,
@@ -176,7 +186,7 @@ def choose_rule(
         why = why_not_aligned(backend)
         if why is not None:
             raise ValueError(why)
-        return Choice(PlainRule(aligned=True), ON_GRID)
+        return _aligned_choice(device, dtype, sizes)
     return resolve_rule(
         backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
         operands=operands, normalise_qk=normalise_qk,
