@@ -20,6 +20,6 @@ def why_not_aligned(backend: str) -> str | None:
         return None
     return (
         f"backend={backend!r} and config.batch_invariant_mode: which tokens come in one "
-        f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch, slower), or "
-        f"leave the mode off."
+        f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch, slower), "
+        f"or leave the mode off."
     )
