@@ -88,7 +88,9 @@ def front_on_grid(
         before: ``[N, W - 1, P]``, the rows before every sequence; None: zeros.
         only: as in ``front.forward``.
     """
-    past, flat, made = rows_before(parameters), rows.flatten(0, 1), None
+    past, flat = rows_before(parameters), rows.flatten(0, 1)
+    made: list[_Gathered | None] = []
+    kind: Any = tuple
     triton = getattr(front, "triton", False)
     for group in grid.groups:
         buffer = flat.new_empty(past + STEP, grid.chunks_in(group), rows.shape[-1])
@@ -96,13 +98,12 @@ def front_on_grid(
         _fill_history(buffer[:past], flat, group, before)
         path = on_one_path(buffer, None) if triton else None
         inputs = front.forward(buffer, parameters, path, only)
-        inputs = on_tokens(inputs, lambda x: x[:, past:])
-        if made is None:
-            made = on_tokens(inputs, lambda x: _Gathered(grid, x))
+        kind, inputs = type(inputs), on_tokens(inputs, lambda x: x[:, past:])
+        made = made or [None if x is None else _Gathered(grid, x) for x in inputs]
         for to, x in zip(made, inputs, strict=True):
             if to is not None:
                 to.put(group, x)
-    return on_tokens(made, lambda x: x.tokens(rows.shape[:2]))
+    return kind(*(None if x is None else x.tokens(rows.shape[:2]) for x in made))
 
 
 def readout_on_grid(
