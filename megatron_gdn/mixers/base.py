@@ -214,7 +214,7 @@ class RecurrentMixer(
             ``[s, B, H * V]``; and ``refilled``, to call ``drop_until_backward_of(out_proj's
             output)`` on: None if nothing is computed again.
         """
-        recompute = self.recompute_norm_out and self.training
+        recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
             log_once(
                 "GatedDeltaNet: recompute_norm_out drops nothing where saved-tensor hooks are on "

@@ -1,18 +1,40 @@
-"""A mixer whose bits depend on a sequence's tokens alone: not on its cut, place or neighbours.
+"""One grid for training and generation: a token's bits depend on its sequence's tokens alone.
 
-Every sequence is computed by itself, in steps of 64 tokens from its start. All steps have buffers
-of one shape: a step with only n tokens is filled up with empty ones. What follows the first n
-tokens does not change them. So the same kernels see a token at the same place, after the same
-tokens, with its whole sequence in training and alone in generation. Its bits are the same. The
-price is a loop over steps in place of batched products. The backward is the plain rule's.
+**The grid.** Every sequence is cut into chunks of 64 tokens, counted from its start. A token's
+place, its chunk and its place in the chunk, does not depend on how long the sequence is, on what
+lies beside it, or on how its tokens come. An aligned mixer computes chunks and nothing else:
 
-Legend: S seq, B batch, P projection width, W conv taps, n tokens of a step, H heads with a state, K
-rows of a state, V columns.
+    front     W - 1 rows before the chunk and its 64 rows       -> the rule's inputs of the chunk
+    rule      its inputs, the state at the chunk's start        -> its output, the state after it
+    readout   its output, the gate's columns of its rows        -> its rows for out_proj
+
+A chunk with fewer tokens is filled up with zeros. What follows a token changes none of its bits.
+
+**Fixed shapes.** Each stage runs over groups of a fixed number of chunks (``chunks_of_a_call``).
+The last group is filled up with empty chunks. So every kernel and every matrix product has one
+shape in training, in prefill and in decode, and a library takes one kernel for it. On a GPU a group
+is as large as the plain rule's. A batched product of a GPU computes every matrix alike. On a CPU a
+group is one chunk: MKL rounds a matrix in the middle of a batched product by the alignment of its
+memory (``5 x 64 @ 64 x 6`` in fp32: every second matrix of the batch has other bits). So a chunk is
+computed in memory of its own, by calls that are the same for every chunk, on one thread or many.
+Our Triton kernels compute every token by itself, on one path, in one tile. FlashQLA's blocks walk
+along one sequence each. These take any number of chunks.
+
+**States** follow each other chunk by chunk, one product of a fixed shape each. The state at the
+start of a chunk is a function of the chunks before it. Generation carries it, with the rows of the
+chunk so far (:mod:`.generation.aligned`). A decode step computes the chunk from that state and
+takes one row of the result.
+
+**Backward.** The front's and the readout's backward run on all rows at once, the rule's on chunks.
+Gradients have the bits that the plain rule promises.
+
+Legend: S seq, B batch, P projection width, W conv taps, n chunks of a group, H heads with a state,
+V columns of a state, T tokens of all sequences end to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +43,27 @@ from torch import Tensor
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
 from .readout.base import Readout
-from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
-from .rules.chunk_table import CHUNK
-from .rules.rows import in_one_row, in_rows
-from .state_maps.state_map import StateMap
+from .rules.base import on_tokens
+from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 STEP = CHUNK
+
+
+def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
+    """The grid of rows ``[B, S, ...]`` whose sequences begin here.
+
+    Args:
+        documents: of every batch row; None: a row is a sequence.
+        heads: with a state; with the device they set how many chunks a call computes.
+    """
+    B, S = rows.shape[:2]
+    lengths = Documents.lengths_of(documents, S) * B
+    return ChunkTable.build(lengths, STEP, heads, rows.device, aligned=True)
+
+
+def on_one_path(proj: Tensor, documents: Documents | None) -> Documents:
+    """Boundaries for a Triton front, which has one path for all tokens of packed rows."""
+    return Documents((0, proj.shape[0]), proj.device) if documents is None else documents
 
 
 def rows_before(parameters: Parameters) -> int:
@@ -36,60 +73,109 @@ def rows_before(parameters: Parameters) -> int:
     return weight.shape[-1] - 1
 
 
-def front_of_step(
+def front_on_grid(
     front: Front,
     parameters: Parameters,
     rows: Tensor,
+    grid: ChunkTable,
+    before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Any:
-    """The rule's inputs of a step.
+    """The rule's inputs ``[B, S, ...]``.
 
     Args:
-        rows: ``[W - 1 + n, P]``: the W - 1 rows before the step (zeros at the start of a
-            sequence), then its n tokens.
-
-    Returns:
-        as ``front.forward``, ``[1, n, ...]``.
+        rows: ``[B, S, P]``.
+        before: ``[N, W - 1, P]``, the rows before every sequence; None: zeros.
+        only: as in ``front.forward``.
     """
-    past = rows_before(parameters)
-    buffer = rows.new_zeros(past + STEP, 1, rows.shape[-1])
-    buffer[: len(rows), 0] = rows
-    made = front.forward(buffer, parameters, None, only)
-    return on_tokens(made, lambda x: x[:, past : len(rows)])
+    past, flat = rows_before(parameters), rows.flatten(0, 1)
+    made: list[_Gathered | None] = []
+    kind: Any = tuple
+    triton = getattr(front, "triton", False)
+    for group in grid.groups:
+        buffer = flat.new_empty(past + STEP, grid.chunks_in(group), rows.shape[-1])
+        _fill(buffer[past:], rows, grid, group)
+        _fill_history(buffer[:past], flat, group, before)
+        path = on_one_path(buffer, None) if triton else None
+        inputs = front.forward(buffer, parameters, path, only)
+        kind, inputs = type(inputs), on_tokens(inputs, lambda x: x[:, past:])
+        made = made or [None if x is None else _Gathered(grid, x) for x in inputs]
+        for to, x in zip(made, inputs, strict=True):
+            if to is not None:
+                to.put(group, x)
+    return kind(*(None if x is None else x.tokens(rows.shape[:2]) for x in made))
 
 
-def rule_of_step(rule: Rule, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output ``[1, n, H, V]`` of a step, and the state after it (exact if the step is full).
+def readout_on_grid(
+    readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
+) -> Tensor:
+    """``[B, S, H * V]`` of ``o`` ``[B, S, H, V]`` and ``rows`` ``[B, S, P]``."""
+    gate, made = readout.gate, None
+    for group in grid.groups:
+        n = grid.chunks_in(group)
+        of_o = o.new_empty(n, STEP, *o.shape[2:])
+        _fill(of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
+        of_rows = rows.new_empty(STEP, n, rows.shape[-1])
+        _fill(of_rows[..., gate], rows[..., gate], grid, group)
+        mixed = readout.forward(of_o, of_rows, gamma).transpose(0, 1)
+        made = _Gathered(grid, mixed) if made is None else made
+        made.put(group, mixed)
+    assert made is not None, "there are tokens"
+    return made.tokens(rows.shape[:2])
+
+
+def _fill(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
+    """Write the group's tokens to ``buffer`` ``[64, n, D]``, zeros to empty places."""
+    out = buffer.transpose(0, 1)[:, None]
+    grid.to_chunks(rows[:, :, None], group, (1,), buffer.dtype, out=out)
+
+
+def _fill_history(buffer: Tensor, flat: Tensor, group: ChunkGroup, before: Tensor | None) -> None:
+    """Write the W - 1 rows before each chunk of the group to ``buffer`` ``[W - 1, n, P]``."""
+    past = len(buffer)
+    if isinstance(group.token, slice):
+        first = torch.arange(group.token.start, group.token.stop, STEP, device=flat.device)
+    else:
+        first = group.token[::STEP]
+    place = first - torch.arange(past, 0, -1, device=flat.device)[:, None]
+    torch.index_select(flat, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1))
+    if group.begin_index is not None:
+        chunks, sequences = group.begin_index
+        if before is None:
+            buffer.index_fill_(1, chunks, 0)
+        else:
+            buffer.index_copy_(1, chunks, before.index_select(0, sequences).transpose(0, 1))
+
+
+class _Gathered:
+    """Chunks of all groups, and their tokens in order.
 
     Args:
-        rule: a plain rule, which computes a step of 64 tokens as one chunk.
-        inputs: ``[1, n, ...]``.
-        state: ``[1, H, K, V]`` before the step; None is zero.
+        like: ``[n, 64, ...]``, of a group.
     """
-    n = inputs[0].shape[1]
-    output = rule.begin(on_tokens(inputs, _filled_up), None).run(state, keep=False, final=True)
-    assert output.final is not None
-    return output.o[:, :n], output.final
 
+    def __init__(self, grid: ChunkTable, like: Tensor) -> None:
+        self._grid = grid
+        # A parameter that every token shares stays as it is.
+        self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
+        slots = 0 if self._shared is not None else grid.groups[-1].slots.stop
+        self._rows = like.new_empty(slots, *like.shape[2:])
 
-def _filled_up(x: Tensor) -> Tensor:
-    """``[1, n, ...]`` filled up with zeros to a step of 64 tokens."""
-    buffer = x.new_zeros(1, STEP, *x.shape[2:])
-    buffer[:, : x.shape[1]] = x
-    return buffer
+    def put(self, group: ChunkGroup, chunks: Tensor) -> None:
+        if self._shared is None:
+            self._rows[group.slots].view(-1, STEP, *chunks.shape[2:]).copy_(chunks)
 
-
-def _steps(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """For every step: the sequence's number and first token, the step's start and end."""
-    first = 0
-    for number, length in enumerate(lengths):
-        for start in range(first, first + length, STEP):
-            yield number, first, start, min(start + STEP, first + length)
-        first += length
+    def tokens(self, rows: torch.Size) -> Tensor:
+        """``[B, S, ...]``."""
+        if self._shared is not None:
+            return self._shared.expand(*rows, *self._shared.shape[2:])
+        slot = self._grid.slot
+        tokens = self._rows if slot is None else self._rows.index_select(0, slot)
+        return tokens.unflatten(0, rows)
 
 
 class AlignedFront(FrontAround):
-    """A front that runs in steps. Its backward is the inner front's."""
+    """A front that runs on the grid. Its backward is the inner front's."""
 
     def forward(
         self,
@@ -101,97 +187,36 @@ class AlignedFront(FrontAround):
         """As the inner front's."""
         if only is not None and not only:
             return self._front.forward(proj, parameters, documents, only)
-        S, past = proj.shape[0], rows_before(parameters)
-        rows = []
-        for x_SP in proj.unbind(1):
-            made = []
-            for _, first, start, end in _steps(Documents.lengths_of(documents, S)):
-                before = x_SP[max(start - past, first) : start]
-                fill = x_SP.new_zeros(past - len(before), x_SP.shape[1])
-                step = torch.cat([fill, before, x_SP[start:end]])
-                made.append(front_of_step(self._front, parameters, step, only))
-            rows.append(_joined(made, 1))
-        return _joined(rows, 0)
-
-
-def _joined(pieces: list[Any], dim: int) -> Any:
-    kind = type(pieces[0])
-    return kind(*(None if x[0] is None else torch.cat(x, dim) for x in zip(*pieces, strict=True)))
-
-
-class AlignedRule:
-    """A plain rule that runs in steps. Its backward and its state maps are the plain rule's.
-
-    Args:
-        plain: a rule in plain torch with chunks of 64 tokens.
-    """
-
-    in_steps = True
-    batch_invariant = True
-    operand_dtype = None
-
-    def __init__(self, plain: Rule) -> None:
-        self.plain = plain
-        self.name, self.reads_again = self.plain.name, self.plain.reads_again
-
-    def why_not_heads(self, heads: int) -> str | None:
-        return self.plain.why_not_heads(heads)
-
-    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
-        return AlignedForward(self.plain, inputs, documents)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
-    ) -> RuleBackward:
-        return self.plain.begin_backward(d_o, inputs, saved, documents)
-
-
-class AlignedForward:
-    def __init__(self, plain: Rule, inputs: Any, documents: Documents | None) -> None:
-        self._plain, self._inputs, self._documents = plain, inputs, documents
-
-    def state_map(self) -> StateMap:
-        return self._plain.begin(self._inputs, self._documents).state_map()
-
-    def run(
-        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
-    ) -> RuleOutput:
-        """``keep`` has no effect: the plain backward starts from the inputs alone."""
-        batch, tokens = rows = self._inputs[0].shape[:2]
-        inputs = on_tokens(self._inputs, in_one_row)
-        lengths = (tokens,) * batch
-        if self._documents is not None:
-            lengths = tuple(n for n in self._documents.lengths if n)
-        states: list[Any] = [None] * len(lengths) if initial is None else list(initial.split(1))
-        made = []
-        for number, _, start, end in _steps(lengths):
-            step = on_tokens(inputs, lambda x, a=start, b=end: x[:, a:b])
-            o, states[number] = rule_of_step(self._plain, step, states[number])
-            made.append(o)
-        return RuleOutput(
-            in_rows(torch.cat(made, 1), rows), torch.cat(states) if final else None, Saved()
-        )
+        if getattr(self._front, "triton", False):
+            return self._front.forward(proj, parameters, on_one_path(proj, documents), only)
+        rows = proj.transpose(0, 1)
+        grid = grid_of(rows, documents, self.layout.state_heads)
+        return front_on_grid(self._front, parameters, rows, grid, only=only)
 
 
 class AlignedReadout:
-    """A readout that runs one token at a time. Its backward is the inner readout's."""
+    """A readout that runs on the grid. Its backward is the inner readout's.
+
+    Args:
+        documents: of every batch row; None: a row is a sequence.
+    """
 
     reads_o: ClassVar[bool] = True
 
-    def __init__(self, readout: Readout) -> None:
+    def __init__(self, readout: Readout, documents: Documents | None) -> None:
         self._readout, self.backward, self.gate = readout, readout.backward, readout.gate
+        self._documents = documents
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
         """As the inner readout's."""
-        S, B, _ = rows.shape
-        made = rows.new_empty(S, B, self.gate.stop - self.gate.start) if out is None else out
-        for s in range(S):
-            for b in range(B):
-                one, row = o[b : b + 1, s : s + 1].contiguous(), rows[s : s + 1, b : b + 1]
-                made[s, b] = self._readout.forward(one, row.contiguous(), gamma)[0, 0]
-        return made
+        if getattr(self._readout, "by_row", False):
+            return self._readout.forward(o, rows, gamma, out=out)
+        rows = rows.transpose(0, 1)
+        grid = grid_of(rows, self._documents, o.shape[2])
+        made = readout_on_grid(self._readout, o, rows, gamma, grid).transpose(0, 1)
+        return made.contiguous() if out is None else out.copy_(made)
 
 
 def by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def mix(
         apart, inside = inside, inside.inside
     if parts.aligned:
         front = AlignedFront(front)
-        inside = AlignedReadout(inside) if inside.reads_o else inside
+        inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
             rule, history = RuleByLevel(rule), neighbours.documents.history(parts.past)

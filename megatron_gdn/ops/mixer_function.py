@@ -93,6 +93,8 @@ def _forward(
         stamp = None if neighbours.documents is None else neighbours.documents.stamp
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
         kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked))
+        del read
+    del inputs  # without a backward its last reader was the rule
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
         if second_run is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from .aligned import AlignedReadout, rows_before
+from .aligned import rows_before
 from .front.base import Front, GeneratingFront
 from .generation.carry import CarryShape
 from .readout.base import Apart, Readout
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether a token's bits depend on its sequence's tokens alone, see :mod:`.aligned`."""
-        return getattr(self.rule, "in_steps", False)
+        return getattr(self.rule, "aligned", False)
 
     @property
     def of_front(self) -> tuple[Tensor | None, ...]:
@@ -54,10 +54,7 @@ class Parts(NamedTuple):
 
     def read_out(self, o: Tensor, rows: Tensor) -> Tensor:
         """``o [B, s, H, V]`` to ``[s, B, H * V]``. All heads must be on this rank."""
-        readout = self.readout
-        if self.aligned and not isinstance(readout, Apart):
-            readout = AlignedReadout(readout)
-        return readout.forward(o, rows, self.parameters[-1])
+        return self.readout.forward(o, rows, self.parameters[-1])
 
     # For generation only.
 

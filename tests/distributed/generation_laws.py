@@ -1,6 +1,7 @@
 """Run on every rank: a hybrid model generates what its training forward would."""
 
 import os
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from megatron_gdn.inference.layer import pool_for
 from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
+from tests.distributed.layer_laws import thd
 from tests.parallel import make_config, parallel
 
 VOCAB, LONGEST = 32, 64
@@ -204,13 +206,20 @@ def refusals() -> list[str]:
         return found
 
 
-def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32):
-    """How far generation is from training in a text of 72 tokens, past a step of 64."""
+def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32, greedy=False):
+    """How far generation is from training in a text of 72 tokens, past a step of 64.
+
+    Args:
+        greedy: the text is what the model writes after 61 tokens, not a drawn one.
+    """
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     changes["batch_invariant_mode"] = exact
     with parallel(tp=tp):
         model = build_model(pattern, tensor_model_parallel_size=tp, **changes)
         text = torch.randint(VOCAB, (2, 72), generator=torch.Generator().manual_seed(1))
+        if greedy:
+            with RowByRow() if exact else nullcontext():
+                text = generate(model, text[:, :61], 11)
         return check_generation(model, text, prompt=61, at_once=at_once)
 
 
@@ -226,6 +235,29 @@ def exact_batches() -> None:
                 parts = [next_logits(model, piece, context) for piece in text[rows].split(9, 1)]
             found.append(torch.cat(parts, 1))
         assert torch.equal(found[0][1:2], found[1])
+
+
+def exact_packing() -> None:
+    """A packed document has the bits of the document alone, in training and in generation."""
+    with parallel(), RowByRow():
+        for pattern in ("M-*-G-", "G-G-M-"):
+            model = build_model(pattern, batch_invariant_mode=True)
+            lengths = (30, 0, 70, 5)
+            text = torch.randint(VOCAB, (1, 105), generator=torch.Generator().manual_seed(1))
+            pieces = text.split(lengths, dim=1)
+            positions = torch.cat([torch.arange(n) for n in lengths])[None]
+            with torch.no_grad():
+                together = model(
+                    text, positions, None, packed_seq_params=thd(lengths),
+                    runtime_gather_output=True,
+                )  # fmt: skip
+                for piece, packed in zip(pieces, together.split(lengths, dim=1), strict=True):
+                    if piece.numel():
+                        assert torch.equal(training_logits(model, piece), packed)
+            with torch.inference_mode():
+                context = static_context(model, 1, 70)
+                parts = [next_logits(model, x, context) for x in pieces[2].split(33, 1)]
+            assert torch.equal(torch.cat(parts, 1), together[:, 30:100])
 
 
 def backend_by_name_in_the_exact_mode() -> list[str]:

@@ -60,18 +60,29 @@ def test_generation_has_the_log_probabilities_of_training(pools):
     assert abs(gap.max_kl) < 1e-6 and not gap.equal
 
 
+@pytest.mark.parametrize("greedy", [False, True], ids=["drawn", "greedy"])
+@pytest.mark.parametrize("pattern", ["M-*-G-", "G-G-M-*-"])
 @pytest.mark.parametrize(
     ("tp", "dtype", "at_once"),
     [(1, torch.float32, 1), (2, torch.bfloat16, 4)],
     ids=["fp32", "tp2-bf16"],
 )
-def test_in_batch_invariant_mode_generation_has_the_bits_of_training(pools, tp, dtype, at_once):
-    for gap in pools(tp).run(laws.gap, tp=tp, exact=True, at_once=at_once, dtype=dtype):
+def test_in_batch_invariant_mode_generation_has_the_bits_of_training(
+    pools, tp, dtype, at_once, pattern, greedy
+):
+    found = pools(tp).run(
+        laws.gap, tp=tp, exact=True, at_once=at_once, dtype=dtype, pattern=pattern, greedy=greedy
+    )
+    for gap in found:
         assert gap.equal and gap.max_log_prob == gap.max_kl == 0, gap
 
 
 def test_in_batch_invariant_mode_neighbours_change_no_bit(pools):
     pools(1).run(laws.exact_batches)
+
+
+def test_in_batch_invariant_mode_packing_changes_no_bit(pools):
+    pools(1).run(laws.exact_packing)
 
 
 def test_kernels_are_refused_in_batch_invariant_mode(pools):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_gdn.inference import RowMixer, decode, gdn_rows, mamba2_rows, prefill
 from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
-from megatron_gdn.ops.aligned import AlignedRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
@@ -73,7 +72,7 @@ class Kind:
         return torch.randn(S, B, self.layout.width, generator=generator).to(dtype)
 
     def _rule(self, aligned: bool) -> Rule:
-        return AlignedRule(self.plain) if aligned else self.plain
+        return type(self.plain)(aligned)
 
     def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
         return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))

@@ -1,10 +1,15 @@
 """The aligned mixer: training, prefill and decode give a token the same bits, however it comes."""
 
+from collections import defaultdict
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_gdn.inference import decode, prefill
-from tests.inference.row_mixers import KINDS, documents_of
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, mamba2_kind
 
 # No multiple of a vector's width, so that elementwise kernels have ends to treat otherwise.
 assert all(kind.layout.width % 16 and kind.layout.conv_width % 32 for kind in KINDS)
@@ -75,3 +80,83 @@ def test_a_sequence_that_goes_on_must_say_where_it_stands(kind):
             prefill(kind.rows(4, 2), mixer, carry, stands=stands)
         with pytest.raises(ValueError, match="give stands="):
             decode(kind.rows(4, 2), mixer, carry, stands=stands)
+
+
+WIDE = {"gdn": gdn_kind(HeadSizes(3, 9, 40, 56)), "mamba2": mamba2_kind(8, 2, 72, 40)}
+
+
+def test_any_cut_has_the_bits_of_training_on_two_threads(kind):
+    """Tensors of more than 32768 elements, which torch cuts for its threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        wide = WIDE[kind.name]
+        test_any_cut_has_the_bits_of_training(wide, (70, -5, 60, -9, 6), torch.float32)
+        test_neighbours_and_place_change_no_bit(wide)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Products(TorchDispatchMode):
+    """The shapes and strides of every matrix product, by operation; how often each came."""
+
+    NAMES = ("mm", "addmm", "bmm", "baddbmm", "baddbmm_", "linalg_solve_triangular")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in self.NAMES:
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.seen[str(function), *((x.shape, x.stride()) for x in tensors)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lanes", [None, 3], ids=["a chunk a call", "three, as on a GPU"])
+def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lanes, monkeypatch):
+    if lanes is not None:
+        from megatron_gdn.ops.rules import chunk_table
+
+        monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
+        monkeypatch.setattr(chunk_table, "_AT_ONCE", lanes * kind.layout.state_heads)
+    mixer = kind.mixer(aligned=True)
+
+    def shapes(run) -> set:
+        with Products() as products:
+            run()
+        return set(products.seen)
+
+    def generated(N: int, stands: int) -> set:
+        carry = mixer.shape.zeros(N, torch.float32, torch.device("cpu"))
+        _, carry = prefill(kind.rows(stands, N), mixer, carry, stands=[0] * N)
+        return shapes(lambda: decode(kind.rows(1, N), mixer, carry, stands=[stands] * N))
+
+    expected = shapes(lambda: kind.trained(kind.rows(1), aligned=True))
+    assert expected
+    for S, B in ((64, 1), (150, 1), (129, 5)):
+        assert shapes(lambda S=S, B=B: kind.trained(kind.rows(S, B), aligned=True)) == expected
+    packed = (5, 0, 200, 64)
+    rows = kind.rows(sum(packed))
+    assert shapes(lambda: kind.trained(rows, packed, aligned=True)) == expected
+    for N, stands in ((1, 5), (4, 63), (7, 130)):
+        assert generated(N, stands) == expected
+    if lanes is not None:  # the wiring of groups; their bits on this CPU are not promised
+        torch.testing.assert_close(
+            kind.trained(rows, packed, aligned=True), kind.trained(rows, packed),
+            rtol=1e-5, atol=1e-5,
+        )  # fmt: skip
+
+
+def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
+    mixer = kind.mixer(aligned=True)
+    carry = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))
+    calls, begin = [], type(mixer.rule).begin
+
+    def counted(self, inputs, documents):
+        calls.append(inputs[0].shape)
+        return begin(self, inputs, documents)
+
+    monkeypatch.setattr(type(mixer.rule), "begin", counted)
+    decode(kind.rows(1, 5), mixer, carry, stands=[0, 1, 63, 64, 200])
+    assert [shape[:2] for shape in calls] == [(5, 64)]

@@ -50,10 +50,10 @@ def test_a_config_in_batch_invariant_mode_counts(kind, change):
     layer, of_the_mode = kind(), kind(batch_invariant_mode=True)
     x = rows(layer)
     layer(x)
-    assert not getattr(layer.rule, "in_steps", False)
+    assert not layer.rule.aligned
     change(layer)
     invariant, _ = layer(x)
-    assert layer.rule.in_steps and layer.carry_shape == of_the_mode.carry_shape
+    assert layer.rule.aligned and layer.carry_shape == of_the_mode.carry_shape
     assert torch.equal(invariant, of_the_mode(x)[0])
 
 
@@ -173,5 +173,5 @@ def test_a_copy_of_a_layer_follows_its_own_config_and_layout(kind):
     for one in (layer, other):
         one(rows(layer))
         assert one.micro_batches._loader_layout is one.loader_layout
-    assert other.rule.in_steps and not getattr(layer.rule, "in_steps", False)
+    assert other.rule.aligned and not layer.rule.aligned
     assert (layer.cp_layout, other.cp_layout) == ("auto", "contiguous")

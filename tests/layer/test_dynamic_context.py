@@ -4,6 +4,7 @@ The context runs as it is: its slots, buffers, padding and metadata. Only attent
 no CPU has, are not called: the tests feed one recurrent layer.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
     mamba_state_selective_copy,
 )
 
+from megatron_gdn.testing.generation import RowByRow
 from tests.distributed.layer_laws import thd
 from tests.layer.test_layer import build as build_gdn
 from tests.mamba_mixers import mamba_config, whole_mixer
@@ -27,13 +29,15 @@ pytestmark = [
 ]
 VOCAB = 50
 KINDS = ["gdn", "mamba2"]
+ALL_KINDS = [*KINDS, "gdn aligned", "mamba2 aligned"]
 
 
 def make_layer(kind):
     torch.manual_seed(3)
-    if kind == "gdn":
-        return build_gdn().eval()
-    return whole_mixer(mamba_config(), layer_number=1).eval()
+    name, *mode = kind.split()
+    layer = build_gdn() if name == "gdn" else whole_mixer(mamba_config(), layer_number=1)
+    layer.config.batch_invariant_mode = bool(mode)
+    return layer.eval()
 
 
 def make_context(layer, *, shapes=None, dtype=torch.float32, speculative=0, **more):
@@ -71,6 +75,8 @@ class Served:
         self.fed: dict[int, list[int]] = {}
         self.found: dict[int, list[torch.Tensor]] = {}
         self._random = torch.Generator().manual_seed(1)
+        # The linear layers of an aligned layer, see check_generation.
+        self.by_row = RowByRow if layer.aligned else nullcontext
 
     def tokens(self, *shape):
         return torch.randint(VOCAB, shape, generator=self._random)
@@ -89,7 +95,7 @@ class Served:
         context.initialize_attention_state()
         context.transfer_bookkeeping_to_gpu()
         ids = context.current_input_and_position_ids()[0][0].long()
-        with torch.inference_mode():
+        with torch.inference_mode(), self.by_row():
             out, _ = self.layer(self.embedding[ids][:, None], inference_context=context)
         assert len(out) == len(ids)
         requests = context.request_ids[: context.total_request_count].tolist()
@@ -112,16 +118,17 @@ class Served:
         self.context.update_requests(stay, tokens, *more)
 
     def hold(self, *numbers) -> None:
-        """What came out is what the layer gives for the whole sequences."""
+        """What came out is what the layer gives for the whole sequences: to the bit if aligned."""
         for number in numbers:
-            with torch.no_grad():
+            with torch.no_grad(), self.by_row():
                 whole, _ = self.layer(self.embedding[torch.tensor(self.fed[number])][:, None])
             found = torch.stack(self.found[number])
+            assert not self.layer.aligned or torch.equal(found, whole[:, 0]), number
             bound = 1e-5 * whole.abs().max().item()
             torch.testing.assert_close(found, whole[:, 0], rtol=1e-5, atol=bound)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_requests_of_all_lengths_come_decode_and_leave(kind):
     layer = make_layer(kind)
     served = Served(layer, make_context(layer))
@@ -129,7 +136,7 @@ def test_requests_of_all_lengths_come_decode_and_leave(kind):
     assert context.mamba_conv_states.shape[2:] == layer.mamba_state_shapes_per_request()[0]
     context.mamba_conv_states.fill_(7.0)  # what a slot held before is of no meaning
     context.mamba_ssm_states.fill_(7.0)
-    for number, length in enumerate((5, 71, 1)):
+    for number, length in enumerate((62, 65, 1)):
         context.add_request(served.request(number, length))
     served.go_on(served.step())
     served.go_on(served.step())
@@ -142,11 +149,11 @@ def test_requests_of_all_lengths_come_decode_and_leave(kind):
     assert context.batch_dimensions.decode_req_count == context.batch_dimensions.prefill_req_count
     served.go_on(requests)
     served.step()
-    assert len(served.fed[0]) == 9 and len(served.fed[3]) == 10
+    assert len(served.fed[0]) == 66 and len(served.fed[3]) == 10
     served.hold(0, 1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_prompt_may_come_in_chunks(kind):
     layer = make_layer(kind)
     served = Served(layer, make_context(layer, enable_chunked_prefill=True))
@@ -166,19 +173,20 @@ def test_a_prompt_may_come_in_chunks(kind):
     served.hold(0, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_speculated_tokens_can_be_taken_back(kind):
     """Megatron's own function takes the states back to the accepted tokens."""
     layer = make_layer(kind)
     served = Served(layer, make_context(layer, speculative=2))
     context = served.context
     context.add_request(served.request(0, 6))
-    context.add_request(served.request(1, 11))
+    context.add_request(served.request(1, 62))
     served.go_on(served.step())
     served.step()
-    assert [len(fed) for fed in served.fed.values()] == [9, 14]
+    assert [len(fed) for fed in served.fed.values()] == [9, 65]
     served.hold(0, 1)
-    accepted = torch.tensor([0, 2])  # beside the first, which is never taken back
+    order = context.request_ids[:2].tolist()
+    accepted = torch.tensor([2 * n for n in order])  # beside the first, which is never taken back
     slots = context.mamba_metadata.request_to_mamba_state_idx[:2]
     for name in ("conv", "ssm"):
         mamba_state_selective_copy(
@@ -187,17 +195,17 @@ def test_speculated_tokens_can_be_taken_back(kind):
             torch.zeros(2), slots, accepted, context.num_mamba_layers,
         )  # fmt: skip
     conv, states = context.mamba_states_cache(1)
-    token, n = served.tokens(2), len(accepted)
-    with torch.inference_mode():
+    token = served.tokens(2)
+    with torch.inference_mode(), served.by_row():
         rows, _ = layer.in_proj(served.embedding[token][:, None])
         mixed = layer.ssm_decode(rows, conv, states, slots)
         out = layer.out_proj(mixed.transpose(0, 1))[0]
-    for number in range(n):
+    for place, number in enumerate(order):
         fed = served.fed[number]
-        kept = fed[: len(fed) - 2 + accepted[number]]
-        assert len(kept) == (7, 14)[number]
-        served.fed[number] = [*kept, int(token[number])]
-        served.found[number] = [*served.found[number][: len(kept)], out[0, number]]
+        kept = fed[: len(fed) - 2 + accepted[place]]
+        assert len(kept) == (7, 65)[number]
+        served.fed[number] = [*kept, int(token[place])]
+        served.found[number] = [*served.found[number][: len(kept)], out[0, place]]
     served.hold(0, 1)
 
 
@@ -235,12 +243,9 @@ def test_what_a_context_cannot_hold_is_refused_in_words(kind, change, words):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_packing_and_the_aligned_mode_are_refused(kind):
+def test_masks_and_packing_are_refused(kind):
     layer = make_layer(kind)
     context = make_context(layer)
     call = partial(layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context)
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="says itself"):
         call(packed_seq_params=thd((4,)))
-    layer.config.batch_invariant_mode = True
-    with torch.inference_mode(), pytest.raises(NotImplementedError, match="batch_invariant_mode"):
-        call()

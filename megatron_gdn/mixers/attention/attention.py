@@ -155,7 +155,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
-        out_sBHD = torch.cat([self._attend(span, query, key, value) for span in micro_batch.spans])
+        exact = self.config.batch_invariant_mode and micro_batch.size == 1
+        attend = self._attend_query_by_query if exact else self._attend
+        out_sBHD = torch.cat([attend(span, query, key, value) for span in micro_batch.spans])
         return out_sBHD.flatten(1) if without_rows else out_sBHD.flatten(2)
 
     def _attend(self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor):
@@ -191,6 +193,12 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
             )
         return out_BHsD.permute(2, 0, 1, 3)
+
+    def _attend_query_by_query(self, span: Span, query: Tensor, key: Tensor, value: Tensor):
+        """As :meth:`_attend`, for ``config.batch_invariant_mode``."""
+        query = query[span.first : span.last]
+        key, value = key[span.start : span.end], value[span.start : span.end]
+        return self._query_by_query(query, key, value).unflatten(-1, (query.shape[2], -1))
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with one query at a time, over the keys up to its own: only these set its bits.

@@ -5,6 +5,9 @@ decode, s = 1 + num_speculative_tokens each, then the prompts, or chunks of them
 buffers hold for each slot the last W inputs of the convolution, ``[C, W]``, and the states. A slot
 number of -1 marks a request that only pads the step.
 
+The window of an aligned mixer is one column and then the history of a :class:`Carry`, ``[P, 1 + W -
+1 + 63]``. The column's first element counts the request's tokens in its chunk of 64.
+
 Legend: N requests, M slots, t tokens, P projection width, C conv channels, W conv taps, H heads
 with a state, K rows of a state, V columns.
 """
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.aligned import STEP
 from ...ops.documents import Documents
 from ...ops.generation.carry import Carry
 from ...ops.generation.step import decode, last_rows, prefill
@@ -59,7 +63,7 @@ class SlotBuffers(NamedTuple):
         shape = parts.shape
         H, K, V = shape.state
         wanted = {
-            "conv": ((shape.channels, parts.past + 1), dtype),
+            "conv": ((shape.channels, shape.past + 1), dtype),
             "states": (
                 (H, V, K) if self.transposed else (H, K, V),
                 torch.promote_types(dtype, torch.float32),
@@ -118,10 +122,14 @@ def decode_requests(
     read = slots.clamp(min=0).long()
     windows = buffers.windows(read)
     proj = rows.transpose(0, 1)
-    mixed, after = decode(proj, parts, buffers.carry(read, windows, rows.dtype))
+    place = windows[:, 0, 0].long() if parts.aligned else None
+    mixed, after = decode(proj, parts, buffers.carry(read, windows, rows.dtype), stands=place)
     convolved = proj[..., parts.front.layout.conv_columns].to(windows.dtype)
     for token, carry in enumerate(after):
-        windows = last_rows(convolved[token : token + 1], windows, None)
+        if place is None:
+            windows = last_rows(convolved[token : token + 1], windows, None)
+        else:
+            windows = _window(carry, place + token + 1, windows)
         if intermediate is not None:
             _write(intermediate.conv[:, token], slots, windows)
             _write(intermediate.states[:, token], slots, buffers.states_of(carry))
@@ -159,11 +167,25 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
     slots = metadata.batch_indices_prefill[: len(offsets) - 1].long()
     windows, real = buffers.windows(slots), rows[: offsets[-1]]
     carry = buffers.carry(slots, windows, rows.dtype)
-    mixed[: offsets[-1]], carry = prefill(real, parts, carry, documents)
-    convolved = real[..., parts.front.layout.conv_columns].to(windows.dtype)
-    buffers.conv.index_copy_(0, slots, last_rows(convolved, windows, documents))
+    # An aligned mixer cuts on the host, so this waits for the device.
+    place = windows[:, 0, 0].long().tolist() if parts.aligned else None
+    mixed[: offsets[-1]], carry = prefill(real, parts, carry, documents, stands=place)
+    if place is None:
+        convolved = real[..., parts.front.layout.conv_columns].to(windows.dtype)
+        windows = last_rows(convolved, windows, documents)
+    else:
+        had = [n + more for n, more in zip(place, documents.lengths, strict=True)]
+        windows = _window(carry, torch.tensor(had, device=slots.device), windows)
+    buffers.conv.index_copy_(0, slots, windows)
     buffers.states.index_copy_(0, slots, buffers.states_of(carry))
     return mixed
+
+
+def _window(carry: Carry, place: Tensor, like: Tensor) -> Tensor:
+    """The windows of an aligned mixer, in the dtype of ``like``; ``place`` ``[N]``."""
+    column = torch.zeros_like(like[..., :1])
+    column[:, 0, 0] = place % STEP
+    return torch.cat([column, carry.history.to(like.dtype)], 2)
 
 
 def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -177,16 +199,15 @@ def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     buffer[slots[real].long()] = values[real]
 
 
-def refuse(context: Any, name: str, aligned: bool) -> None:
+def refuse(context: Any, name: str) -> None:
     """Refuse a dynamic context that has no room for what this mixer carries.
 
     Args:
         name: of the mixer's class.
-        aligned: whether the mixer is aligned, see :mod:`megatron_gdn.ops.aligned`.
 
     Raises:
         ValueError: no buffers for states.
-        NotImplementedError: prefix caching of states, an aligned mixer.
+        NotImplementedError: prefix caching of states.
     """
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
@@ -197,10 +218,4 @@ def refuse(context: Any, name: str, aligned: bool) -> None:
         raise NotImplementedError(
             f"{name} does not store states at the ends of cached prefixes; set "
             f"prefix_caching_mamba_gb=None."
-        )
-    if aligned:
-        raise NotImplementedError(
-            f"in config.batch_invariant_mode a {name} needs the projection rows of up to 63 tokens "
-            f"before, which a dynamic context has no buffers for; generate through "
-            f"StaticInferenceContext or RequestsContext, or leave the mode off."
         )

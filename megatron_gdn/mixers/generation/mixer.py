@@ -161,7 +161,7 @@ class GeneratingMixer:
         Returns:
             ``[t, 1, H V]``, zero in the padding.
         """
-        refuse(context, type(self).__name__, self.aligned)
+        refuse(context, type(self).__name__)
         assert self.layer_number is not None
         number = self.layer_number - self.pp_layer_offset
         buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
@@ -193,11 +193,14 @@ class GeneratingMixer:
     # Megatron's dynamic inference calls the methods below by these names.
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``)."""
+        """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``).
+
+        The window of an aligned mixer is larger, see :mod:`.dynamic`.
+        """
         heads, rows, columns, _ = self.state_shape
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
-        channels, _, taps = self.conv_weight.shape
-        return (channels, taps), states
+        carried = self.carry_shape
+        return (carried.channels, carried.past + 1), states
 
     def ssm_decode(
         self,

@@ -62,7 +62,7 @@ def gdn_parts(
     front = GDNFront.of(
         rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
         rule.batch_invariant, normalise_qk, recompute_qkv, kernels,
-        getattr(rule, "in_steps", False),
+        getattr(rule, "aligned", False),
     )  # fmt: skip
     readout, gamma = norm, None
     if isinstance(readout, GatedNorm):

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..aligned import STEP
 from ..documents import Documents
 from ..front.edges import HistoryTable
 from ..front.history import Arrived, ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
-from .aligned import advance
+from .aligned import decode_on_grid, prefill_on_grid
 from .carry import Carry
 
 
@@ -71,7 +72,7 @@ def prefill(
 
     if parts.aligned:
         stands = _stands(stands, sequences) if goes_on else [0] * sequences
-        return advance(proj, parts, carry, stands, documents)
+        return prefill_on_grid(proj, parts, carry, stands, documents)
     front = parts.front
     if goes_on and parts.past:
         front = ContinuedFront(front, _FromCarry(carry.history, documents, s))
@@ -94,7 +95,7 @@ def prefill(
 
 @torch.no_grad()
 def decode(
-    proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | None = None
+    proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | Tensor | None = None
 ) -> tuple[Tensor, list[Carry]]:
     """Mix one or a few tokens of every sequence, one after the other.
 
@@ -103,7 +104,7 @@ def decode(
     Args:
         proj: ``[s, N, P]``.
         carry: where the N sequences continue.
-        stands: as in :func:`prefill`.
+        stands: as in :func:`prefill`; an int64 tensor on the device is not read by the host.
 
     Returns:
         ``[s, N, H * V]``, and the carry after each of the s tokens. Continue from the last one, or
@@ -117,12 +118,12 @@ def decode(
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
     parts.shape.check(carry, N, proj.dtype)
     mixed, after = [], []
-    at = _stands(stands, N) if parts.aligned else None
+    place = _places(stands, N, proj.device) if parts.aligned else None
     for token, row in enumerate(proj.split(1)):
-        if at is None:
+        if place is None:
             made, carry = _one_token(row, parts, carry)
         else:
-            made, carry = advance(row, parts, carry, [n + token for n in at])
+            made, carry = decode_on_grid(row, parts, carry, (place + token) % STEP)
         mixed.append(made)
         after.append(carry)
     return mixed[0] if s == 1 else torch.cat(mixed), after
@@ -131,10 +132,17 @@ def decode(
 def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
     if stands is None or len(stands) != sequences:
         raise ValueError(
-            f"an aligned mixer computes in steps counted from the start of a sequence: give "
+            f"an aligned mixer computes in chunks counted from the start of a sequence: give "
             f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
         )
     return stands
+
+
+def _places(stands: Sequence[int] | Tensor | None, sequences: int, device: torch.device) -> Tensor:
+    """int64 ``[N]`` on the device."""
+    if isinstance(stands, Tensor):
+        return stands
+    return to_device(torch.tensor(_stands(stands, sequences), device="cpu"), device)
 
 
 def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:

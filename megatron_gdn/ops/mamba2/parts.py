@@ -67,7 +67,7 @@ def mamba2_parts(
         kind = rows.device.type, rows.dtype, conv_weight.shape[-1]
         triton = why_not_triton(*kind) is None
         widths = (sum(layout.conv_widths),)
-        aligned = getattr(rule, "in_steps", False)
+        aligned = getattr(rule, "aligned", False)
         if not triton and why_not_conv_package(*kind, widths, aligned) is None:
             convolve = conv_package.convolve_rows
     gamma, gate = None, layout.gate_columns

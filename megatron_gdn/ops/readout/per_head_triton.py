@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 import triton
@@ -23,7 +24,13 @@ from .per_head_kernels import gated_norm_backward_kernel, gated_norm_forward_ker
 
 @dataclass(frozen=True)
 class TritonPerHead(PerHead):
-    """The readout per head in Triton."""
+    """The readout per head in Triton.
+
+    Attributes:
+        by_row: the bits of a row do not depend on other rows: one tile for any number of them.
+    """
+
+    by_row: ClassVar[bool] = True
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .base import Rule
 
-IN_STEPS = "batch_invariant_mode; in steps of 64 tokens, slower"
+ON_GRID = "batch_invariant_mode; in chunks of 64 tokens from a sequence's start"
 
 
 class Choice(NamedTuple):
@@ -20,6 +20,6 @@ def why_not_aligned(backend: str) -> str | None:
         return None
     return (
         f"backend={backend!r} and config.batch_invariant_mode: which tokens come in one "
-        f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch in "
-        f"steps of 64 tokens, slower), or leave the mode off."
+        f"call changes the bits of its kernels. Use 'auto' or 'reference' (plain torch, slower), "
+        f"or leave the mode off."
     )

@@ -25,6 +25,11 @@ def chunks_at_once(heads: int) -> int:
     return max(1, _AT_ONCE // heads)
 
 
+def chunks_of_a_call(heads: int, device: torch.device) -> int:
+    """How many chunks an aligned rule computes side by side, see :mod:`..aligned`."""
+    return chunks_at_once(heads) if fills_up(device) else 1
+
+
 def fills_up(device: torch.device) -> bool:
     """Whether the last group is filled up with empty chunks to the size of the others."""
     return device.type == "cuda"
@@ -74,9 +79,19 @@ class ChunkTable:
 
     @staticmethod
     def build(
-        lengths: tuple[int, ...], chunk_size: int, heads: int, device: torch.device
+        lengths: tuple[int, ...],
+        chunk_size: int,
+        heads: int,
+        device: torch.device,
+        aligned: bool = False,
     ) -> ChunkTable:
-        return _build(tuple(lengths), chunk_size, chunks_at_once(heads), device, fills_up(device))
+        """``aligned``: groups of one size on a CPU too, see :func:`chunks_of_a_call`."""
+        at_once = chunks_of_a_call(heads, device) if aligned else chunks_at_once(heads)
+        return _build(tuple(lengths), chunk_size, at_once, device, fills_up(device))
+
+    def chunks_in(self, group: ChunkGroup) -> int:
+        """How many chunks the group has, empty ones included."""
+        return (group.slots.stop - group.slots.start) // self.chunk_size
 
     def to_chunks(
         self,

@@ -159,11 +159,11 @@ def plan_of(
     """
     choose = parts_by_length if batch_invariant else _cut_by_cost
     cut = choose(sequences, value_heads)
-    parts = Parts.build(sequences, sequences if cut is None else cut, device)
-    _remember_chunks(parts.sequences, sequences)
-    _remember_chunks(parts.offsets, sequences if cut is None else cut)
     if cut is None:
-        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
+        return plan_of_whole(sequences, device)
+    parts = Parts.build(sequences, cut, device)
+    _remember_chunks(parts.sequences, sequences)
+    _remember_chunks(parts.offsets, cut)
     # With batch_invariant also if no sequence is long enough to be cut. A long sequence needs the
     # kernels that carry states between parts. A short one always takes them too, so that its bits
     # do not depend on a long one beside it.
@@ -173,6 +173,15 @@ def plan_of(
         ht_mask_bwd=parts.opens,
     )  # fmt: skip
     return Plan(context, parts)
+
+
+@cached_by_stream(64)
+def plan_of_whole(sequences: tuple[int, ...], device: torch.device) -> Plan:
+    """The plan of sequences that are not cut."""
+    parts = Parts.build(sequences, sequences, device)
+    _remember_chunks(parts.sequences, sequences)
+    _remember_chunks(parts.offsets, sequences)
+    return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
 
 
 def _remember_chunks(on_device: Tensor, offsets) -> None:

@@ -24,7 +24,7 @@ from ..rule.base import RuleGrads, RuleInputs, inputs_in_one_row
 from . import states as flash_qla_states
 from .builds import Heads, compile_early, expect
 from .hopper import HopperStages
-from .plan import Plan, plan_of, plan_of_rows, row_offsets, stages
+from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, row_offsets, stages
 from .static import static_plan_of
 
 
@@ -42,14 +42,17 @@ class FlashQlaRule:
             value columns a block computes by the size of the batch; a column's sums do not depend
             on that, which is tested.) By default FlashQLA's cost model cuts for the whole batch,
             which is faster where long and short sequences share it.
+        aligned: cut no sequence, so that a token's bits depend on its sequence alone, see
+            :mod:`....aligned`: a block walks from chunk to chunk with the state in fp32, and can
+            go on from the state of any chunk.
     """
 
     name = "flash_qla"
     operand_dtype = None
     reads_again = frozenset({"q", "k", "v", "beta"})
 
-    def __init__(self, batch_invariant: bool = False) -> None:
-        self.batch_invariant = batch_invariant
+    def __init__(self, batch_invariant: bool = False, aligned: bool = False) -> None:
+        self.batch_invariant, self.aligned = batch_invariant or aligned, aligned
 
     def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         plan = self._plan(inputs, documents, states)
@@ -63,6 +66,8 @@ class FlashQlaRule:
         if documents is None and not (states or self.batch_invariant):
             return plan_of_rows(rows, tokens, heads, device)
         offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
+        if self.aligned:
+            return plan_of_whole(offsets, device)
         return plan_of(offsets, heads, self.batch_invariant, device)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
@@ -137,6 +142,12 @@ class FlashQlaForward:
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         inputs, rows = self._inputs, self._inputs.v.shape[:2]
+        if self._rule.aligned and self._maps is None:
+            plan = self._rule.plan(inputs, self._documents, states=True)
+            o, last, saved = flash_qla_states.forward_whole(
+                inputs_in_one_row(inputs), initial, plan, keep
+            )
+            return RuleOutput(in_rows(o, rows), last if final else None, saved)
         if initial is not None or self._maps is not None:
             o, last, saved = flash_qla_states.forward(
                 inputs_in_one_row(inputs), initial, self._part_maps(), keep, final

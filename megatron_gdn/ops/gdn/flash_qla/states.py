@@ -109,6 +109,26 @@ def forward(
     return o, last, Saved(kept, Carried(maps.plan))
 
 
+def forward_whole(
+    inputs: RuleInputs, initial: Tensor | None, plan: Plan, keep: bool
+) -> tuple[Tensor, Tensor, Saved]:
+    """As :func:`forward`, of sequences that are not cut.
+
+    States always enter and leave, so that training and generation run one compiled kernel.
+    """
+    parts, (H, V), K = plan.cut, inputs.v.shape[2:], inputs.k.shape[3]
+    if initial is None:
+        sequences = len(parts.owner)
+        initial = torch.zeros(sequences, H, K, V, dtype=torch.float32, device=inputs.v.device)
+    g_sum, A = triangular(inputs, plan)
+    o, _, last = stages().fused_gdr_fwd(
+        q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, scale=K**-0.5,
+        initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=parts.offsets,
+        cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
+    )  # fmt: skip
+    return o, last, Saved((g_sum, A) if keep else (), Carried(plan))
+
+
 def run_again(
     inputs: RuleInputs, initial: Tensor | None, kept: tuple[Any, ...], plan: Plan
 ) -> tuple[Tensor, Saved]:

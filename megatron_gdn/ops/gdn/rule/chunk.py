@@ -44,11 +44,13 @@ class ChunkedRule(NamedTuple):
             sequences keep their states.
         chunk_size: tokens per chunk.
         scale: factor on the output.
+        aligned: the forward computes groups of one size on a CPU too, see :mod:`...aligned`.
     """
 
     lengths: tuple[int, ...] | StaticDocuments
     chunk_size: int
     scale: float
+    aligned: bool = False
 
     @property
     def sequences(self) -> int:
@@ -62,14 +64,14 @@ class ChunkedRule(NamedTuple):
         wide = torch.promote_types(v.dtype, torch.float32)
         return v.new_zeros(self.sequences, groups, v.shape[2] // groups, K, v.shape[3], dtype=wide)
 
-    def _table(self, v: Tensor) -> ChunkTable:
+    def _table(self, v: Tensor, aligned: bool = False) -> ChunkTable:
         if isinstance(self.lengths, StaticDocuments):
             return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
-        return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device)
+        return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device, aligned)
 
     def forward(self, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
         """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``."""
-        table = self._table(v)
+        table = self._table(v, self.aligned)
         rows, final, carried = table.rows_like(v), _copy(state), None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):

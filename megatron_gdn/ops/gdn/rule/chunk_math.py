@@ -204,19 +204,22 @@ class Chunks:
         torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
         if carried is not None:
             states[0].copy_(carried)
-        # The row after a sequence's last chunk holds the initial state of the next sequence. So the
-        # final state is computed in ``final`` itself.
+        # The row after a sequence's last chunk holds the initial state of the next sequence. So
+        # final states are computed in a buffer of their own. (In ``final`` the place of a sequence
+        # would decide the alignment, and on a CPU the alignment decides bits.)
+        ended = None
         if self.group.end_index is not None:
-            last, sequences = self.group.end_index
-            final.index_copy_(0, sequences, states[1:].index_select(0, last))
+            ended = states[1:].index_select(0, self.group.end_index[0])
         if self.group.begin_index is not None:
             first, sequences = self.group.begin_index
             states.index_copy_(0, first, initial.index_select(0, sequences))
         through, at = self._per_chunk(self.M).unbind(0), states.unbind(0)
-        ends = self.group.ends
+        ends = {c: place for place, c in enumerate(self.group.ends)}
         for c in range(self.group.chunks):
-            after = final[ends[c]] if c in ends else at[c + 1]
+            after = ended[ends[c]] if ended is not None and c in ends else at[c + 1]
             after.baddbmm_(through[c], at[c])
+        if ended is not None and self.group.end_index is not None:
+            final.index_copy_(0, self.group.end_index[1], ended)
         del self._written_k, self.v  # nobody needs them from here on
         return states[:-1].flatten(0, 1), at[self.group.chunks]
 

@@ -16,18 +16,26 @@ from .chunk import ChunkedRule
 
 
 class PlainRule:
-    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``."""
+    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
+
+    Args:
+        aligned: a token's bits depend on its sequence alone, see :mod:`...aligned`.
+    """
 
     name = "reference"
     batch_invariant = True
+    aligned = False
     operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
+
+    def __init__(self, aligned: bool = False) -> None:
+        self.aligned = aligned
 
     def why_not_heads(self, heads: int) -> None:
         """Any number of them can run."""
 
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents)
+        return PlainForward(inputs, documents, self.aligned)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
@@ -35,7 +43,9 @@ class PlainRule:
         return PlainBackward(d_o, inputs, documents)
 
 
-def _chunked(inputs: RuleInputs, documents: Documents | None) -> tuple[RuleInputs, ChunkedRule]:
+def _chunked(
+    inputs: RuleInputs, documents: Documents | None, aligned: bool = False
+) -> tuple[RuleInputs, ChunkedRule]:
     if documents is None:
         rows, tokens = inputs.k.shape[:2]
         lengths = (tokens,) * rows
@@ -45,7 +55,7 @@ def _chunked(inputs: RuleInputs, documents: Documents | None) -> tuple[RuleInput
             lengths = documents
         else:
             lengths = tuple(n for n in documents.lengths if n) or (0,)
-    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5)
+    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned)
 
 
 def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
@@ -55,9 +65,11 @@ def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tenso
 
 
 class PlainForward:
-    def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
+    def __init__(
+        self, inputs: RuleInputs, documents: Documents | None, aligned: bool = False
+    ) -> None:
         self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents)
+        self._inputs, self._rule = _chunked(inputs, documents, aligned)
 
     def state_map(self) -> StateMap:
         """Final states with K more value columns, whose values are 0 and whose initial state is I.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...aligned import AlignedRule
 from ...once import say_once
 from ...rules.base import Rule
-from ...rules.choice import IN_STEPS, Choice, why_not_aligned
+from ...rules.choice import ON_GRID, Choice, why_not_aligned
 from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla, why_not_flash_qla, why_not_heads
 from ..sizes import HeadSizes
 from .base import RuleGrads, RuleInputs
@@ -154,6 +153,16 @@ def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadS
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")
 
 
+def _aligned_choice(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Choice:
+    device = torch.device(device)
+    known = find_repeatable("flash_qla", device, dtype, sizes)
+    if known is None or _obstacle("flash_qla", device, dtype, sizes) is not None:
+        return Choice(PlainRule(aligned=True), ON_GRID)
+    from ..flash_qla.rule import FlashQlaRule
+
+    return Choice(FlashQlaRule(aligned=True), ON_GRID)
+
+
 def choose_rule(
     backend: str,
     sizes: HeadSizes,
@@ -177,7 +186,7 @@ def choose_rule(
         why = why_not_aligned(backend)
         if why is not None:
             raise ValueError(why)
-        return Choice(AlignedRule(PlainRule()), IN_STEPS)
+        return _aligned_choice(device, dtype, sizes)
     return resolve_rule(
         backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
         operands=operands, normalise_qk=normalise_qk,

@@ -31,18 +31,26 @@ _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
 class PlainSSD:
-    """A :class:`~...rules.base.Rule` over :class:`SSDInputs`."""
+    """A :class:`~...rules.base.Rule` over :class:`SSDInputs`.
+
+    Args:
+        aligned: a token's bits depend on its sequence alone, see :mod:`...aligned`.
+    """
 
     name = "reference"
     batch_invariant = True
+    aligned = False
     operand_dtype = None
     reads_again = frozenset(SSDInputs._fields)
+
+    def __init__(self, aligned: bool = False) -> None:
+        self.aligned = aligned
 
     def why_not_heads(self, heads: int) -> None:
         """Any number of them can run."""
 
     def begin(self, inputs: SSDInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents)
+        return PlainForward(inputs, documents, self.aligned)
 
     def begin_backward(
         self, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
@@ -53,12 +61,14 @@ class PlainSSD:
 class _Pass:
     """Inputs, their chunks, and states in the shape that chunks are computed with."""
 
-    def __init__(self, inputs: SSDInputs, documents: Documents | None) -> None:
+    def __init__(
+        self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
+    ) -> None:
         self.inputs, self.lengths = inputs, sequence_lengths(inputs, documents)
         H, V = inputs.x.shape[2:]
         G, K = inputs.B.shape[2:]
         self.state_shape = (G, H // G, K, V)
-        self.table = ChunkTable.build(self.lengths, CHUNK, H, inputs.x.device)
+        self.table = ChunkTable.build(self.lengths, CHUNK, H, inputs.x.device, aligned)
 
     def states(self, given: Tensor | None) -> Tensor:
         """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
@@ -82,8 +92,10 @@ def _put(states: Tensor, index: tuple[Tensor, Tensor] | None, new: Tensor) -> No
 
 
 class PlainForward:
-    def __init__(self, inputs: SSDInputs, documents: Documents | None) -> None:
-        self._pass = _Pass(inputs, documents)
+    def __init__(
+        self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
+    ) -> None:
+        self._pass = _Pass(inputs, documents, aligned)
 
     @torch.no_grad()
     def state_map(self) -> StateMap:

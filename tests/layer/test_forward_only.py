@@ -1,0 +1,93 @@
+"""A forward that no backward follows keeps nothing but its output, and no tensor in two forms."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import randomise_, thd
+from tests.inference.row_mixers import KINDS
+from tests.live_tensors import LiveBytes, bytes_per_token
+from tests.mamba_mixers import mamba_config, whole_mixer
+from tests.parallel import make_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def gdn(**options):
+    layer = build_module(gated_delta_net_spec("local", **options), make_config(), layer_number=1)
+    randomise_(layer)
+    return layer
+
+
+LAYERS = {
+    "gdn": gdn,
+    "gdn, light": lambda: gdn(recompute="light"),
+    "gdn, full": lambda: gdn(recompute="full"),
+    "mamba2": lambda: whole_mixer(mamba_config()),
+}
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+def forward_only(layer, x, packed=None):
+    return layer(x, None, packed_seq_params=packed)[0]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_is_saved_and_nothing_stays(name, mode, packed, training):
+    layer, saved = LAYERS[name]().train(training), []
+    x = torch.randn(150, 1, layer.config.hidden_size, requires_grad=True)
+    documents = thd((70, 0, 80)) if packed else None
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        expected = forward_only(layer, x, documents)
+        assert saved  # the hooks see what a backward would need
+        saved.clear()
+        with MODES[mode]():
+            forward_only(layer, x, documents)
+    assert not saved
+    with MODES[mode](), LiveBytes() as live:
+        out = forward_only(layer, x, documents)
+    assert torch.equal(out, expected)
+    assert live.now == out.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_backward_computes_again_costs_a_forward_alone_nothing(name):
+    """A layer in training mode holds as little as in evaluation mode, at most and at its end."""
+    layer = LAYERS[name]()
+    x = torch.randn(640, 1, layer.config.hidden_size)
+    found = []
+    for training in (True, False):
+        layer.train(training)
+        with torch.no_grad():
+            forward_only(layer, x)
+            with LiveBytes() as live:
+                hook = layer.out_proj.register_forward_pre_hook(lambda *_: found.append(live.now))
+                forward_only(layer, x)
+        hook.remove()
+        found.append(live.most)
+    assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind):
+    """Beside its rows: once each, in the aligned form, whose intermediates are of one chunk."""
+    layout, inputs = kind.layout, kind.layout.conv_width + 2 * kind.layout.state_heads
+    out = layout.widths[layout.names.index("z")]
+    wide = 4 * (inputs + out)
+    found = {}
+    for name, mode in (("alone", torch.no_grad), ("with a backward", nullcontext)):
+        with mode():
+            found[name] = bytes_per_token(
+                lambda tokens: kind.trained(kind.rows(tokens).requires_grad_(), aligned=True),
+                (6400, 12800),
+            )
+    rows = 4 * layout.width  # made inside, by the test
+    assert found["alone"] == wide + rows, found
+    assert found["alone"] < found["with a backward"], found
