@@ -212,6 +212,15 @@ class StaticDocuments(Documents):
                 found = self._tables[key] = (make, make(self))
         return found[1]  # pyright: ignore[reportReturnType]
 
+    def on_host(self) -> Documents:
+        """The documents of the latest fill, for layers outside of graphs. The host waits for them.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        require_no_capture("a copy of the documents' boundaries on the host")
+        return Documents(tuple(self.boundaries.tolist()), self.device)
+
     @property
     def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise NotImplementedError(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -43,10 +44,10 @@ SETS = (
 )
 
 
-def everything(layer, x, weight, packed) -> dict[str, torch.Tensor]:
+def everything(layer, x, weight, packed_seq_params) -> dict[str, torch.Tensor]:
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
-    out, _ = layer(leaf, None, packed_seq_params=packed)
+    out, _ = layer(leaf, None, packed_seq_params=packed_seq_params)
     (out.float() * weight).sum().backward()
     found = {"output": out.detach(), "dx": leaf.grad}
     return found | {name: p.grad.clone() for name, p in layer.named_parameters()}
@@ -111,6 +112,64 @@ def capturing_by_megatron() -> Iterator[None]:
         yield
     finally:
         cuda_graphs._set_capture_end()
+
+
+def captured_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's local graphs give a layer to capture in the place of these arguments.
+
+    The first step describes its tensors, and the capture finds tensors of zeros in their place.
+    """
+    described = cuda_graphs.tree_map(
+        lambda x: cuda_graphs.ArgMetadata(x) if torch.is_tensor(x) else x, arguments
+    )
+    with capturing_by_megatron():
+        return cuda_graphs.tree_map(
+            lambda x: x.zeros_like() if isinstance(x, cuda_graphs.ArgMetadata) else x, described
+        )
+
+
+def mismatches(arguments: dict[str, Any], captured: dict[str, Any]) -> list[str]:
+    """Why Megatron would not replay a graph that was recorded with ``captured`` for these."""
+    runner = object.__new__(cuda_graphs._CudaGraphRunner)
+    torch.nn.Module.__init__(runner)
+    runner.fwd_graph_input_arg_metas = []
+    runner.fwd_graph_input_kwarg_metas = {
+        name: cuda_graphs.ArgMetadata(x) for name, x in captured.items()
+    }
+    return runner.get_mismatch_errors((), arguments)
+
+
+def a_layer_in_megatrons_graphs_reads_the_buffers(cp: int = 1, **options) -> None:
+    """What a capture runs has the bits of an ordinary step, for the documents that were set last.
+
+    The boundaries that Megatron's capture sees are zeros. The host reads nothing.
+    """
+    with parallel(cp=cp), patch.dict(os.environ, {SWITCH: "0"}), whole_groups(32):
+        one = group_of_one()
+        group = parallel_state.get_context_parallel_group() if cp > 1 else one
+        groups = ProcessGroupCollection(tp=one, cp=group)
+        config = make_config(context_parallel_size=cp)
+        eager = build_layer(config, groups, options)
+        config = make_config(context_parallel_size=cp, cuda_graph_impl="local")
+        layer = build_layer(config, groups, options)
+        randomise_(eager)
+        layer.load_state_dict(eager.state_dict())
+        x, weight = torch.randn(2, TOKENS, 1, config.hidden_size).unbind()
+        packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
+        first = torch.randn(TOKENS // cp, 1, config.hidden_size)
+        everything(layer, first, first, packed)  # the step that Megatron records
+        step = {"packed_seq_params": packed}
+        captured = captured_arguments(step)
+        assert captured["packed_seq_params"].cu_seqlens_q.tolist() == [0] * (MOST + 1)
+        for lengths in SETS:
+            mine = local_indices(lengths, cp, group.rank())
+            set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
+            assert mismatches(step, captured) == []
+            with no_host_reads(), capturing_by_megatron():
+                found = everything(layer, x[mine], weight[mine], **captured)
+            expected = everything(eager, x[mine], weight[mine], thd(lengths))
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (lengths, name)
 
 
 def static_mask_is_accepted(cp: int) -> None:

@@ -39,5 +39,10 @@ def test_ten_sets_of_documents_with_their_heads_on_two_ranks(pools, layout):
     pools(2).run(laws.buffers_equal_ordinary_documents, 2, layout, options=options)
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_layer_in_megatrons_graphs_reads_the_buffers(pools, cp):
+    pools(cp).run(laws.a_layer_in_megatrons_graphs_reads_the_buffers, cp)
+
+
 def test_chunkwise_refuses_buffers_and_auto_takes_headwise(pools):
     pools(2).run(laws.chunkwise_refuses_buffers)
