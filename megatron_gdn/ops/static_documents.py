@@ -226,8 +226,7 @@ class StaticDocuments(Documents):
         raise NotImplementedError(
             "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known on the "
             "device alone, and the host needs them here. Use backend='auto', 'flash_qla', 'fla' or "
-            "'reference' of GatedDeltaNet, on one context-parallel rank or with "
-            "linear_cp_mode='headwise', and without batch_invariant_mode; or pass ordinary "
+            "'reference' of GatedDeltaNet, without batch_invariant_mode; or pass ordinary "
             "packed_seq_params and leave this layer out of the graph."
         )
 
