@@ -84,11 +84,18 @@ def static_pieces(documents: StaticDocuments, cp_size: int, layout: SequenceLayo
 
 
 def static_state_table(pieces: StaticPieces, cp_size: int) -> StateTable:
-    """As :func:`.states.state_table`: N chains of 2 R nodes, one piece each."""
-    count = pieces.max_documents
-    by_slot = torch.arange(count, device="cpu").view(-1, 2).T.flatten()
+    """As :func:`.states.state_table`: N chains of 2 R nodes, one piece each.
+
+    The maps of empty pieces are masked: kernels do not write them.
+    """
+    by_slot = torch.arange(pieces.max_documents, device="cpu").view(-1, 2).T.flatten()
     index = to_device(by_slot, pieces.device)
+    (filled,) = pieces.table("filled", _filled)
     return StateTable(
         sequences=pieces, nodes=chain_nodes(cp_size, SequenceLayout.ZIGZAG), node_count=2,
-        first=index, last=index, leavers=None, enters=None, leaves=None, passes=None,
+        first=index, last=index, leavers=None, enters=filled, leaves=filled, passes=filled,
     )  # fmt: skip
+
+
+def _filled(pieces: StaticDocuments) -> tuple[Tensor]:
+    return ((pieces.boundaries.diff() > 0).view(-1, 2).T.reshape(-1, 1, 1, 1),)
