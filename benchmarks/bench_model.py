@@ -7,8 +7,9 @@ GDN, attention and MLP layers on Transformer Engine's modules in bf16, with our 
 megatron-core's, from the same weights over the same tokens. A step is forward and backward of two
 micro-batches and the optimizer. ``packed`` holds eight documents. ``local`` is Megatron's
 ``cuda_graph_impl="local"``: a graph per layer and direction; with packed documents these lie in
-fixed buffers, which every micro-batch fills, and layers with attention run eagerly. ``loss`` is
-that of the step after the last one timed, so a graph that computes something else shows.
+fixed buffers, which every micro-batch fills, and layers with attention run eagerly unless
+``--fused-rope``. ``loss`` is that of the step after the last one timed, so a graph that computes
+something else shows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 import statistics
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=("batch", "packed"), default=["batch"])
     parser.add_argument("--buffers", action="store_true",
                         help="packed documents in fixed buffers without graphs too")  # fmt: skip
+    parser.add_argument("--fused-rope", action="store_true",
+                        help="Transformer Engine's rotation, which graphs can capture")  # fmt: skip
     parser.add_argument("--layers", type=int, default=16, help=f"repeats {PATTERN}")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -84,6 +88,7 @@ def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
         calculate_per_token_loss=True,
         use_cpu_initialization=not bf16,
         cuda_graph_impl=graphs,
+        apply_rope_fusion=args.fused_rope,
     )
     torch.manual_seed(5)
     spec = upstream if mixer == "upstream" else hybrid_stack_spec(args.modules)
@@ -95,7 +100,7 @@ def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
         hybrid_layer_pattern=pattern,
         position_embedding_type="rope",
     ).to(DEVICE)
-    if packed and graphs == "local":
+    if packed and graphs == "local" and not args.fused_rope:
         leave_attention_out_of_graphs(model)
     return model
 
@@ -199,6 +204,7 @@ def main() -> None:
     setting = {
         "environment": environment() if DEVICE == "cuda" else {}, "layers": args.layers,
         "hidden": args.hidden, "tokens": args.tokens, "micro_batches": MICRO_BATCHES,
+        "fused_rope": args.fused_rope,
     }  # fmt: skip
     rows = [["case", "graphs", "mixer", "step ms", "ratio", "host ms", "peak MiB", "loss"]]
     for case in args.cases:
@@ -219,6 +225,7 @@ def main() -> None:
                     found = measure(trainer, args)
                 except Exception as error:  # the other combinations are worth their time
                     print(f"{case} {graphs} {mixer}: {type(error).__name__}: {error}", flush=True)
+                    traceback.print_exc()
                     trainer = None
                     continue
                 base = base or found["step_ms"]

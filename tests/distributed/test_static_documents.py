@@ -39,6 +39,11 @@ def test_ten_sets_of_documents_with_their_heads_on_two_ranks(pools, layout):
     pools(2).run(laws.buffers_equal_ordinary_documents, 2, layout, options=options)
 
 
+def test_ten_sets_of_documents_with_their_heads_on_four_ranks(pools):
+    options = {"linear_cp_mode": "headwise"}
+    pools(4).run(laws.buffers_equal_ordinary_documents, 4, options=options)
+
+
 @pytest.mark.parametrize(("cp", "mode"), [(1, None), (2, "headwise"), (2, "chunkwise")])
 def test_a_layer_in_megatrons_graphs_reads_the_buffers(pools, cp, mode):
     pools(cp).run(laws.a_layer_in_megatrons_graphs_reads_the_buffers, cp, linear_cp_mode=mode)
