@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -56,48 +55,48 @@ def _messages(R: int, reach: int) -> tuple[_Message, ...]:
 
 
 class _Rows(NamedTuple):
-    """The rows that one rank sends, or receives: N of every message, grouped by the other rank."""
+    """The rows that one rank sends, or receives.
 
-    counts: tuple[int, ...]  # for each other rank
-    messages: tuple[_Message, ...]  # of one document, grouped likewise
-    at: tuple[int, ...]  # where each message's row of document 0 is
-    step: tuple[int, ...]  # rows from one document to the next
+    For each other rank, and then for each of the N documents: one row of every message.
+    """
+
+    groups: tuple[tuple[_Message, ...], ...]  # for each other rank, the messages of one document
+    N: int
 
     @classmethod
     def grouped(
         cls, messages: list[_Message], by: Callable[[_Message], int], R: int, N: int
     ) -> _Rows:
-        groups = [[one for one in messages if by(one) == rank] for rank in range(R)]
-        sizes = [len(group) for group in groups]
-        starts = list(accumulate((N * size for size in sizes), initial=0))
-        return cls(
-            tuple(N * size for size in sizes),
-            tuple(one for group in groups for one in group),
-            tuple(a + i for a, size in zip(starts, sizes, strict=False) for i in range(size)),
-            tuple(size for size in sizes for _ in range(size)),
-        )
+        return cls(tuple(tuple(x for x in messages if by(x) == rank) for rank in range(R)), N)
 
-    def columns(self, N: int) -> tuple[Tensor, Tensor]:
-        """Of every row in its order: the document, and the index of its message."""
-        document_NM = torch.arange(N, device="cpu")[:, None].expand(N, len(self.messages))
-        message_NM = torch.arange(len(self.messages), device="cpu").expand(N, -1)
-        order = (torch.tensor(self.at, device="cpu") + document_NM * self._steps()).flatten()
-        return tuple(x.flatten()[order.argsort()] for x in (document_NM, message_NM))  # pyright: ignore[reportReturnType]
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.N * len(group) for group in self.groups)
 
-    def _steps(self) -> Tensor:
-        return torch.tensor(self.step, device="cpu")
+    def columns(self, *names: str) -> Tensor:
+        """int64 ``[1 + names, rows]``: the document of every row, and fields of its message."""
+        rows = [
+            (n, *(getattr(message, name) for name in names))
+            for group in self.groups
+            for n in range(self.N)
+            for message in group
+        ]
+        return torch.tensor(rows, device="cpu").T
 
     def places(self, slot: str, reach: int) -> Tensor:
-        """int64 ``[2, W, W, 2]`` by slot, k and m: ``at`` and ``step``; -1 if there is none."""
-        found = torch.full((2, reach + 1, reach + 1, 2), -1, device="cpu")
-        for one, at, step in zip(self.messages, self.at, self.step, strict=True):
-            found[getattr(one, slot), one.k, one.m] = torch.tensor((at, step), device="cpu")
-        return found
+        """int64 ``[2, W, W, 2]`` by slot, k and m: where the rows of that message are.
 
-    def of_messages(self, *names: str) -> Tensor:
-        """int64 ``[names, messages]``."""
-        rows = [[getattr(one, name) for one in self.messages] for name in names]
-        return torch.tensor(rows, device="cpu")
+        The row of document 0, and how many rows further that of the next document is; -1 if there
+        is no such message.
+        """
+        found = torch.full((2, reach + 1, reach + 1, 2), -1, device="cpu")
+        begin = 0
+        for group in self.groups:
+            for number, one in enumerate(group, begin):
+                place = torch.tensor((number, len(group)), device="cpu")
+                found[getattr(one, slot), one.k, one.m] = place
+            begin += self.N * len(group)
+        return found
 
 
 def static_history_route(
@@ -167,14 +166,11 @@ class _Fixed(NamedTuple):
         cls, sent: _Rows, taken: _Rows, slots: tuple[int, ...], rank: int, R: int, N: int,
         reach: int, device: torch.device,
     ) -> _Fixed:  # fmt: skip
-        document, message = sent.columns(N)
-        of_sent = torch.stack([document, *sent.of_messages("giver_slot", "m")[:, message]])
-        document, message = taken.columns(N)
-        slot, k, m = taken.of_messages("taker_slot", "k", "m")[:, message]
+        document, slot, k, m = taken.columns("taker_slot", "k", "m")
         piece = document * len(slots) + slot - slots[0]
         rows = torch.arange(len(slots) * N * 2 * reach, device="cpu").view(-1, 2, reach)
         fixed = cls(
-            of_sent,
+            sent.columns("giver_slot", "m"),
             torch.stack([document, piece, k, m]),
             taken.places("taker_slot", reach),
             sent.places("giver_slot", reach),
