@@ -6,8 +6,10 @@
 GDN, attention and MLP layers on Transformer Engine's modules in bf16, with our GDN layer and with
 megatron-core's, from the same weights over the same tokens. A step is forward and backward of two
 micro-batches and the optimizer. ``packed`` holds eight documents. ``local`` is Megatron's
-``cuda_graph_impl="local"``: a graph per layer and direction. ``loss`` is that of the step after the
-last one timed, so a graph that computes something else shows.
+``cuda_graph_impl="local"``: a graph per layer and direction; with packed documents these lie in
+fixed buffers, which every micro-batch fills, and layers with attention run eagerly unless
+``--fused-rope``. ``loss`` is that of the step after the last one timed, so a graph that computes
+something else shows.
 """
 
 from __future__ import annotations
@@ -16,14 +18,22 @@ import argparse
 import gc
 import statistics
 import time
+import traceback
 from typing import Any
 
 import torch
 from lib.layers import DEVICE, start_megatron, thd
 from lib.measure import environment, table, write_lines
 
+from megatron_gdn import (
+    leave_attention_out_of_graphs,
+    set_documents,
+    static_packed_seq_params,
+)
+
 VOCABULARY, MICRO_BATCHES = 32768, 2
 PATTERN = "G-G-G-*-"
+DOCUMENTS = 8
 
 
 def arguments() -> argparse.Namespace:
@@ -33,6 +43,10 @@ def arguments() -> argparse.Namespace:
                         default=["upstream", "ours"])  # fmt: skip
     parser.add_argument("--graphs", nargs="+", choices=("none", "local"), default=["none"])
     parser.add_argument("--cases", nargs="+", choices=("batch", "packed"), default=["batch"])
+    parser.add_argument("--buffers", action="store_true",
+                        help="packed documents in fixed buffers without graphs too")  # fmt: skip
+    parser.add_argument("--fused-rope", action="store_true",
+                        help="Transformer Engine's rotation, which graphs can capture")  # fmt: skip
     parser.add_argument("--layers", type=int, default=16, help=f"repeats {PATTERN}")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -42,7 +56,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(mixer: str, graphs: str, args) -> torch.nn.Module:
+def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,10 +88,11 @@ def build(mixer: str, graphs: str, args) -> torch.nn.Module:
         calculate_per_token_loss=True,
         use_cpu_initialization=not bf16,
         cuda_graph_impl=graphs,
+        apply_rope_fusion=args.fused_rope,
     )
     torch.manual_seed(5)
     spec = upstream if mixer == "upstream" else hybrid_stack_spec(args.modules)
-    return HybridModel(
+    model = HybridModel(
         config,
         spec,
         vocab_size=VOCABULARY,
@@ -85,6 +100,9 @@ def build(mixer: str, graphs: str, args) -> torch.nn.Module:
         hybrid_layer_pattern=pattern,
         position_embedding_type="rope",
     ).to(DEVICE)
+    if packed and graphs == "local" and not args.fused_rope:
+        leave_attention_out_of_graphs(model)
+    return model
 
 
 class Trainer:
@@ -107,8 +125,15 @@ class Trainer:
         torch.manual_seed(9)
         self.tokens = torch.randint(0, VOCABULARY, (MICRO_BATCHES, 1, args.tokens + 1)).to(DEVICE)
         self.position = torch.arange(args.tokens, device=DEVICE)[None]
-        offsets = [i * args.tokens // 8 | 1 for i in range(1, 8)]
-        self.packed = thd([0, *offsets, args.tokens]) if packed else None
+        inner = [i * args.tokens // DOCUMENTS | 1 for i in range(1, DOCUMENTS)]
+        self.offsets = [0, *inner, args.tokens]
+        self.in_buffers = packed and (args.buffers or config.cuda_graph_impl == "local")
+        self.packed = thd(self.offsets) if packed else None
+        if self.in_buffers:
+            longest = self.packed.max_seqlen_q
+            self.packed = static_packed_seq_params(
+                args.tokens, DOCUMENTS, max_seqlen=longest, device=DEVICE
+            )
 
     def step(self) -> float:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -129,6 +154,8 @@ class Trainer:
 
     def _forward(self, batches, model) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
+        if self.in_buffers:
+            set_documents(self.packed, self.offsets)
         losses = model(
             batch[:, :-1], self.position, None, labels=batch[:, 1:], packed_seq_params=self.packed
         )
@@ -177,22 +204,28 @@ def main() -> None:
     setting = {
         "environment": environment() if DEVICE == "cuda" else {}, "layers": args.layers,
         "hidden": args.hidden, "tokens": args.tokens, "micro_batches": MICRO_BATCHES,
+        "fused_rope": args.fused_rope,
     }  # fmt: skip
     rows = [["case", "graphs", "mixer", "step ms", "ratio", "host ms", "peak MiB", "loss"]]
     for case in args.cases:
         base = None
         for graphs in args.graphs:
             for mixer in args.mixers:
+                if (case, graphs, mixer) == ("packed", "local", "upstream"):
+                    print(f"{case} {graphs} {mixer}: it reads boundaries on the host", flush=True)
+                    continue
                 model_parallel_cuda_manual_seed(
                     0, te_rng_tracker=args.modules == "te", force_reset_rng=True
                 )
                 if DEVICE == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 try:
-                    trainer = Trainer(build(mixer, graphs, args), case == "packed", args)
+                    packed = case == "packed"
+                    trainer = Trainer(build(mixer, graphs, packed, args), packed, args)
                     found = measure(trainer, args)
                 except Exception as error:  # the other combinations are worth their time
                     print(f"{case} {graphs} {mixer}: {type(error).__name__}: {error}", flush=True)
+                    traceback.print_exc()
                     trainer = None
                     continue
                 base = base or found["step_ms"]

@@ -14,7 +14,9 @@ _NAMES = {
     "frameworks.patch": ("patch_megatron",),
     "mixers.fully_sharded": ("fully_shard",),
     "mixers.gdn.sizes": ("GDNDims",),
-    "mixers.graphs": ("set_documents", "static_packed_seq_params"),
+    "mixers.graphs": (
+        "leave_attention_out_of_graphs", "set_documents", "static_packed_seq_params",
+    ),
     "mixers.gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
     "mixers.mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (

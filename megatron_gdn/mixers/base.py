@@ -165,7 +165,7 @@ class RecurrentMixer(
             cp_group = self.cp_group_of(pg_collection, context)
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
-            refuse_packed(self._config)
+            refuse_packed(self._config, packed_seq_params)
         if self.recompute_whole and context is None and self._starts_checkpoint(hidden_states):
             return checkpoint(
                 lambda x: self.forward(

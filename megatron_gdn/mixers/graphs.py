@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..ops import StaticDocuments
-from .packing import give_static_documents, static_documents_of
+from .fixed_buffers import FixedBuffers, StaticPackedSeqParams
+from .packing import static_documents_of
 
 
 def static_packed_seq_params(
@@ -45,13 +47,11 @@ def static_packed_seq_params(
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
-    params = PackedSeqParams(
+    return StaticPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=documents.boundaries, cu_seqlens_kv=documents.boundaries,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
+        max_seqlen_q=longest, max_seqlen_kv=longest, buffers=FixedBuffers(documents),
     )  # fmt: skip
-    give_static_documents(params, documents)
-    return params
 
 
 def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -> None:
@@ -98,31 +98,61 @@ def in_layer_graph(config: TransformerConfig) -> bool:
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures this layer, and "
             f"{own_ranks} packs documents, with a group of ranks for each micro-batch; "
-            f"a graph would replay those of the first. {_LEAVE_OUT}"
+            f"a graph would replay those of the first; {_LEAVE_OUT}"
         )
     return captured
 
 
-def refuse_packed(config: TransformerConfig) -> None:
-    """Refuse packed documents if Megatron captures the layer in a CUDA graph.
+def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
+    """Refuse packed documents that a graph of the layer would replay for every micro-batch.
 
     Raises:
-        NotImplementedError: Megatron captures the layer.
+        NotImplementedError: Megatron captures the layer, and the documents are not in fixed
+            buffers, or its graphs are Transformer Engine's.
     """
     if not in_layer_graph(config):
         return
-    raise NotImplementedError(
-        f"packed_seq_params with cuda_graph_impl={config.cuda_graph_impl!r}: Megatron's graph of a "
-        f"layer takes tensors alone and would replay the boundaries of the first micro-batch. "
-        f"{_LEAVE_OUT} Or capture forward and backward with torch.cuda.graph and "
-        f"megatron_gdn.static_packed_seq_params (docs/cuda_graphs.md)."
-    )
+    impl = config.cuda_graph_impl
+    if impl == "transformer_engine":
+        raise NotImplementedError(
+            f"packed_seq_params with cuda_graph_impl={impl!r}: Megatron gives these graphs of a "
+            f"layer tensors alone, and no boundaries. Use cuda_graph_impl='local' with "
+            f"megatron_gdn.static_packed_seq_params (docs/cuda_graphs.md); or {_LEAVE_OUT}"
+        )
+    if static_documents_of(packed) is None:
+        raise NotImplementedError(
+            f"packed_seq_params with cuda_graph_impl={impl!r}: a graph would replay the boundaries "
+            f"of the first micro-batch. Make them with megatron_gdn.static_packed_seq_params, and "
+            f"write those of each micro-batch with set_documents (docs/cuda_graphs.md); or "
+            f"{_LEAVE_OUT}"
+        )
+
+
+def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Let layers with softmax attention run eagerly where Megatron captures layers (``local``).
+
+    Megatron has one ``cuda_graph_modules`` for all layers, and the rotation of packed documents
+    reads boundaries on the host unless ``apply_rope_fusion`` is on: no graph can be made of it.
+    Call it before the first step.
+
+    Returns:
+        The layers that were left out.
+    """
+    left = [
+        layer
+        for layer in model.modules()
+        if "cudagraph_manager" in vars(layer)["_modules"]
+        and any(isinstance(part, Attention) for part in layer.modules())
+    ]
+    for layer in left:
+        del layer.cudagraph_manager
+    return left
 
 
 # The field's name up to Megatron 0.20, and in Megatron-LM's dev branch.
 _OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
-    "Leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
+    "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
     "sequences."
 )

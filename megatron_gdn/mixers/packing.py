@@ -16,8 +16,9 @@ from ..ops.trees import TreeDocuments
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from .fixed_buffers import FixedBuffers
+
 _RESOLVED = "_megatron_gdn_documents"
-_STATIC = "_megatron_gdn_static_documents"
 _PARENTS = "_megatron_gdn_parents"
 # Layers that do not know trees must not take the documents for separate ones.
 TREE = "thd_tree"
@@ -107,7 +108,6 @@ def resolve_packed_seq_params(
             the meta device; no boundaries, boundaries that do not start at 0, decrease or end
             elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
             document longer than its padded slot.
-        ValueError: a field of ``params`` no longer holds the fixed buffer that it was given.
         NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
             every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
             be captured.
@@ -126,7 +126,7 @@ def resolve_packed_seq_params(
     if not _is_packed(params):
         return None
     if static is not None:
-        return _fitting(static, params, total_tokens, device)
+        return _fitting(static, total_tokens, device)
     if _is_captured(device):
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
@@ -158,14 +158,10 @@ def _is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def give_static_documents(params: PackedSeqParams, documents: StaticDocuments) -> None:
-    """Attach documents in fixed buffers to ``params``; layers then use these."""
-    params.__dict__[_STATIC] = documents
-
-
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
-    """The documents in fixed buffers that ``params`` was given; None if it was given none."""
-    return params.__dict__.get(_STATIC)
+    """The documents in the fixed buffers of ``params``; None if it has none."""
+    buffers: FixedBuffers | None = params.__dict__.get("buffers")
+    return None if buffers is None else buffers.documents
 
 
 def give_parents(params: PackedSeqParams, parents: Sequence[int]) -> None:
@@ -197,7 +193,7 @@ def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
 
 
 def _fitting(
-    documents: StaticDocuments, params: PackedSeqParams, total_tokens: int, device: torch.device
+    documents: StaticDocuments, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
@@ -206,26 +202,8 @@ def _fitting(
             f"context-parallel ranks) on {device}; make them for these with "
             f"megatron_gdn.static_packed_seq_params."
         )
-    for name in _slots_of(params):
-        if getattr(params, name) is not documents.boundaries:
-            raise ValueError(
-                f"packed_seq_params.{name} is no longer the fixed buffer that these "
-                f"packed_seq_params were made with, and a graph would replay that one. Leave the "
-                f"field as it is and write boundaries with megatron_gdn.set_documents, or make "
-                f"another PackedSeqParams."
-            )
     documents.read_by_forward(_is_recomputed())
     return documents
-
-
-def _slots_of(params: PackedSeqParams) -> tuple[str, ...]:
-    """The fields that say where documents lie in the buffer."""
-    if params.cu_seqlens_q_padded is not None:
-        queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
-    else:
-        queries = "cu_seqlens_q"
-        keys = "cu_seqlens_kv" if params.cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
-    return (queries,) if getattr(params, keys) is None else (queries, keys)
 
 
 def _is_packed(params: PackedSeqParams) -> bool:

@@ -107,6 +107,11 @@ class Documents:
         offsets = self.offsets
         return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
 
+    @property
+    def sequences(self) -> int:
+        """How many documents, with empty ones."""
+        return len(self.lengths)
+
     @staticmethod
     def lengths_of(documents: Documents | None, tokens: int) -> tuple[int, ...]:
         """The lengths of packed documents; if None, of one sequence of ``tokens``."""

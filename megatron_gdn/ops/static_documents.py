@@ -212,13 +212,21 @@ class StaticDocuments(Documents):
                 found = self._tables[key] = (make, make(self))
         return found[1]  # pyright: ignore[reportReturnType]
 
+    def on_host(self) -> Documents:
+        """The documents of the latest fill, for layers outside of graphs. The host waits for them.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        require_no_capture("a copy of the documents' boundaries on the host")
+        return Documents(tuple(self.boundaries.tolist()), self.device)
+
     @property
     def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise NotImplementedError(
             "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known on the "
             "device alone, and the host needs them here. Use backend='auto', 'flash_qla', 'fla' or "
-            "'reference' of GatedDeltaNet, on one context-parallel rank or with "
-            "linear_cp_mode='headwise', and without batch_invariant_mode; or pass ordinary "
+            "'reference' of GatedDeltaNet, without batch_invariant_mode; or pass ordinary "
             "packed_seq_params and leave this layer out of the graph."
         )
 

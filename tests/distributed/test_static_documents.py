@@ -39,5 +39,27 @@ def test_ten_sets_of_documents_with_their_heads_on_two_ranks(pools, layout):
     pools(2).run(laws.buffers_equal_ordinary_documents, 2, layout, options=options)
 
 
-def test_chunkwise_refuses_buffers_and_auto_takes_headwise(pools):
-    pools(2).run(laws.chunkwise_refuses_buffers)
+def test_ten_sets_of_documents_with_their_heads_on_four_ranks(pools):
+    options = {"linear_cp_mode": "headwise"}
+    pools(4).run(laws.buffers_equal_ordinary_documents, 4, options=options)
+
+
+@pytest.mark.parametrize(("cp", "mode"), [(1, None), (2, "headwise"), (2, "chunkwise")])
+def test_a_layer_in_megatrons_graphs_reads_the_buffers(pools, cp, mode):
+    pools(cp).run(laws.a_layer_in_megatrons_graphs_reads_the_buffers, cp, linear_cp_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_a_number_that_is_not_finite_stays_in_its_document(pools, mode):
+    run = laws.a_number_that_is_not_finite_stays_in_its_document
+    pools(2).run(run, 2, linear_cp_mode=mode)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ten_sets_of_documents_with_their_states_on_several_ranks(pools, cp):
+    options = {"linear_cp_mode": "chunkwise"}
+    pools(cp).run(laws.buffers_equal_ordinary_documents, cp, options=options)
+
+
+def test_chunkwise_takes_buffers_in_zigzag_alone_and_auto_takes_headwise(pools):
+    pools(2).run(laws.chunkwise_takes_buffers_in_zigzag_alone)

@@ -30,6 +30,7 @@ BLOCKS = {
     "requests": "pool = pool_for(model",
     "repeats": "check_repeats(forward_backward(layer",
     "graphs": "torch.cuda.CUDAGraph()",
+    "graphs of layers": "leave_attention_out_of_graphs(model)",
     "heads of MTP": "config.mtp_num_layers = 2",
     "dynamic batching": "MambaInferenceStateConfig.from_model(",
     "an exchange of heads": "cp = MambaContextParallel(",
@@ -54,6 +55,15 @@ micro_batches = [
     torch.tensor(offsets, dtype=torch.int32, device=device)
     for offsets in ([0, 8192], [0, 5, 64, 8000, 8192])
 ]
+"""
+BATCHES = """
+tokens, positions = torch.randint(256, (1, 8193), device=device), torch.arange(8192, device=device)
+batches = (
+    (tokens[:, :-1], positions[None], tokens[:, 1:], torch.tensor(offsets, dtype=torch.int32))
+    for offsets in ([0, 8192], [0, 5, 64, 8000, 8192])
+)
+for losses, mean in (forward_step(batches, model), forward_step(batches, model)):
+    print(mean(losses).item())
 """
 # A graph is a step that Python runs again.
 STAND_INS = """
@@ -169,6 +179,16 @@ def test_a_graph_is_replayed_for_other_documents(tmp_path):
     code += "" if torch.cuda.is_available() else STAND_INS
     printed = run(code + block("graphs") + "print(x.grad.isfinite().all().item())", tmp_path)
     assert printed.splitlines()[-1] == "True"
+
+
+@pytest.mark.slow
+def test_a_model_takes_documents_in_fixed_buffers(tmp_path):
+    import torch
+
+    code = block("a model").replace("max_sequence_length=40", "max_sequence_length=8192")
+    code += "" if torch.cuda.is_available() else STAND_INS
+    losses = run(code + block("graphs of layers") + BATCHES, tmp_path).splitlines()
+    assert [float(loss) for loss in losses] == pytest.approx([5.5] * 3, abs=0.5)
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def a_packed_graph_replays_eager_bits(
         dist.barrier()
 
 
-def transformer_layer(cp: int = 1, **changes) -> torch.nn.Module:
+def transformer_layer(cp: int = 1, mode: str | None = None, **changes) -> torch.nn.Module:
     """With our mixer and nothing else in it."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -187,28 +187,38 @@ def transformer_layer(cp: int = 1, **changes) -> torch.nn.Module:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=TorchRMSNorm,
-            self_attention=gated_delta_net_spec("local"),
+            self_attention=gated_delta_net_spec("local", linear_cp_mode=mode),
             self_attn_bda=get_bias_dropout_add,
         ),
     )
     return build_module(spec, config, layer_number=1).cuda()
 
 
-def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) -> None:
-    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next."""
+def megatrons_local_graphs_give_eager_bits(
+    modules: Sequence[str], cp: int = 1, packed: bool = False, mode: str | None = None
+) -> None:
+    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next.
+
+    Args:
+        packed: documents in fixed buffers, other ones in each step.
+        mode: ``linear_cp_mode``.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import cuda_graphs
 
+    rows = 1 if packed else 2
+    tokens = TOKENS if packed else 1024
+
     def build(**changes):
-        layer = transformer_layer(cp, **changes)
+        layer = transformer_layer(cp, mode=mode, **changes)
         fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         return DistributedDataParallel(layer.config, fp32, layer)
 
-    def step(model, x, d_out) -> dict[str, torch.Tensor]:
+    def step(model, x, d_out, documents) -> dict[str, torch.Tensor]:
         model.zero_grad_buffer()
         leaf = x.clone().requires_grad_()
-        out = model(hidden_states=leaf, attention_mask=None)[0]
+        out = model(hidden_states=leaf, attention_mask=None, packed_seq_params=documents)[0]
         out.backward(d_out)
         grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
         return {"output": out.detach().clone(), "dx": leaf.grad, **grads}
@@ -224,10 +234,15 @@ def megatrons_local_graphs_give_eager_bits(modules: Sequence[str], cp: int = 1) 
             with torch.no_grad():
                 for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
                     to.copy_(value)
-            for number in range(4):
-                x, d_out = torch.randn(2, 1024 // cp, 2, 256, device="cuda").bfloat16().unbind()
-                expected = step(eager, x, d_out)
-                assert_same(step(graphed, x, d_out), expected, f"{modules}, step {number}")
+            both = [static_packed_seq_params(TOKENS, MOST) if packed else None for _ in range(2)]
+            for number, lengths in enumerate(SETS if packed else SETS[:4]):
+                if packed:
+                    for documents in both:
+                        set_documents(documents, offsets_of(lengths))
+                x, d_out = torch.randn(2, tokens // cp, rows, 256, device="cuda").bfloat16()
+                expected = step(eager, x, d_out, both[0])
+                found = step(graphed, x, d_out, both[1])
+                assert_same(found, expected, f"{modules}, step {number}")
                 cuda_graphs.create_cudagraphs()
             assert cuda_graphs._CudagraphGlobalRecord.cudagraph_created
         finally:

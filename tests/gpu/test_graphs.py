@@ -97,6 +97,11 @@ def test_megatrons_local_graphs(modules):
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
+def test_ten_sets_of_documents_in_megatrons_local_graphs(modules):
+    laws.megatrons_local_graphs_give_eager_bits(modules, packed=True)
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
 def test_transformer_engines_graphs(modules):
     pytest.importorskip("transformer_engine")
     laws.transformer_engines_graph_gives_eager_bits(modules)

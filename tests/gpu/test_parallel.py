@@ -104,3 +104,19 @@ def test_ten_sets_of_documents_in_one_graph_over_all_ranks(gpus, ranks, layout, 
         graph_laws.a_packed_graph_replays_eager_bits, ranks, layout,
         as_ordinary=deterministic, options={"linear_cp_mode": "headwise"}, **changes,
     )  # fmt: skip
+
+
+@deterministic
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_sets_of_documents_in_one_graph_with_states_on_all_ranks(gpus, ranks, deterministic):
+    changes = {**FEW_HEADS, "deterministic_mode": deterministic}
+    gpus(ranks).run(
+        graph_laws.a_packed_graph_replays_eager_bits, ranks,
+        as_ordinary=False, options={"linear_cp_mode": "chunkwise"}, **changes,
+    )  # fmt: skip
+
+
+@modes
+def test_ten_sets_of_documents_in_megatrons_local_graphs_over_two_ranks(gpus, mode):
+    run = graph_laws.megatrons_local_graphs_give_eager_bits
+    gpus(2).run(run, (), cp=2, packed=True, mode=mode)

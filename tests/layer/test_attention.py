@@ -5,7 +5,9 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.mixers.attention.attention import TorchAttention
+from tests.distributed.layer_laws import thd
 from tests.mamba_mixers import alone
 from tests.parallel import make_config
 
@@ -29,3 +31,15 @@ def test_on_whole_sequences_megatrons_own_forward_reads_no_context_parallelism(m
         attention(q, k, v, None)
     assert sizes == [1]
     assert attention.config is config and config.context_parallel_size == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_documents_in_fixed_buffers_are_read_by_attention_outside_of_graphs():
+    config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+    layer = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    q, k, v = torch.randn(3, 12, 2, 8)
+    packed = static_packed_seq_params(12, 4, device="cpu")
+    for lengths in ((12,), (5, 0, 7), (1, 2, 3, 6)):
+        set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
+        found = layer(q, k, v, None, packed_seq_params=packed)
+        assert torch.equal(found, layer(q, k, v, None, packed_seq_params=thd(lengths)))

@@ -8,13 +8,24 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import GatedDeltaNet, set_documents, static_packed_seq_params
+from megatron_gdn import (
+    GatedDeltaNet,
+    leave_attention_out_of_graphs,
+    set_documents,
+    static_packed_seq_params,
+)
 from megatron_gdn.mixers.packing import static_documents_of
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import thd
-from tests.distributed.static_laws import capturing_by_megatron, static_mask_is_accepted
+from tests.distributed.static_laws import (
+    captured_arguments,
+    capturing_by_megatron,
+    mismatches,
+    static_mask_is_accepted,
+)
 from tests.parallel import make_config
 
 one_rank = pytest.mark.usefixtures("one_rank")
@@ -51,12 +62,48 @@ def test_the_buffer_of_zeros_in_a_masks_place_is_accepted_while_megatron_capture
 
 @one_rank
 @covered
-def test_packed_documents_in_a_graph_of_the_layer_are_refused_at_once(impl, modules):
+def test_packed_documents_that_a_graph_of_the_layer_cannot_follow_are_refused_at_once(
+    impl, modules
+):
     layer, x = build(impl, modules), torch.randn(12, 1, 24)
-    for packed in (thd((4, 8)), static_packed_seq_params(12, 3, device="cpu")):
-        with pytest.raises(NotImplementedError, match=f"cuda_graph_impl='{impl}': Megatron's"):
-            layer(x, None, packed_seq_params=packed)
+    refused = pytest.raises(NotImplementedError, match=f"cuda_graph_impl='{impl}'.*static_packed")
+    with refused:
+        layer(x, None, packed_seq_params=thd((4, 8)))
     layer(x, None)
+
+
+@one_rank
+def test_transformer_engines_graphs_take_no_fixed_buffers():
+    layer, packed = build("transformer_engine", []), static_packed_seq_params(12, 3, device="cpu")
+    with pytest.raises(NotImplementedError, match="tensors alone.*cuda_graph_impl='local'"):
+        layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
+
+
+def test_megatron_replays_no_graph_for_documents_in_other_buffers():
+    made = [{"packed_seq_params": static_packed_seq_params(12, 3, device="cpu")} for _ in range(2)]
+    assert mismatches(made[0], captured_arguments(made[0])) == []
+    (error,) = mismatches(made[1], captured_arguments(made[0]))
+    assert "packed_seq_params'].buffers.number" in error
+    wider = {"packed_seq_params": static_packed_seq_params(12, 4, device="cpu")}
+    assert any("Received shape" in error for error in mismatches(wider, made[0]))
+    ordinary = {"packed_seq_params": thd((4, 4, 4))}
+    with pytest.raises(AttributeError, match="buffers"):
+        mismatches(ordinary, made[0])
+
+
+@one_rank
+def test_layers_with_attention_are_left_out_of_the_graphs():
+    class Layer(torch.nn.Module):
+        def __init__(self, mixer):
+            super().__init__()
+            self.self_attention, self.cudagraph_manager = mixer, torch.nn.Module()
+
+    attention = object.__new__(SelfAttention)
+    torch.nn.Module.__init__(attention)
+    model = torch.nn.ModuleList([Layer(build("local", [])), Layer(attention)])
+    assert leave_attention_out_of_graphs(model) == [model[1]]
+    assert [hasattr(layer, "cudagraph_manager") for layer in model] == [True, False]
+    assert leave_attention_out_of_graphs(model) == []
 
 
 @one_rank

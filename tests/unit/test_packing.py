@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -59,11 +61,23 @@ def test_boundaries_changed_behind_torchs_back_are_seen():
 )
 def test_fixed_buffers_in_whose_place_others_were_put_are_refused(changes):
     params = static_packed_seq_params(12, 2, device="cpu")
-    for name, offsets in changes.items():
-        given = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-        setattr(params, name, given)
-    with pytest.raises(ValueError, match=f"{next(iter(changes))} .*set_documents"):
-        resolve_packed_seq_params(params, 12, CPU)
+    given = {
+        name: None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+        for name, offsets in changes.items()
+    }
+    said = f"{next(iter(changes))} .*set_documents"
+    with pytest.raises(ValueError, match=said):
+        for name, offsets in given.items():
+            setattr(params, name, offsets)
+    with pytest.raises(ValueError, match=said):
+        replace(params, **given)
+    assert resolve_packed_seq_params(params, 12, CPU).boundaries is params.cu_seqlens_q
+
+
+def test_a_copy_has_the_same_fixed_buffers():
+    params = static_packed_seq_params(12, 2, device="cpu")
+    copied = resolve_packed_seq_params(replace(params, max_seqlen_q=8), 12, CPU)
+    assert copied is resolve_packed_seq_params(params, 12, CPU)
 
 
 def test_fixed_buffers_may_be_the_padded_slots_of_documents():

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents
+from ...ops import Documents, StaticDocuments
 from ...ops.host_tables import cached_by_stream
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
 from ...ops.state_maps.state_map import StateShape
+from ..headwise.static_route import zigzag_positions
 from ..layouts import SequenceLayout, local_indices
 from ..machines import ranks_per_machine
 from ..price import exchange_prices
@@ -30,6 +31,8 @@ from .history import HistoryOfPieces, history_route
 from .map_exchange import gather_and_fold, share_and_fold
 from .pieces import pieces_of
 from .states import Exchange, StatesOfPieces, state_table
+from .static_history import static_history_route
+from .static_pieces import static_pieces, static_state_table
 
 
 class Chunkwise:
@@ -71,6 +74,8 @@ class Chunkwise:
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
+        if isinstance(documents, StaticDocuments):
+            return zigzag_positions(documents, self.size)[self._group.rank()]
         lengths = Documents.lengths_of(documents, tokens)
         return local_indices(lengths, self.size, self._group.rank(), self._sequence_layout)
 
@@ -79,7 +84,10 @@ class Chunkwise:
 
         Raises:
             ValueError: a length that the layout cannot cut.
+            NotImplementedError: documents in fixed buffers in another layout than zigzag.
         """
+        if isinstance(documents, StaticDocuments):
+            return self._static_passage(documents, like.device)
         lengths, device = Documents.lengths_of(documents, tokens), like.device
         where = (lengths, self.size, self._sequence_layout, self._group.rank())
         history = history_route(*where, self._taps, device)
@@ -94,11 +102,28 @@ class Chunkwise:
         )
         return Passage(stay, stay, neighbours)
 
+    def _static_passage(self, documents: StaticDocuments, device: torch.device) -> Passage:
+        pieces = static_pieces(documents, self.size, self._sequence_layout)
+        route = static_history_route(documents, self.size, self._group.rank(), self._taps)
+        exchange = self._exchange_for(None, 1, device, fixed=True)
+        neighbours = Neighbours(
+            pieces,
+            None if route is None else HistoryOfPieces(route, self._group),
+            StatesOfPieces(static_state_table(pieces, self.size), exchange, self._group),
+        )
+        return Passage(stay, stay, neighbours)
+
     def _exchange_for(
-        self, packed: tuple[int, ...] | None, rows: int, device: torch.device
+        self,
+        packed: tuple[int, ...] | None,
+        rows: int,
+        device: torch.device,
+        fixed: bool = False,
     ) -> Exchange:
+        """``fixed``: the same for all micro-batches, unless the constructor was told which."""
         name, n = self._exchange, ranks_per_machine(self._group, self._told, device)
         if name in (None, "fixed"):
+            name = "fixed" if fixed else name
             batch = (rows, packed) if name is None else (1, None)
             prices = exchange_prices(self._state, self.size, self._sequence_layout, *batch, n)
             if name == "fixed":

@@ -200,7 +200,7 @@ class StatesOfPieces:
 
     @property
     def _count(self) -> int:
-        return len(self._table.sequences.lengths)
+        return self._table.sequences.sequences
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any

@@ -29,14 +29,19 @@ def zigzag_positions(documents: StaticDocuments, cp_size: int) -> Tensor:
 def _positions(documents: StaticDocuments, cp_size: int) -> tuple[Tensor]:
     start, document_T = documents.cu_seqlens.long(), documents.document_T()
     length = start.diff()
+    require_fragments(documents, length, cp_size)
+    places_T = zigzag_places(start[document_T], length[document_T], cp_size)
+    return (inverse(places_T).view(cp_size, -1),)
+
+
+def require_fragments(documents: StaticDocuments, length: Tensor, cp_size: int) -> None:
+    """Fail on the device if ``length`` has one that zigzag cannot cut."""
     documents.require(
         (length % (2 * cp_size) == 0).all(),
         f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts it "
         f"into that many fragments for context_parallel_size={cp_size}. Pad it, and pass the "
         f"padded boundaries",
     )
-    places_T = zigzag_places(start[document_T], length[document_T], cp_size)
-    return (inverse(places_T).view(cp_size, -1),)
 
 
 def static_route(

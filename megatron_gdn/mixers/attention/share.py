@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ...context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
-from ...ops import Documents
+from ...ops import Documents, StaticDocuments
 from ...ops.trees import TreeDocuments
 from ..packing import context_parallel_group_of, resolve_packed_seq_params
 
@@ -62,10 +62,13 @@ class MicroBatchShare(NamedTuple):
 
         Raises:
             ValueError: what ``layout_of`` raises.
+            RuntimeError: boundaries in fixed buffers, which the host reads here, in a capture.
         """
         group = context_parallel_group_of(packed, group)
         total = tokens * (1 if group is None else group.size())
         documents = resolve_packed_seq_params(packed, total, device)
+        if isinstance(documents, StaticDocuments):
+            documents = documents.on_host()
         layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
         if total != tokens:
             layout = layout_of(None if documents is None else packed)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .base import Front
-from .edges import EdgeInputs, HistoryTable
+from .edges import EdgeInputs, HistoryTable, StaticHistoryTable
 
 
 class BufferedEdges(NamedTuple):
@@ -32,8 +32,8 @@ class BufferedEdges(NamedTuple):
         wide = torch.promote_types(proj.dtype, torch.float32)
         rows = proj.new_zeros(places.documents.total_tokens, *proj.shape[1:], dtype=wide)
         conv = rows[..., columns]
-        conv[places.history] = history[places.arrived].to(wide)
-        conv[places.again] = proj[..., columns][places.redone].to(wide)
+        conv[places.history] = _there(history[places.arrived].to(wide), places.known)
+        conv[places.again] = _there(proj[..., columns][places.redone].to(wide), places.real)
         return rows
 
     def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ class BufferedEdges(NamedTuple):
         redone = self.front.forward(rows, inputs.parameters, places.documents, tuple(names))
         for name in names:
             whole = getattr(made, name)
-            whole[:, places.redone] = getattr(redone, name)[:, places.again].to(whole.dtype)
+            whole[:, places.redone] = getattr(redone, name)[:, places.read].to(whole.dtype)
 
     def backward(self, inputs: EdgeInputs, grads: Any) -> BufferedBackward:
         table, proj, parameters, history = inputs
@@ -56,18 +56,25 @@ class BufferedEdges(NamedTuple):
             grad = getattr(grads, name)
             moved[name] = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
             if name in front.convolved:
-                moved[name][:, places.again] = grad[:, places.redone]
+                real = (
+                    None if places.real is None else places.real.view(-1, *[1] * (grad.dim() - 2))
+                )
+                moved[name][:, places.again] = _there(grad[:, places.redone], real)
                 grad[:, places.redone] = 0
         d_rows = torch.empty_like(rows)
         of_parameters = front.backward(
             rows, parameters, grads._replace(**moved), d_rows, places.documents
         )
         d_conv = d_rows[..., front.layout.conv_columns]
-        d_history = torch.empty_like(history, dtype=wide)
-        d_history[places.arrived] = d_conv[places.history]
+        d_history = _there(d_conv[places.received], places.used)
         redone = d_conv.new_zeros(table.lines[:, 2:].numel(), B, channels)
         redone[places.slots] = d_conv[places.again]
         return BufferedBackward(d_history, grads, front, table, redone, of_parameters[:2])
+
+
+def _there(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero where there is none. Not a product: 0 * NaN would pass NaN on."""
+    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
 class BufferedBackward(NamedTuple):
@@ -87,6 +94,8 @@ class BufferedBackward(NamedTuple):
         if len(tokens):
             nothing = returned.new_zeros(1, *returned.shape[1:])  # the last row, for -1
             further = torch.cat([self.redone, returned, nothing])[sources].sum(1)
+            if isinstance(self.table, StaticHistoryTable):
+                tokens, further = tokens[self.table.distinct], further[self.table.distinct]
             d_conv = d_proj[..., self.front.layout.conv_columns]
             d_conv[tokens] = (d_conv[tokens] + further).to(d_proj.dtype)
         if self.of_parameters is None:

@@ -27,6 +27,10 @@ class Places(NamedTuple):
         history, arrived: its rows of history, and their places in the history as it arrived.
         again, redone: its other rows, and the tokens of the batch that they copy.
         slots: the places of these other rows among N (W - 1).
+        read: the rows whose results ``redone`` get.
+        received: for every row that arrived, its row of the buffer.
+        known, real, used: bool ``[., 1, 1]``, which of ``arrived``, ``redone`` and ``received``
+            there are; None if all.
     """
 
     documents: Documents
@@ -35,6 +39,11 @@ class Places(NamedTuple):
     again: Tensor
     redone: Tensor
     slots: Tensor
+    read: Tensor
+    received: Tensor
+    known: Tensor | None = None
+    real: Tensor | None = None
+    used: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +99,38 @@ class HistoryTable:
         def table(index: Tensor) -> Tensor:
             return to_device(index, device)
 
+        of_history, again = ranges(starts, known), table(ranges(starts + known, redone))
         return Places(
             Documents((0, *ends.tolist()), device),
-            table(ranges(starts, known)),
+            table(of_history),
             table(arrived),
-            table(ranges(starts + known, redone)),
+            again,
             table(ranges(first, redone)),
             table(ranges(torch.arange(self.count, device="cpu") * past, redone)),
+            read=again,
+            received=table(of_history[arrived.argsort()]),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class StaticHistoryTable(HistoryTable):
+    """The table of as many pieces as there can be; the device knows which there are.
+
+    ``lines`` has a shape and no values. A piece that is not there has no token that is computed
+    again, and rows of history -1. A line of ``additions`` that is not there has the token -1.
+
+    Attributes:
+        places: see :attr:`HistoryTable.buffer`.
+        distinct: int64 ``[M]``, for each line of ``additions`` itself, or if it is not there
+            another one.
+    """
+
+    places: Places
+    distinct: Tensor
+
+    @property
+    def buffer(self) -> Places:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.places
 
 
 def ranges(start: Tensor, count: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
-from .edges import EdgeInputs, HistoryTable
+from .edges import EdgeInputs, HistoryTable, StaticHistoryTable
 from .fused_edges_kernels import add_gradients_kernel, redo_backward_kernel, redo_kernel
 
 _CHANNELS = 256  # per program of the kernel that adds gradients
@@ -71,7 +71,9 @@ class FusedEdges(NamedTuple):
         R, _, channels = history.shape
         sums = channels * (past + 1 + (bias is not None))
         partial = proj.new_empty(N * B, sums, dtype=torch.float32)
-        made = proj.new_empty(R + N * past, B, channels, dtype=torch.float32)
+        # Of documents in fixed buffers some rows arrive that no piece reads.
+        new = proj.new_zeros if isinstance(table, StaticHistoryTable) else proj.new_empty
+        made = new(R + N * past, B, channels, dtype=torch.float32)
         launch = _backward_launch(
             self, N, R, *proj.shape[:2], past + 1, proj.stride()[:2], history.stride(),
             given[0].shape[2] // self.heads[0], bias is not None, factor is not None,

@@ -267,10 +267,10 @@ def add_gradients_kernel(
 ):  # fmt: skip
     """grid (M, plus W or with a bias W + 1 if there are partial rows; blocks of channels; B).
 
-    A line of ``additions`` is a token, then ``most`` sources. Their gradients are added to the
-    token's, in this order. A source below ``redone`` is a token computed again; from ``redone`` on
-    it is a row that came back; -1 is none. Programs from M on add to the gradients of the taps and
-    of the bias.
+    A line of ``additions`` is a token, -1 for none, then ``most`` sources. Their gradients are
+    added to the token's, in this order. A source below ``redone`` is a token computed again; from
+    ``redone`` on it is a row that came back; -1 is none. Programs from M on add to the gradients of
+    the taps and of the bias.
     """
     line = tl.program_id(0)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -281,6 +281,7 @@ def add_gradients_kernel(
     if line < M:
         line_ptr = additions_ptr + line * (1 + most)
         token = tl.cast(tl.load(line_ptr), tl.int64)
+        real_C = real_C & (token >= 0)
         at_C = d_proj_ptr + token * stride_s + b * stride_b + COLUMN + c_C
         total_C = tl.load(at_C, mask=real_C, other=0.0).to(tl.float32)
         of_row_C = b * CHANNELS + c_C

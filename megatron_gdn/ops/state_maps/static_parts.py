@@ -1,5 +1,7 @@
 """The cut of :func:`.parts.parts_by_length` for documents in fixed buffers, made on the device.
 
+States may enter sequences that are not cut.
+
 Legend: N documents at most, M = N + 1 sequences (the last is empty), P parts at most.
 """
 
@@ -10,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..host_tables import to_device
 from ..static_documents import ChunkPlaces, StaticDocuments, chunk_places
-from .parts import CHUNK, most_parts_and_fewest_chunks
+from .parts import CHUNK, Parts, most_parts_and_fewest_chunks
+from .steps import Steps
 
 
 class StaticParts(NamedTuple):
@@ -81,6 +85,28 @@ def _static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
         opens=place == 0, closes=offsets[1:] == sequences[owner + 1],
         chunk_offsets=places.offsets, chunk_indices=places.indices,
     )  # fmt: skip
+
+
+def uncut_parts(documents: StaticDocuments) -> Parts:
+    """Each sequence as one part, which states may enter; every fill writes the tables again."""
+    key = Parts
+    if key not in documents.plans:
+        chunks, ragged = documents.table("uncut parts", _chunks_of_sequences)
+        M, device = documents.sequences, documents.device
+        first = to_device(torch.arange(M + 1, dtype=torch.int32, device="cpu"), device)
+        every, none = (to_device(torch.full((M,), x, device="cpu"), device) for x in (True, False))
+        nothing = Steps((), first[:0])
+        documents.plans[key] = Parts(
+            sequences=documents.cu_seqlens, offsets=documents.cu_seqlens, first=first,
+            owner=first[:-1], opens=every, closes=every, chunks=chunks, ragged=ragged,
+            nowhere=none, whole=nothing, entering=nothing, opening=nothing, leaving=nothing,
+        )  # fmt: skip
+    return documents.plans[key]
+
+
+def _chunks_of_sequences(documents: StaticDocuments) -> tuple[Tensor, Tensor]:
+    length = documents.cu_seqlens.diff()[:, None]
+    return _ceil(length, CHUNK), length % CHUNK != 0
 
 
 def _ceil(count: Tensor, by: Tensor | int) -> Tensor:

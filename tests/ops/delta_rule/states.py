@@ -13,8 +13,16 @@ from megatron_gdn.ops.gdn.rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.gdn.rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 from megatron_gdn.ops.rules.base import RuleBackward, RuleOutput, Saved
+from megatron_gdn.ops.static_documents import StaticDocuments
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
+
+
+def of_filled(x: Tensor, documents: Documents) -> Tensor:
+    """Zero for empty documents in fixed buffers, whose states kernels do not write."""
+    if not isinstance(documents, StaticDocuments):
+        return x
+    return torch.where((documents.cu_seqlens.diff() > 0).view(-1, 1, 1, 1), x, 0.0)
 
 
 def documents_of(lengths, device="cpu") -> Documents:
@@ -134,13 +142,13 @@ def run_whole(rule, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Ten
 def run_in_segments(rule, inputs: RuleInputs, d_o: Tensor, documents: Documents) -> list[Tensor]:
     """The same for one sequence whose segments are handed to the rule as documents."""
     forward = rule.begin(inputs, documents)
-    local, through = forward.state_map()
+    local, through = (of_filled(x, documents) for x in forward.state_map())
     entering = torch.zeros_like(local)
     for n in range(1, len(local)):
         entering[n] = through[n - 1] @ entering[n - 1] + local[n - 1]
     o, _, saved = forward.run(entering)
     backward = backward_of(rule, inputs, d_o, saved, documents)
-    d_local = backward.d_initial()
+    d_local = of_filled(backward.d_initial(), documents)
     leaving = torch.zeros_like(d_local)
     for n in reversed(range(1, len(local))):
         leaving[n - 1] = through[n].mT @ leaving[n] + d_local[n]

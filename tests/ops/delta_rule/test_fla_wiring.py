@@ -14,6 +14,7 @@ from megatron_gdn.ops.gdn.rule import fla as fla_rule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 from megatron_gdn.ops.rules.again import kept_to_run_again
 from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.static_documents import StaticDocuments
 
 from .states import (
     Oracle,
@@ -24,12 +25,14 @@ from .states import (
     run_whole,
 )
 from .test_flash_qla_wiring import (
+    FILLS,
     FINALS,
     HEADS,
     K,
     V,
     check,
     check_final_states,
+    check_fixed_buffers,
     check_fp16_operands,
     check_rows_equal_one_row,
     random_inputs,
@@ -126,6 +129,17 @@ def rule(monkeypatch):
     monkeypatch.setattr(chunk_fwd, "chunk_cp_fwd_h", maps_of_parts)
     monkeypatch.setattr(fla_rule, "stages", lambda: stand_in)
     return fla_rule.FlaRule()
+
+
+def test_states_enter_documents_in_fixed_buffers(rule):
+    check_fixed_buffers(rule, FILLS)
+
+
+def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
+    inputs = RuleInputs(*[torch.empty(1, 2**20, 32, 128, device="meta")] * 5)
+    static = StaticDocuments(2**20, 2)
+    with pytest.raises(NotImplementedError, match="at most 524288 tokens per rank"):
+        fla_rule.parts_of(inputs, static)
 
 
 @pytest.mark.parametrize("lengths", [(130, 1, 300), (2500, 2100)], ids=["uncut", "cut"])

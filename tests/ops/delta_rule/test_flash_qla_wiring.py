@@ -12,12 +12,14 @@ import torch
 from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.ops.gdn.flash_qla import states as flash_qla_states
+from megatron_gdn.ops.gdn.flash_qla import static as flash_qla_static
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 from megatron_gdn.ops.rules.again import kept_to_run_again
 from megatron_gdn.ops.rules.again import run_again as run_the_rule_again
 from megatron_gdn.ops.state_maps.fold import entering_states, leaving_gradients
 from megatron_gdn.ops.state_maps.parts import CHUNK
+from megatron_gdn.ops.static_documents import StaticDocuments
 
 from .states import (
     NAMES,
@@ -169,7 +171,7 @@ def rule(request, monkeypatch):
     """A rule over stand-ins; by parameter: whether it is batch invariant, where the model cuts."""
     invariant, cut = request.param
     stand_in = StandIn(cut)
-    for module in (flash_qla, flash_qla_plan, flash_qla_states):
+    for module in (flash_qla, flash_qla_plan, flash_qla_states, flash_qla_static):
         monkeypatch.setattr(module, "stages", lambda: stand_in)
     monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
     monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
@@ -215,6 +217,25 @@ def test_documents_with_and_without_states(rule):
     joined = Oracle(inputs, (sum(LENGTHS),))
     got = run_in_segments(rule, inputs, d_o, documents)
     check(got, [joined.forward()[0], *joined.backward(d_o)[0]])
+
+
+def check_fixed_buffers(rule, several):
+    """States enter documents in one set of buffers, which is filled for one batch after another."""
+    tokens = sum(several[0])
+    inputs, d_o = random_inputs(tokens)
+    joined, static = Oracle(inputs, (tokens,)), StaticDocuments(tokens, 6)
+    expected = [joined.forward()[0], *joined.backward(d_o)[0]]
+    for lengths in several:
+        static.fill(documents_of(lengths).offsets)
+        check(run_in_segments(rule, inputs, d_o, static), expected)
+
+
+FILLS = (LENGTHS, (431,), (64, 64, 64, 64, 64, 111), (0, 130, 0, 301))
+
+
+@pytest.mark.parametrize("rule", KINDS.values(), ids=KINDS, indirect=True)
+def test_states_enter_documents_in_fixed_buffers(rule):
+    check_fixed_buffers(rule, FILLS)
 
 
 def check_fp16_operands(rule, lengths):

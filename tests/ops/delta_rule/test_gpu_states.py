@@ -13,6 +13,7 @@ import torch
 from megatron_gdn.ops.gdn.rule.half import HalfOperands
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.test_gpu_mixer import errors
 
 from .states import (
@@ -110,6 +111,19 @@ def test_a_sequence_in_segments_is_as_exact_as_in_one(case, decay, name):
     print("\n" + "\n".join(lines))
     bad = [x for x, a, b in zip(lines, pieces, whole, strict=True) if not a <= 1.2 * b + 1e-6]
     assert not bad, "; ".join(bad)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_segments_in_fixed_buffers_are_as_exact_as_a_whole_sequence(name):
+    rule, tokens = rule_named(name), 4096
+    inputs, d_o = make_inputs(tokens)
+    exact, static = exact_run(inputs, d_o), StaticDocuments(tokens, 8, "cuda")
+    whole = errors(run_whole(rule, inputs, d_o), exact)
+    for lengths in ((4096,), (1, 63, 64, 65, 700, 1, 3202), (2048, 0, 2048), (512,) * 8):
+        static.fill(documents_of(lengths).offsets)
+        found = errors(run_in_segments(rule, inputs, d_o, static), exact)
+        bad = [x for x in zip(NAMES, found, whole, strict=True) if not x[1] <= 1.2 * x[2] + 1e-6]
+        assert not bad, (lengths, bad)
 
 
 @pytest.mark.parametrize("name", RULES)

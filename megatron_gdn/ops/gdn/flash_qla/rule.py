@@ -62,7 +62,7 @@ class FlashQlaRule:
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if isinstance(documents, StaticDocuments):
-            return static_plan_of(documents, heads, self.batch_invariant)
+            return static_plan_of(documents, heads, self.batch_invariant, states)
         if documents is None and not (states or self.batch_invariant):
             return plan_of_rows(rows, tokens, heads, device)
         offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets

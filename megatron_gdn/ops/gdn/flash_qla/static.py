@@ -12,31 +12,41 @@ from typing import Any
 
 from torch import Tensor
 
-from ...state_maps.static_parts import most_cuts, static_parts
+from ...state_maps.static_parts import most_cuts, static_parts, uncut_parts
 from ...static_documents import ChunkPlaces, StaticDocuments
 from .plan import Plan, stages
 
 
-def static_plan_of(documents: StaticDocuments, value_heads: int, batch_invariant: bool) -> Plan:
+def static_plan_of(
+    documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
+) -> Plan:
     """The plan of these documents; its tables are written again by every fill.
+
+    ``states``: these enter the documents, which then are not cut.
 
     Raises:
         NotImplementedError: a buffer of less than a chunk.
     """
-    key = (Plan, value_heads, batch_invariant)
+    key = (Plan, states) if states else (Plan, value_heads, batch_invariant)
     if key not in documents.plans:
-        documents.plans[key] = _plan(documents, value_heads, batch_invariant)
+        documents.plans[key] = _plan(documents, value_heads, batch_invariant, states)
     return documents.plans[key]
 
 
-def _plan(documents: StaticDocuments, value_heads: int, batch_invariant: bool) -> Plan:
+def _plan(
+    documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
+) -> Plan:
     size = stages().CHUNK_SIZE
     if documents.total_tokens < size:
         # A block without tokens looks at the 64 tokens before the end.
         raise NotImplementedError(
-            f"flash_qla takes documents in fixed buffers of at least {size} tokens, not "
+            f"flash_qla takes documents in fixed buffers of at least {size} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."
         )
+    if states:
+        uncut = uncut_parts(documents)
+        _give_chunks(uncut.sequences, documents.chunks(size), size)
+        return Plan(stages().FlashQLACPContext(cu_seqlens=uncut.sequences), uncut)
     parts = static_parts(documents, value_heads)
     _give_chunks(parts.sequences, documents.chunks(size), size)
     if not (batch_invariant or most_cuts(documents, value_heads)):

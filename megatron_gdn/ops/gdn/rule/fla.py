@@ -20,6 +20,7 @@ from ...rules.rows import in_one_row, in_rows
 from ...state_maps.fold import compose
 from ...state_maps.parts import CHUNK, Parts, parts_by_length
 from ...state_maps.state_map import StateMap
+from ...state_maps.static_parts import uncut_parts
 from ...static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, inputs_in_one_row
 
@@ -51,13 +52,26 @@ def _parts(
 
 
 def parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
-    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
+    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits.
+
+    Raises:
+        NotImplementedError: fixed buffers, whose documents are not cut, of too many tokens for
+            that.
+    """
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
+    longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
+    if isinstance(documents, StaticDocuments):
+        if tokens > longest:
+            raise NotImplementedError(
+                f"states enter documents in fixed buffers of at most {longest} tokens per rank "
+                f"with backend='fla' and {H} value heads, not {tokens}; use backend='flash_qla' or "
+                f"linear_cp_mode='headwise'."
+            )
+        return uncut_parts(documents)
     if documents is None:
         sequences = tuple(row * tokens for row in range(rows + 1))
     else:
         sequences = documents.filled_offsets
-    longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     return _parts(sequences, H, longest, inputs.v.device)
 
 
