@@ -41,7 +41,7 @@ from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_p
 from slime.backends.megatron_utils.update_weight.common import (  # noqa: E402
     named_params_and_buffers,
 )
-from slime.utils.distributed_utils import init_gloo_group  # noqa: E402
+from slime.utils.distributed_utils import init_gloo_group, set_gloo_group  # noqa: E402
 
 LENGTHS = [10, 7, 5]
 TEXT = {
@@ -105,6 +105,7 @@ class Wrapped(nn.Module):
 @pytest.fixture(autouse=True)
 def megatron(monkeypatch):
     start_one_process()
+    set_gloo_group(None)  # that of the test before is gone
     init_gloo_group()
     monkeypatch.setattr(accelerator, "_ACCELERATOR", CPU)
     yield
