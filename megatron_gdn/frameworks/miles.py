@@ -23,7 +23,8 @@ def enable(args: Any) -> None:
     if module.startswith(_OWN_LAYERS) and not by_bridge:
         raise ValueError(
             f"--spec {module} builds layers of its own, and megatron_gdn replaces Megatron's "
-            f"alone. Build the model by Megatron-Bridge (miles: --megatron-to-hf-mode bridge), or "
-            f"leave --custom-megatron-init-path out."
+            f"alone. slime: give --spec megatron_gdn.frameworks.slime get_qwen3_5_spec (or "
+            f"get_qwen3_next_spec). miles: build the model by Megatron-Bridge "
+            f"(--megatron-to-hf-mode bridge). Or leave --custom-megatron-init-path out."
         )
     patch_megatron()

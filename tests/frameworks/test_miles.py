@@ -24,6 +24,7 @@ def undone():
         Namespace(spec=None, megatron_to_hf_mode="bridge"),
         Namespace(spec=QWEN, megatron_to_hf_mode="bridge"),
         Namespace(spec=["megatron_gdn.specs", "hybrid_stack_spec"], megatron_to_hf_mode="raw"),
+        Namespace(spec=["megatron_gdn.frameworks.slime", "get_qwen3_5_spec"]),
         Namespace(),
     ],
 )
@@ -35,6 +36,7 @@ def test_what_bridge_or_megatron_builds_is_ours(args):
 @pytest.mark.parametrize("plugins", ["miles", "slime"])
 def test_a_spec_with_layers_of_its_own_is_refused(plugins):
     spec = [QWEN[0].replace("miles", plugins), QWEN[1]]
-    with pytest.raises(ValueError, match=f"--spec {spec[0]} builds layers of its own"):
+    said = f"--spec {spec[0]} builds .* slime: give --spec megatron_gdn.frameworks.slime"
+    with pytest.raises(ValueError, match=said):
         enable(Namespace(spec=spec, megatron_to_hf_mode="raw"))
     assert not is_ours(Theirs)
