@@ -28,6 +28,7 @@ from ..ops.rules.base import Rule
 from ..ops.uncompiled import uncompiled
 from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
+from .fp8 import keep_gates_apart, wide_parameters
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -62,7 +63,7 @@ class RecurrentMixer(
         config: Megatron's.
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
             projection row, the ``state`` of its heads. ``shard(n)`` gives the sizes of one of n
-            ranks, ``check_fp8_alignment(n)`` refuses a width that FP8 cannot take.
+            ranks.
         layer_number, pg_collection, pp_layer_offset, cp_layout: as in
             :class:`megatron_gdn.GatedDeltaNet`.
 
@@ -114,7 +115,7 @@ class RecurrentMixer(
             from megatron.core.fp8_utils import get_fp8_align_size
 
             recipe: Any = config.fp8_recipe
-            self.dims.check_fp8_alignment(get_fp8_align_size(recipe))
+            self.dims.layout.check_fp8(get_fp8_align_size(recipe))
 
     def forward(
         self,
@@ -288,41 +289,45 @@ class RecurrentMixer(
         Args:
             name: path of this mixer in the model.
         """
-        self.in_proj = build_module(
-            spec,
-            self.global_dims.hidden_size,
-            self.global_dims.layout.width,
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
-            name=None if name is None else f"{name}.in_proj",
-        )
+        with wide_parameters(self.config):
+            self.in_proj = build_module(
+                spec,
+                self.global_dims.hidden_size,
+                self.global_dims.layout.width,
+                config=self.config,
+                init_method=self.config.init_method,
+                gather_output=False,
+                bias=bias,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name="fc1",
+                tp_group=self.tp_group,
+                name=None if name is None else f"{name}.in_proj",
+            )
         mark_packed(self.in_proj, self.dims.layout.widths, self.use_muon)
+        if self.config.fp8:
+            keep_gates_apart(self.in_proj, self.dims.layout, self.tp_group)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False
     ) -> None:
         """Set ``out_proj``, H V -> D; the forward returns its bias, and Megatron adds it."""
         state = self.global_dims.state
-        self.out_proj = build_module(
-            spec,
-            state.heads * state.columns,
-            self.global_dims.hidden_size,
-            config=self.config,
-            init_method=self.config.output_layer_init_method,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
-            name=None if name is None else f"{name}.out_proj",
-        )
+        with wide_parameters(self.config):
+            self.out_proj = build_module(
+                spec,
+                state.heads * state.columns,
+                self.global_dims.hidden_size,
+                config=self.config,
+                init_method=self.config.output_layer_init_method,
+                bias=bias,
+                input_is_parallel=True,
+                skip_bias_add=True,
+                is_expert=False,
+                tp_comm_buffer_name="fc2",
+                tp_group=self.tp_group,
+                name=None if name is None else f"{name}.out_proj",
+            )
 
     def _init_projections(self, init: InitShare) -> None:
         """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""

@@ -103,8 +103,8 @@ def _layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> L
             Section("key", "key", key_dim, conv=True),
             Section("value", "value", value_dim, conv=True),
             Section("z", "value", value_dim),
-            Section("beta", "value", 1),
-            Section("alpha", "value", 1),
+            Section("beta", "value", 1, gates=True),
+            Section("alpha", "value", 1, gates=True),
         ),
         counts=(("value", value_heads), ("key", key_heads)),
     )
