@@ -14,7 +14,7 @@ from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.fp8 import GatesApart
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import fp8_twin, mamba_mixers, parallel
-from tests.distributed.layer_laws import randomise_
+from tests.distributed.layer_laws import randomise_, thd
 from tests.fp8_twin import Fp8Column, Fp8NormedColumn, fp8_on, rounded
 from tests.mamba_mixers import alone
 from tests.parallel import assert_close, make_config
@@ -27,13 +27,13 @@ FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 FP32 = 1e-5
 
 
-def in_parallel(tp: int):
+def in_parallel(tp: int, cp: int = 1):
     """Run a law inside Megatron's parallel state."""
 
     def decorate(law):
         @wraps(law)
         def run(*args):
-            with parallel.parallel(tp=tp):
+            with parallel.parallel(tp=tp, cp=cp):
                 law(*args)
 
         return run
@@ -241,3 +241,60 @@ def files_and_marks_are_those_of_a_launch_without_fp8(mixer: str) -> None:
     fp8.load_state_dict(theirs)
     with fp8_on():
         assert not torch.equal(fp8(inputs(fp8))[0], expected)
+
+
+def gates_beside_the_rows_are_gates_in_the_rows(mixer: str, packed: bool) -> None:
+    """Output and gradients to the bit, and no copy of the rows is made."""
+    layer = whole(mixer, Fp8NormedColumn)
+    boundaries = thd([3, 0, TOKENS - 3]) if packed else None
+    found, joined = [], []
+    for together in (True, False):
+        layer.in_proj.__dict__.pop("forward", None)
+        if together:
+            forward = layer.in_proj.forward
+            layer.in_proj.forward = lambda x, together=None, of=forward: _as_gates(of(x))
+        x = inputs(layer)[:, : 1 if packed else BATCH].detach().requires_grad_()
+        for parameter in layer.parameters():
+            parameter.grad = None
+        with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
+            out, _ = layer(x, packed_seq_params=boundaries)
+        joined.append(any(call.args[0][0].shape[-1] > 100 for call in cat.call_args_list))
+        out.backward(inputs(layer, 6)[:, : out.shape[1]])
+        found.append({"out": out, "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
+    assert joined == [True, False]
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+def _as_gates(rows):
+    return rows[0], None
+
+
+def where_rows_must_be_whole_they_are_joined(mixer: str) -> None:
+    """In aligned steps, in generation and across context-parallel ranks; else in place."""
+    layer = whole(mixer, Fp8NormedColumn)
+    x = inputs(layer)
+    with fp8_on():
+        expected, _ = layer(x)
+        layer.config.batch_invariant_mode = True
+        layer.config = layer.config
+        found, _ = layer(x)
+    assert_close("aligned", found, expected, FP32)
+
+
+@in_parallel(tp=1, cp=2)
+def context_parallel_ranks_equal_one(mixer: str, mode: str) -> None:
+    layer_options = {"linear_cp_mode": mode, "cp_layout": "contiguous"}
+    with patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float()):
+        of = whole(mixer, Fp8NormedColumn)
+        config = make_config(**MAMBA, **FP8, context_parallel_size=2)
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        layer = build(mixer, config, groups, Fp8NormedColumn, **layer_options)
+        layer.load_state_dict(of.state_dict())
+        x = inputs(of)
+        rank = groups.cp.rank()
+        mine = slice(rank * (TOKENS // 2), (rank + 1) * (TOKENS // 2))
+        with fp8_on():
+            expected, _ = of(x)
+            found, _ = layer(x[mine])
+    assert_close("out", found, expected[mine], FP32)

@@ -48,3 +48,20 @@ def test_an_adapter_gets_the_normed_rows(pools, sequence_parallel):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_files_and_marks_are_those_of_a_launch_without_fp8(pools, mixer):
     pools(2).run(laws.files_and_marks_are_those_of_a_launch_without_fp8, mixer)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_gates_beside_the_rows_are_gates_in_the_rows(pools, mixer, packed):
+    pools(2).run(laws.gates_beside_the_rows_are_gates_in_the_rows, mixer, packed)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_where_rows_must_be_whole_they_are_joined(pools, mixer):
+    pools(2).run(laws.where_rows_must_be_whole_they_are_joined, mixer)
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_context_parallel_ranks_equal_one(pools, mixer, mode):
+    pools(2).run(laws.context_parallel_ranks_equal_one, mixer, mode)

@@ -138,6 +138,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     out_norm: Any
 
     in_layer_graphs: ClassVar[bool] = True
+    takes_gates_apart: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
     uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -200,7 +201,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     def conv_weight(self) -> Tensor:
         return self.conv1d.weight
 
-    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         conv, scheme = self.conv1d, batch.scheme
         require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read
@@ -220,6 +221,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             normalise_qk=self.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
             recompute_rule=self.recompute_rule and self.training,
+            gates=gates,
         )
 
     def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:
