@@ -98,18 +98,26 @@ class Fp8Column(ColumnParallelLinear):
 class Fp8NormedColumn(Fp8Column):
     """As ``TELayerNormColumnParallelLinear``."""
 
+    normalization, zero_centered_gamma = "RMSNorm", False
+
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
+        self.eps = 1e-6
         self.layer_norm_weight = nn.Parameter(torch.ones(self.weight.shape[1]))
+        self.layer_norm_bias = None
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         self.return_layernorm_output = self.return_layernorm_output_gathered = False
 
     def forward(self, x, *args, **options):
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, 1e-6)
+        gamma = self.layer_norm_weight + int(self.zero_centered_gamma)
+        if self.normalization == "RMSNorm":
+            normed = F.rms_norm(x, x.shape[-1:], gamma, self.eps)
+        else:
+            normed = F.layer_norm(x, x.shape[-1:], gamma, self.layer_norm_bias, self.eps)
         y, _ = super().forward(normed, *args, **options)
         if not self.return_layernorm_output:
             return y, None
-        return (y, _gather(normed, self.tp_group) if self._gathers else normed), None
+        return (y, _gather(normed.detach(), self.tp_group) if self._gathers else normed), None
 
     @property
     def _gathers(self) -> bool:

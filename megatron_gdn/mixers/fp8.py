@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.first_derivative import first_derivative_only
@@ -98,33 +99,41 @@ class GatesApart(nn.Module):
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
-        main, gates, normed = self._in_parts(x, args, kwargs)
+        out, gates = self._in_parts(x, args, kwargs)
         if not together:
-            return main, gates
-        rows = torch.cat([main, gates], dim=-1)
-        return (rows if normed is None else (rows, normed)), None
+            return out, gates
+        if isinstance(out, tuple):  # an adapter around the linear asked for the normed rows too
+            return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
+        return torch.cat([out, gates], dim=-1), None
 
     def _in_parts(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Main columns, gates, and the normed rows if an adapter around the linear wants them."""
+    ) -> tuple[Any, Tensor]:
+        """What the linear makes of its rows before the gates, and the gates."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut(weight)
         held = {"weight": main_weight}
         if bias is not None:
             held["bias"] = bias[: self._main_rows]
-        with self._holding(held), self._returning_normed_rows() as wanted:
+        with self._holding(held):
             out, _ = super().forward(x, *args, **kwargs)
-        normed = None
-        if wanted is not None:
-            out, normed = out
         gates = GateProduct.apply(
-            x if normed is None else normed, gate_weight, self._gates_group, self.sequence_parallel
+            *self._norm_before(x, gate_weight), self._gates_group, self.sequence_parallel
         )
-        if bias is not None:
-            gates = gates + bias[self._main_rows :]
-        return out, gates, self._for_adapter(normed, wanted)
+        return out, gates if bias is None else gates + bias[self._main_rows :]
+
+    def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        """The first arguments of :class:`GateProduct`, the norm in front of the linear included."""
+        norm: Any = self
+        gamma = self._parameters.get("layer_norm_weight")
+        if gamma is None:
+            return x, weight, None, 0.0
+        shown: Tensor = gamma + 1 if norm.zero_centered_gamma else gamma
+        if norm.normalization == "RMSNorm":
+            return x, weight, shown, norm.eps
+        normed = F.layer_norm(x, x.shape[-1:], shown, norm.layer_norm_bias, norm.eps)
+        return normed, weight, None, 0.0
 
     def _cut(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Views of the rows, whose gradients the linear may add to ``main_grad`` by itself."""
@@ -153,33 +162,6 @@ class GatesApart(nn.Module):
             yield
         finally:
             held.update(kept)
-
-    @contextmanager
-    def _returning_normed_rows(self) -> Iterator[tuple[bool, bool] | None]:
-        """Let a linear with a norm in front return its rows too, of this rank's tokens.
-
-        Yields:
-            what it was to return: normed rows, those of all ranks; None if it has no norm.
-        """
-        if not hasattr(self, "return_layernorm_output"):
-            yield None
-            return
-        module: Any = self
-        kept = module.return_layernorm_output, module.return_layernorm_output_gathered
-        module.return_layernorm_output, module.return_layernorm_output_gathered = True, False
-        try:
-            yield kept
-        finally:
-            module.return_layernorm_output, module.return_layernorm_output_gathered = kept
-
-    def _for_adapter(self, normed: Tensor | None, wanted: tuple[bool, bool] | None) -> Any:
-        if wanted is None or not wanted[0]:
-            return None
-        if not (wanted[1] and self.sequence_parallel):
-            return normed
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        return gather_from_sequence_parallel_region(normed, group=self._gates_group)
 
 
 @cache

@@ -5,6 +5,7 @@ from functools import wraps
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -139,6 +140,28 @@ def gradients_of_gates_do_not_pass_fp8(mixer: str) -> None:
     assert_close("x", x.grad, d_gates @ linear.weight.detach()[first:], FP32)
 
 
+def gates_see_the_norm_in_front(normalization: str, zero_centered: bool) -> None:
+    """Value and every gradient, against autograd through the linear without FP8."""
+    layer = whole("gdn", Fp8NormedColumn)
+    linear, first = layer.in_proj, layer.dims.layout.main_width
+    linear.normalization, linear.zero_centered_gamma = normalization, zero_centered
+    if normalization == "LayerNorm":
+        linear.layer_norm_bias = torch.nn.Parameter(torch.randn(linear.weight.shape[1]))
+    found = []
+    d_gates = torch.randn(TOKENS, BATCH, linear.weight.shape[0] - first)
+    for fp8 in (False, True):
+        x = (3 * inputs(layer)).requires_grad_()
+        linear.zero_grad()
+        with fp8_on() if fp8 else nullcontext():
+            rows, _ = linear(x)
+        gates = rows[..., first:]
+        gates.backward(d_gates)
+        gradients = {name: p.grad.clone() for name, p in linear.named_parameters()}
+        found.append({"gates": gates, "x": x.grad, **gradients})
+    for name, tensor in found[0].items():
+        assert_close(name, found[1][name], tensor, FP32)
+
+
 @in_parallel(tp=2)
 def ranks_share_the_gates(mixer: str, normed: bool, sequence_parallel: bool, main_grad: bool):
     """Against one rank. FP8 has other scales there, so its products are unrounded here."""
@@ -169,6 +192,11 @@ def _ranks_share_the_gates(mixer, linear, sequence_parallel: bool, main_grad: bo
     found = linear_.weight.main_grad if main_grad else linear_.weight.grad
     whole_grad = expected["in_proj.weight"]
     assert_close("in_proj", found, share_of("in_proj.weight", whole_grad, layer), FP32)
+    if "in_proj.layer_norm_weight" in expected:
+        gamma = linear_.layer_norm_weight.grad
+        if sequence_parallel:  # Megatron sums it over the ranks
+            dist.all_reduce(gamma, group=layer.tp_group)
+        assert_close("gamma", gamma, expected["in_proj.layer_norm_weight"], FP32)
 
 
 @in_parallel(tp=1)

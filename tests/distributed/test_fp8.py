@@ -17,6 +17,12 @@ def test_gradients_of_gates_do_not_pass_fp8(pools, mixer):
     pools(2).run(laws.gradients_of_gates_do_not_pass_fp8, mixer)
 
 
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["gamma", "1+gamma"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_gates_see_the_norm_in_front(pools, normalization, zero_centered):
+    pools(2).run(laws.gates_see_the_norm_in_front, normalization, zero_centered)
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_both_parts_add_their_rows_of_main_grad_in_place(pools, mixer):
     pools(2).run(laws.the_linear_adds_rows_of_main_grad_in_place, mixer)
