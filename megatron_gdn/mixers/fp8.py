@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
 from ..ops.layout import Layout
 from .gate_product import GateProduct
@@ -68,6 +69,27 @@ def runs_in_fp8(linear: Any) -> bool:
         return False
     decides = getattr(linear, "will_execute_quantized", None)
     return _fp8_is_on() if decides is None else decides(_fp8_is_on())
+
+
+def keep_unquantised_input(linear: Any, config: Any) -> bool:
+    """Let ``linear`` save the very tensor that it is given, so that this can be computed again.
+
+    In FP8 a linear of Transformer Engine saves a quantised copy by itself. Asked to, it saves its
+    input and quantises it again in the backward; delayed scaling cannot do that.
+
+    Returns:
+        whether the linear's backward will read its input.
+    """
+    if not config.fp8 or not hasattr(linear, "fp8_meta"):
+        return True
+    if config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
+        log_once(
+            "GatedDeltaNet: out_proj keeps its input in FP8 (delayed scaling), so "
+            "recompute_norm_out drops nothing; recompute_qkv and 'full' do the rest."
+        )
+        return False
+    linear.save_original_input = True
+    return True
 
 
 def _fp8_is_on() -> bool:

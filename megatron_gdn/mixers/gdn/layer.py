@@ -27,6 +27,7 @@ from ...ops.gdn.rule.resolve import choose_rule
 from ...ops.gdn.sizes import HeadSizes
 from ...ops.parts import Parts
 from ..base import RecurrentMixer
+from ..fp8 import keep_unquantised_input
 from ..graphs import in_layer_graph
 from ..hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..ignored_fields import name_ignored_fields
@@ -194,6 +195,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         )  # fmt: skip
         self._build(submodules, name)
         self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
+        if self.recompute_norm_out:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.recompute_qkv, self.recompute_rule = "qkv" in again, "rule" in again
         self.reset_parameters()
 
