@@ -52,6 +52,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10, help="timed, after as many as graphs need")
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--fp8-recipe", choices=("delayed", "tensorwise", "blockwise"))
+    parser.add_argument("--seed", type=int, default=5, help="of the weights")
     parser.add_argument("--out", help="append JSON lines to this file")
     return parser.parse_args()
 
@@ -89,8 +91,10 @@ def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
         use_cpu_initialization=not bf16,
         cuda_graph_impl=graphs,
         apply_rope_fusion=args.fused_rope,
+        fp8="hybrid" if args.fp8_recipe else None,
+        fp8_recipe=args.fp8_recipe or "delayed",
     )
-    torch.manual_seed(5)
+    torch.manual_seed(args.seed)
     spec = upstream if mixer == "upstream" else hybrid_stack_spec(args.modules)
     model = HybridModel(
         config,
@@ -138,6 +142,10 @@ class Trainer:
     def step(self) -> float:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+        if self.ddp.config.fp8:  # as Megatron's loop: weights are quantised again
+            for module in self.ddp.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = True
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = get_forward_backward_func()(
@@ -205,6 +213,7 @@ def main() -> None:
         "environment": environment() if DEVICE == "cuda" else {}, "layers": args.layers,
         "hidden": args.hidden, "tokens": args.tokens, "micro_batches": MICRO_BATCHES,
         "fused_rope": args.fused_rope,
+        "fp8": args.fp8_recipe,
     }  # fmt: skip
     rows = [["case", "graphs", "mixer", "step ms", "ratio", "host ms", "peak MiB", "loss"]]
     for case in args.cases:

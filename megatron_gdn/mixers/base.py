@@ -28,6 +28,7 @@ from ..ops.rules.base import Rule
 from ..ops.uncompiled import uncompiled
 from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
+from .fp8 import GatesApart, keep_gates_apart, wide_parameters
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -62,7 +63,7 @@ class RecurrentMixer(
         config: Megatron's.
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
             projection row, the ``state`` of its heads. ``shard(n)`` gives the sizes of one of n
-            ranks, ``check_fp8_alignment(n)`` refuses a width that FP8 cannot take.
+            ranks.
         layer_number, pg_collection, pp_layer_offset, cp_layout: as in
             :class:`megatron_gdn.GatedDeltaNet`.
 
@@ -70,6 +71,8 @@ class RecurrentMixer(
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
         micro_batches: how each micro-batch runs.
         use_muon: Muon may update ``in_proj``, its sections by themselves; else Adam does.
+        takes_gates_apart: :meth:`parts` takes the rule's gates as a tensor beside the rows
+            (``gates=``), as FP8 makes them.
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
         gates_own_rows: the readout runs after all heads are back on this rank, and reads this
             rank's own rows.
@@ -88,6 +91,7 @@ class RecurrentMixer(
     micro_batches: MicroBatches
     use_muon: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = False
+    takes_gates_apart: ClassVar[bool] = False
     gates_own_rows: bool = False
     recompute_whole: bool = False
     recompute_norm_out: bool = False
@@ -114,7 +118,7 @@ class RecurrentMixer(
             from megatron.core.fp8_utils import get_fp8_align_size
 
             recipe: Any = config.fp8_recipe
-            self.dims.check_fp8_alignment(get_fp8_align_size(recipe))
+            self.dims.layout.check_fp8(get_fp8_align_size(recipe))
 
     def forward(
         self,
@@ -174,11 +178,17 @@ class RecurrentMixer(
                 ),
                 False, hidden_states,
             )  # fmt: skip
+        gates = None
         with span(self, "in_proj"):
-            rows, _ = self.in_proj(hidden_states)
+            if context is None and self.takes_gates_apart and isinstance(self.in_proj, GatesApart):
+                rows, gates = self.in_proj(hidden_states, together=False)
+            else:
+                rows, _ = self.in_proj(hidden_states)
         if context is not None:
             return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
+        if gates is not None and not batch.whole:
+            rows, gates = torch.cat([rows, gates], dim=-1), None
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
         own = rows
@@ -187,7 +197,7 @@ class RecurrentMixer(
             with span(self, "to_heads"):
                 rows = batch.passage.open(rows)
         with span(self, "mixer"):
-            mixed_sBV, refilled = self._mix(rows, batch, own)
+            mixed_sBV, refilled = self._mix(rows, batch, own, gates)
         with span(self, "out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:
@@ -203,12 +213,13 @@ class RecurrentMixer(
 
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def _mix(
-        self, rows: Tensor, batch: MicroBatch, own: Tensor | None
+        self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
         """Opened rows ``[S, B, p]`` to rows for out_proj.
 
         Args:
             own: this rank's rows before they were opened, where :attr:`gates_own_rows`.
+            gates: the rule's gates, if the rows do not hold them.
 
         Returns:
             ``[s, B, H * V]``; and ``refilled``, to call ``drop_until_backward_of(out_proj's
@@ -224,7 +235,8 @@ class RecurrentMixer(
         refilled = RefilledOutput() if recompute else None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
-        parts = self.parts(rows, batch)
+        apart = {} if gates is None else {"gates": gates}
+        parts = self.parts(rows, batch, **apart)
         mixed = mix(rows, parts, batch.passage.neighbours, refilled)
         if batch.scheme.moves_rows:
             opened, close = mixed, batch.passage.close
@@ -288,41 +300,45 @@ class RecurrentMixer(
         Args:
             name: path of this mixer in the model.
         """
-        self.in_proj = build_module(
-            spec,
-            self.global_dims.hidden_size,
-            self.global_dims.layout.width,
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
-            name=None if name is None else f"{name}.in_proj",
-        )
+        with wide_parameters(self.config):
+            self.in_proj = build_module(
+                spec,
+                self.global_dims.hidden_size,
+                self.global_dims.layout.width,
+                config=self.config,
+                init_method=self.config.init_method,
+                gather_output=False,
+                bias=bias,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name="fc1",
+                tp_group=self.tp_group,
+                name=None if name is None else f"{name}.in_proj",
+            )
         mark_packed(self.in_proj, self.dims.layout.widths, self.use_muon)
+        if self.config.fp8:
+            keep_gates_apart(self.in_proj, self.dims.layout, self.tp_group)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False
     ) -> None:
         """Set ``out_proj``, H V -> D; the forward returns its bias, and Megatron adds it."""
         state = self.global_dims.state
-        self.out_proj = build_module(
-            spec,
-            state.heads * state.columns,
-            self.global_dims.hidden_size,
-            config=self.config,
-            init_method=self.config.output_layer_init_method,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
-            name=None if name is None else f"{name}.out_proj",
-        )
+        with wide_parameters(self.config):
+            self.out_proj = build_module(
+                spec,
+                state.heads * state.columns,
+                self.global_dims.hidden_size,
+                config=self.config,
+                init_method=self.config.output_layer_init_method,
+                bias=bias,
+                input_is_parallel=True,
+                skip_bias_add=True,
+                is_expert=False,
+                tp_comm_buffer_name="fc2",
+                tp_group=self.tp_group,
+                name=None if name is None else f"{name}.out_proj",
+            )
 
     def _init_projections(self, init: InitShare) -> None:
         """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""

@@ -72,6 +72,15 @@ class MicroBatch:
     scheme: Scheme
     passage: Passage
 
+    @property
+    def whole(self) -> bool:
+        """Whether every document is here from its start, and the front runs over it at once."""
+        tree, in_steps = (
+            isinstance(self.documents, TreeDocuments),
+            getattr(self.rule, "in_steps", 0),
+        )
+        return isinstance(self.scheme, Whole) and not tree and not in_steps
+
     def local_positions(self) -> Tensor | range:
         """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
         return self.scheme.local_positions(self.documents, self.tokens)

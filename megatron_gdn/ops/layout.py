@@ -1,7 +1,8 @@
 """The columns of a mixer's input projection: the one table that everything else is read from.
 
-Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint keys
-and Hugging Face maps all follow from the sections listed here.
+Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint
+keys, Hugging Face maps, Muon's matrices and the rows that FP8 leaves out all follow from the
+sections listed here.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ class Section(NamedTuple):
         heads: kind of the heads, ``"key"`` or ``"value"`` in a Gated DeltaNet.
         width: columns per head. The heads of a section are contiguous and ascending.
         conv: whether the columns go through the causal convolution.
+        gates: whether the columns are gates of the rule. FP8 would round a gate by up to 3.6%, and
+            the recurrence compounds it, so an FP8 launch computes them in the weights' dtype.
     """
 
     name: str
     heads: str
     width: int
     conv: bool = False
+    gates: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Layout:
         convolved = [section.conv for section in self.sections]
         first, count = convolved.index(True) if any(convolved) else 0, sum(convolved)
         assert all(convolved[first : first + count]), "convolved sections must be neighbours"
+        gates = [section.gates for section in self.sections]
+        assert gates == sorted(gates), "the rule's gates must come last"
 
     @cached_property
     def _count_of(self) -> dict[str, int]:
@@ -86,6 +92,29 @@ class Layout:
     def gate_columns(self) -> slice:
         """Where the gate lies in a row."""
         return self.columns(self.gate)
+
+    @cached_property
+    def main_width(self) -> int:
+        """Columns before the rule's gates: what an FP8 product computes."""
+        pairs = zip(self.sections, self.widths, strict=True)
+        return sum(width for section, width in pairs if not section.gates)
+
+    def check_fp8(self, multiple: int) -> None:
+        """Refuse columns that an FP8 product cannot take.
+
+        Raises:
+            ValueError: the columns before the gates, or those of a row for out_proj, are not
+                multiples of ``multiple``.
+        """
+        for of, width in (("in_proj without the gates", self.main_width),
+                          ("the input of out_proj", self.mixed_width)):  # fmt: skip
+            if width % multiple:
+                held = " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
+                raise SizeError(
+                    f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
+                    f"tensor-parallel rank (remainder {width % multiple}; {held}). Use a smaller "
+                    f"tensor_model_parallel_size, or keep this layer out of FP8."
+                )
 
     @cached_property
     def mixed_width(self) -> int:

@@ -332,3 +332,25 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     torch.testing.assert_close(got.A_log, twin.A_log, **close)
     torch.testing.assert_close(got.dt_bias, twin.dt_bias, **close)
     assert gates.isfinite().all() and twin.A_log.isfinite().all()
+
+
+@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+def test_gates_beside_the_rows_give_the_bits_of_gates_in_the_rows(case, module):
+    rest = case.sizes.beta_column
+    main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
+    given = {"documents": case.documents}
+    whole = module.prepare_forward(case.proj, *case.parameters, case.sizes, **given)
+    apart = module.prepare_forward(main, *case.parameters, case.sizes, gates=gates, **given)
+    assert all(torch.equal(x, y) for x, y in zip(whole, apart, strict=True))
+    grads = case.grads(per_value_head=False)
+    d_proj, d_main = torch.zeros_like(case.proj), torch.zeros_like(main)
+    d_gates = torch.full_like(gates, float("nan"))
+    whole = module.prepare_backward(
+        case.proj, *case.parameters, case.sizes, *grads, d_proj, **given
+    )
+    apart = module.prepare_backward(
+        main, *case.parameters, case.sizes, *grads, d_main, gates=gates, d_gates=d_gates, **given
+    )
+    assert torch.equal(d_proj, torch.cat([d_main, d_gates], dim=-1))
+    found = zip(whole, apart, strict=True)
+    assert all(x is None or torch.equal(x, y) for x, y in found)

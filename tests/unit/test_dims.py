@@ -94,9 +94,13 @@ def test_impossible_sizes_are_refused(changes, message):
         GDNDims.from_config(SimpleNamespace(**{**vars(QWEN3_NEXT), **changes}))
 
 
-def test_fp8_alignment_is_checked_on_the_local_width():
+def test_fp8_alignment_is_checked_on_the_local_width_without_the_gates():
+    """12352 rows have 64 of the gates: 12352 / 8 is no multiple of 16, 12288 / 8 is."""
     dims = GDNDims.from_config(QWEN3_NEXT)
-    dims.check_fp8_alignment(16)
-    dims.shard(4).check_fp8_alignment(16)
-    with pytest.raises(ValueError, match=r"multiple of 16, but it is 1544 \(remainder 8\)"):
-        dims.shard(8).check_fp8_alignment(16)
+    assert dims.shard(8).layout.width % 16 and not dims.shard(8).layout.main_width % 16
+    for ranks in (1, 4, 8, 16):
+        dims.shard(ranks).layout.check_fp8(16)
+    with pytest.raises(ValueError, match=r"multiples of 1000, but in_proj .* has 1536 columns"):
+        dims.shard(8).layout.check_fp8(1000)
+    with pytest.raises(ValueError, match=r"the input of out_proj has 512 columns .*remainder 512"):
+        dims.shard(8).layout.check_fp8(768)

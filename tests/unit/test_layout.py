@@ -48,3 +48,8 @@ def test_convolved_sections_that_are_no_neighbours_are_refused():
             ),
             (("h", 1),),
         )
+
+
+def test_gates_that_do_not_come_last_are_refused():
+    with pytest.raises(AssertionError, match="gates must come last"):
+        Layout((Section("dt", "h", 1, gates=True), Section("z", "h", 1)), (("h", 1),))

@@ -34,9 +34,9 @@ def test_sizes_that_do_not_fit_are_refused():
         dims(head_dim=None)
     with pytest.raises(ValueError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"):
         dims().shard(8)
-    dims().check_fp8_alignment(16)  # 24 + 24 + 20 + 20 + 8 = 96 columns
-    with pytest.raises(ValueError, match="multiple of 16, but z, x, B, C and dt .* 34 columns"):
-        dims(num_groups=2, state_dim=3).shard(2).check_fp8_alignment(16)
+    dims().layout.check_fp8(8)  # 24 + 24 + 20 + 20 = 88 columns before dt
+    with pytest.raises(ValueError, match="multiples of 16, but in_proj .* 88 columns"):
+        dims().layout.check_fp8(16)
 
 
 def test_arguments_that_would_be_ignored_are_refused():

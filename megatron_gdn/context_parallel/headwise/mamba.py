@@ -75,7 +75,7 @@ class MambaContextParallel:
                 Section("x", "head", head_dim, conv=True),
                 Section("B", "group", d_state, conv=True),
                 Section("C", "group", d_state, conv=True),
-                Section("dt", "head", 1),
+                Section("dt", "head", 1, gates=True),
             ),
             (("head", num_heads), ("group", n_groups)),
         )

@@ -27,6 +27,7 @@ from ...ops.gdn.rule.resolve import choose_rule
 from ...ops.gdn.sizes import HeadSizes
 from ...ops.parts import Parts
 from ..base import RecurrentMixer
+from ..fp8 import keep_unquantised_input
 from ..graphs import in_layer_graph
 from ..hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..ignored_fields import name_ignored_fields
@@ -138,6 +139,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     out_norm: Any
 
     in_layer_graphs: ClassVar[bool] = True
+    takes_gates_apart: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
     uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -193,6 +195,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         )  # fmt: skip
         self._build(submodules, name)
         self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
+        if self.recompute_norm_out:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.recompute_qkv, self.recompute_rule = "qkv" in again, "rule" in again
         self.reset_parameters()
 
@@ -200,7 +204,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     def conv_weight(self) -> Tensor:
         return self.conv1d.weight
 
-    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         conv, scheme = self.conv1d, batch.scheme
         require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read
@@ -220,6 +224,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             normalise_qk=self.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
             recompute_rule=self.recompute_rule and self.training,
+            gates=gates,
         )
 
     def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:

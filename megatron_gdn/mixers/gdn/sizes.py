@@ -118,18 +118,3 @@ class GDNDims:
         return replace(
             self, num_key_heads=inside.heads("key"), num_value_heads=inside.heads("value")
         )
-
-    def check_fp8_alignment(self, alignment: int) -> None:
-        """Refuse a local projection width that FP8 GEMMs cannot take.
-
-        The width on one rank counts, not the global one: 12352 rows are a multiple of 16, the
-        1544 that each of 8 ranks holds are not.
-        """
-        remainder = self.layout.width % alignment
-        if remainder:
-            raise SizeError(
-                f"FP8 needs the local projection width to be a multiple of {alignment}, but it is "
-                f"{self.layout.width} (remainder {remainder}): query, key, value, z, beta and "
-                f"alpha of {self.num_key_heads} key and {self.num_value_heads} value heads. Use a "
-                f"smaller tensor_model_parallel_size, or keep this layer out of FP8."
-            )

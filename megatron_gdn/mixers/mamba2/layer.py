@@ -108,6 +108,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
     use_muon = False  # as in Megatron's mixer
+    takes_gates_apart = True
     state_transposed = True
     A_log: Tensor
     dt_bias: Tensor
@@ -253,7 +254,7 @@ class Mamba2Mixer(RecurrentMixer):
             inference_params=inference_params,
         )  # fmt: skip
 
-    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         self.require_wide_gates()
         scheme = batch.scheme
         fp32 = (self.A_log, self.dt_bias, self.D) if self.gathered is None else self.gathered()
@@ -264,6 +265,7 @@ class Mamba2Mixer(RecurrentMixer):
             rule=batch.rule,
             norm=self._norm_for(scheme),
             dt_limit=self.dt_limit,
+            gates=gates,
         )
 
     @property

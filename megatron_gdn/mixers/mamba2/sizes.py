@@ -78,7 +78,7 @@ class Mamba2Dims:
                 Section("x", "head", self.head_dim, conv=True),
                 Section("B", "group", self.state_dim, conv=True),
                 Section("C", "group", self.state_dim, conv=True),
-                Section("dt", "head", 1),
+                Section("dt", "head", 1, gates=True),
             ),
             (("head", self.num_heads), ("group", self.num_groups)),
         )
@@ -100,13 +100,3 @@ class Mamba2Dims:
                 f"{self.num_heads} Mamba2 heads evenly; use one of {', '.join(map(str, legal))}."
             )
         return replace(self, num_heads=self.num_heads // ranks, num_groups=self.num_groups // ranks)
-
-    def check_fp8_alignment(self, alignment: int) -> None:
-        """Refuse a local projection width that FP8 GEMMs cannot take."""
-        if self.layout.width % alignment:
-            raise SizeError(
-                f"FP8 needs the local projection width to be a multiple of {alignment}, but z, x, "
-                f"B, C and dt of {self.num_heads} heads and {self.num_groups} groups have "
-                f"{self.layout.width} columns. Use a smaller tensor_model_parallel_size, or keep "
-                f"this layer out of FP8."
-            )

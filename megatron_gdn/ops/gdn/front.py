@@ -26,7 +26,6 @@ from ..layout import Layout
 from ..once import say_once
 from ..state_maps.state_map import StateShape
 from . import front_conv_package, front_torch
-from .front_torch import GDNParameterGrads
 from .rule.base import RuleGrads, RuleInputs
 from .rule.step import RecurrentRule
 from .sizes import HeadSizes
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class GDNFront:
-    """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``.
+    """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``;
+    and the gates ``[S, B, 2 H]``, beta | alpha, if the rows do not hold them.
 
     Attributes:
         sizes: the heads of a projection row.
@@ -128,8 +128,9 @@ class GDNFront:
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
     ) -> RuleInputs:
+        weight, bias, A_log, dt_bias, *apart = parameters
         return self.kernels.prepare_forward(
-            proj, *parameters, self.sizes,
+            proj, weight, bias, A_log, dt_bias, self.sizes, gates=apart[0] if apart else None,
             documents=documents, normalise_qk=self.normalise_qk, dtype=self.dtype,
             batch_invariant=self.batch_invariant, parts="qkvg" if only is None else "".join(only),
         )  # fmt: skip
@@ -141,13 +142,17 @@ class GDNFront:
         grads: RuleGrads,
         d_proj: Tensor,
         documents: Documents | None,
-    ) -> GDNParameterGrads:
+    ) -> tuple[Tensor | None, ...]:
         *of_inputs, factor = grads
-        return self.kernels.prepare_backward(
-            proj, *parameters, self.sizes, *of_inputs, d_proj,
+        weight, bias, A_log, dt_bias, *apart = parameters
+        gates = apart[0] if apart else None
+        d_gates = None if gates is None else torch.empty_like(gates)
+        made = self.kernels.prepare_backward(
+            proj, weight, bias, A_log, dt_bias, self.sizes, *of_inputs, d_proj,
             documents=documents, factor=factor, normalise_qk=self.normalise_qk,
-            batch_invariant=self.batch_invariant,
+            batch_invariant=self.batch_invariant, gates=gates, d_gates=d_gates,
         )  # fmt: skip
+        return made if d_gates is None else (*made, d_gates)
 
     def edges(self) -> Edges | None:
         return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)

@@ -72,18 +72,20 @@ def _gates_backward(
 @triton.jit(do_not_specialize=["S", "steps"])
 def prepare_backward_kernel(
     proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr, gates_ptr,
+    d_gates_ptr,
     S, steps, stride_s, stride_b, d_stride_s, d_stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """grid (1 + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
     Each program writes its own stretch of one partial row per tile: conv weight [C, W], conv
-    bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order.
+    bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order. With APART the
+    gates and their gradients are ``[S, B, 2 H]``, not columns of ``proj`` and ``d_proj``.
     """
     CHANNELS: tl.constexpr = 2 * G * K + H * V
     slot = tl.program_id(0) - 1
@@ -95,11 +97,20 @@ def prepare_backward_kernel(
     PARTIAL: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
     partial_ptr += (b * tl.num_programs(1) + tile) * (PARTIAL + 2 * H)
     if slot < 0:
+        raw_ptr = proj_ptr + CHANNELS + H * V
+        d_raw_ptr = d_proj_ptr + CHANNELS + H * V
+        raw_stride = stride_s
+        d_raw_stride = d_stride_s
+        if APART:
+            raw_ptr = gates_ptr + b * (2 * H)
+            d_raw_ptr = d_gates_ptr + b * (2 * H)
+            raw_stride = tl.num_programs(2) * (2 * H)
+            d_raw_stride = tl.num_programs(2) * (2 * H)
         _gates_backward(
-            proj_ptr + CHANNELS + H * V, A_log_ptr, dt_bias_ptr,
+            raw_ptr, A_log_ptr, dt_bias_ptr,
             dg_ptr + b * S * H, dbeta_ptr + b * S * H, factor_ptr,
-            d_proj_ptr + CHANNELS + H * V, partial_ptr + PARTIAL,
-            start, S, ROWS * steps, stride_s, d_stride_s, H, BLOCK_H, SCALED,
+            d_raw_ptr, partial_ptr + PARTIAL,
+            start, S, ROWS * steps, raw_stride, d_raw_stride, H, BLOCK_H, SCALED,
         )  # fmt: skip
     elif slot < 2 * G:
         factor = tl.load(factor_ptr + slot % G * (H // G)) if SCALED else 1.0

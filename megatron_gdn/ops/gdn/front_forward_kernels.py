@@ -48,18 +48,19 @@ def _gates(
 
 @triton.jit(do_not_specialize=["S", "steps", "first_slot"])
 def prepare_forward_kernel(
-    proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
+    proj_ptr, gates_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
     S, steps, first_slot, stride_s, stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """grid (heads, token tiles, B). Slot 0 .. 2G+H-1 is a head; slot 2G+H computes the gates.
 
     Heads are the fastest axis, so that programs that run together read whole rows. ``first_slot``
-    skips slots.
+    skips slots. The gates are columns of ``proj``; with APART they are ``gates [S, B, 2 H]``.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -81,7 +82,12 @@ def prepare_forward_kernel(
             V, ROWS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, ONE_PATH, False,
         )  # fmt: skip
     else:
+        raw_ptr = proj_ptr + 2 * G * K + 2 * H * V
+        raw_stride = stride_s
+        if APART:
+            raw_ptr = gates_ptr + b * (2 * H)
+            raw_stride = tl.num_programs(2) * (2 * H)
         _gates(
-            proj_ptr + 2 * G * K + 2 * H * V, A_log_ptr, dt_bias_ptr, g_ptr + b * S * H,
-            beta_ptr + b * S * H, start, S, tokens, stride_s, H, BLOCK_H,
+            raw_ptr, A_log_ptr, dt_bias_ptr, g_ptr + b * S * H,
+            beta_ptr + b * S * H, start, S, tokens, raw_stride, H, BLOCK_H,
         )  # fmt: skip

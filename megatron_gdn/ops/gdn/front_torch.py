@@ -50,6 +50,7 @@ def prepare_forward(
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     convolve: Convolve = convolve_rows,
+    gates: Tensor | None = None,
 ) -> RuleInputs:
     """As :func:`.front_triton.prepare_forward`, differentiable; ``convolve`` is conv + SiLU."""
     wide = torch.promote_types(proj.dtype, torch.float32)
@@ -71,7 +72,8 @@ def prepare_forward(
             x = l2norm(x, eps)
         made[part] = x.to(dtype or proj.dtype).contiguous()
     if "g" in parts:
-        b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
+        raw = rows_BSP[..., sizes.beta_column :] if gates is None else gates.transpose(0, 1)
+        b, alpha = raw.to(wide).split(sizes.value_heads, dim=-1)
         g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
         made |= {"g": g.contiguous(), "beta": beta.contiguous()}
     return RuleInputs(**made)
@@ -101,17 +103,20 @@ def prepare_backward(
     eps: float = 1e-6,
     batch_invariant: bool = False,
     convolve: Convolve = convolve_rows,
+    gates: Tensor | None = None,
+    d_gates: Tensor | None = None,
 ) -> GDNParameterGrads:
     """As :func:`.front_triton.prepare_backward`, through autograd of the forward above."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     inputs = [proj, conv_weight, A_log, dt_bias]
-    inputs += [] if conv_bias is None else [conv_bias]
+    inputs += [x for x in (conv_bias, gates) if x is not None]
     with torch.enable_grad():
         leaves = [x.detach().to(wide).requires_grad_() for x in inputs]
-        rows, weight, decay, time_bias, *bias = leaves
+        rows, weight, decay, time_bias, *others = leaves
+        raw = None if gates is None else others.pop()
         outputs = prepare_forward(
-            rows, weight, bias[0] if bias else None, decay, time_bias, sizes,
-            documents=documents, normalise_qk=normalise_qk, eps=eps, convolve=convolve,
+            rows, weight, others[0] if others else None, decay, time_bias, sizes,
+            documents=documents, normalise_qk=normalise_qk, eps=eps, convolve=convolve, gates=raw,
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
@@ -124,6 +129,8 @@ def prepare_backward(
     z, rest = sizes.z_column, sizes.beta_column
     d_proj[..., :z] = grads[0][..., :z]
     d_proj[..., rest:] = grads[0][..., rest:]
+    if d_gates is not None:
+        d_gates.copy_(grads[-1])
     d_weight, d_A_log, d_dt_bias = (
         grad.to(x.dtype) for grad, x in zip(grads[1:4], inputs[1:4], strict=True)
     )

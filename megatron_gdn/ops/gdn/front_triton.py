@@ -50,6 +50,7 @@ def prepare_forward(
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     tile: Walk | None = None,
+    gates: Tensor | None = None,
 ) -> RuleInputs:
     """Projection rows to the inputs of the delta rule.
 
@@ -72,6 +73,7 @@ def prepare_forward(
         dtype: of q, k and v; None is the projection's.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests. It is made smaller if
             tokens lie too far apart for it, see :func:`.tiles.within_reach`.
+        gates: ``[S, B, 2 H]``, beta | alpha, contiguous, if they are not columns of ``proj``.
 
     Returns:
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
@@ -94,7 +96,7 @@ def prepare_forward(
     stride_s, stride_b, _ = proj.stride()
     launch = _forward_launch(
         sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, eps, conv_bias is not None,
-        documents is not None, batch_invariant, normalise_qk, tile,
+        documents is not None, batch_invariant, normalise_qk, gates is not None, tile,
     )  # fmt: skip
     if launch is not None:
         # Kernels take no None, so each part left out gets a pointer that is never read. It has the
@@ -102,7 +104,7 @@ def prepare_forward(
         heads = next((x for x in (q, k, v) if x is not None), proj)
         outputs = [heads if x is None else x for x in (q, k, v)]
         outputs += [A_log if x is None else x for x in (g, beta)]
-        launch(proj, conv_weight, conv_bias, A_log, dt_bias, position_T, *outputs)
+        launch(proj, gates, conv_weight, conv_bias, A_log, dt_bias, position_T, *outputs)
     made: list[Any] = [q, k, v, g, beta]
     return RuleInputs(*made)
 
@@ -110,7 +112,8 @@ def prepare_forward(
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
     sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str, eps: float,
-    has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, tile: Walk | None,
+    has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, apart: bool,
+    tile: Walk | None,
 ) -> Launch | None:  # fmt: skip
     """None if there are no rows."""
     G, H, K, V = sizes
@@ -129,7 +132,7 @@ def _forward_launch(
         S, tile.steps, first, stride_s, stride_b, eps,
         G=G, H=H, K=K, V=V, W=W, ROWS=tile.rows, STAGES=tile.stages,
         BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-        HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise,
+        HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, APART=apart,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
     )  # fmt: skip
 
@@ -154,6 +157,8 @@ def prepare_backward(
     eps: float = 1e-6,
     batch_invariant: bool = False,
     tile: Walk | None = None,
+    gates: Tensor | None = None,
+    d_gates: Tensor | None = None,
 ) -> GDNParameterGrads:
     """The backward of :func:`prepare_forward`. Of the forward it needs only the inputs.
 
@@ -169,6 +174,8 @@ def prepare_backward(
             head have the same factor. None is 1.
         batch_invariant: as in :func:`prepare_forward`.
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
+        gates, d_gates: ``[S, B, 2 H]``, contiguous, the second written, if the gates are not
+            columns of ``proj`` and ``d_proj``.
     """
     S, B, _ = proj.shape
     position_T = None if documents is None else documents.position_T
@@ -177,13 +184,13 @@ def prepare_backward(
     plan = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
-        batch_invariant, normalise_qk, factor is not None, tile,
+        batch_invariant, normalise_qk, factor is not None, gates is not None, tile,
     )  # fmt: skip
     partial = torch.empty(plan.partial, dtype=torch.float32, device=proj.device)
     if plan.launch is not None:
         plan.launch(
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
-            dq, dk, dv, dg, dbeta, factor, d_proj, partial,
+            dq, dk, dv, dg, dbeta, factor, d_proj, partial, gates, d_gates,
         )  # fmt: skip
     grads = GDNParameterGrads(
         torch.empty_like(conv_weight),
@@ -212,7 +219,7 @@ class _Backward(NamedTuple):
 def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
-    batch_invariant: bool, normalise: bool, scaled: bool, tile: Walk | None,
+    batch_invariant: bool, normalise: bool, scaled: bool, apart: bool, tile: Walk | None,
 ) -> _Backward:  # fmt: skip
     """``d_heads``: heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv."""
     G, H, K, V = sizes
@@ -234,6 +241,7 @@ def _backward_plan(
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,
+            APART=apart,
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     channels = sizes.conv_width

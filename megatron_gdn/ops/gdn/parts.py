@@ -30,6 +30,7 @@ def gdn_parts(
     recompute_qkv: bool = False,
     recompute_rule: bool = False,
     kernels: str = "auto",
+    gates: Tensor | None = None,
 ) -> Parts:
     """The :class:`Parts` of a Gated DeltaNet.
 
@@ -47,13 +48,14 @@ def gdn_parts(
             again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
             costs about one more forward of the rule.
         kernels: see :func:`.front.kernels_for`.
+        gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z: for whole sequences alone.
 
     Raises:
         ValueError: rows of other heads, see :meth:`.HeadSizes.check_projection`; a convolution of
             other channels or one that is not contiguous; fp16 operands without ``normalise_qk``,
             unknown ``kernels``.
     """
-    sizes.check_projection(rows)
+    sizes.check_projection(rows, gates)
     if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
         raise ValueError(
             f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "
@@ -69,5 +71,7 @@ def gdn_parts(
         gamma, eps, zero_centered, activation = readout
         gate = sizes.layout.gate_columns
         readout = per_head(gate, eps, zero_centered, front.triton, activation)
-    parameters = conv_weight, conv_bias, A_log, dt_bias, gamma
-    return Parts(front, rule, readout, parameters, recompute_rule)
+    of_front = conv_weight, conv_bias, A_log, dt_bias
+    if gates is not None:
+        of_front = *of_front, gates.contiguous()
+    return Parts(front, rule, readout, (*of_front, gamma), recompute_rule)

@@ -60,8 +60,11 @@ class HeadSizes(NamedTuple):
     def width(self) -> int:
         return _layout(*self).width
 
-    def check_projection(self, proj: Tensor) -> None:
+    def check_projection(self, proj: Tensor, gates: Tensor | None = None) -> None:
         """Refuse a projection whose rows do not hold these heads.
+
+        Args:
+            gates: ``[S, B, 2 H]`` if the rows hold no gates.
 
         Raises:
             ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not
@@ -69,9 +72,10 @@ class HeadSizes(NamedTuple):
         """
         if self.value_heads % self.key_heads:
             require_even_groups(self.key_heads, self.value_heads)
-        if proj.dim() != 3 or proj.shape[2] != self.width:
+        width = self.width if gates is None else self.beta_column
+        if proj.dim() != 3 or proj.shape[2] != width:
             raise ValueError(
-                f"the projection must be [S, B, {self.width}] for {self.key_heads} key heads of "
+                f"the projection must be [S, B, {width}] for {self.key_heads} key heads of "
                 f"{self.key_dim} and {self.value_heads} value heads of {self.value_dim}, got "
                 f"{tuple(proj.shape)}."
             )
@@ -79,6 +83,11 @@ class HeadSizes(NamedTuple):
             raise ValueError(
                 f"the columns of the projection must be adjacent in memory, got strides "
                 f"{proj.stride()}; call .contiguous() on it first."
+            )
+        if gates is not None and gates.shape != (*proj.shape[:2], 2 * self.value_heads):
+            raise ValueError(
+                f"the gates must be {[*proj.shape[:2], 2 * self.value_heads]} beside rows "
+                f"{tuple(proj.shape)}, got {tuple(gates.shape)}."
             )
 
 
@@ -103,8 +112,8 @@ def _layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> L
             Section("key", "key", key_dim, conv=True),
             Section("value", "value", value_dim, conv=True),
             Section("z", "value", value_dim),
-            Section("beta", "value", 1),
-            Section("alpha", "value", 1),
+            Section("beta", "value", 1, gates=True),
+            Section("alpha", "value", 1, gates=True),
         ),
         counts=(("value", value_heads), ("key", key_heads)),
     )

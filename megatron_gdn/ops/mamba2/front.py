@@ -60,7 +60,8 @@ class Mamba2Front:
     """A :class:`~..front.base.Front` of projection rows z | x | B | C | dt.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
-    ``[H]``, D ``[H]`` or ``[H V]``. The rule gets D for every token, as a view of the parameter.
+    ``[H]``, D ``[H]`` or ``[H V]``; and dt ``[S, Bt, H]`` if the rows do not
+    hold it. The rule gets D for every token, as a view of the parameter.
 
     Attributes:
         layout: the columns of a projection row.
@@ -124,7 +125,7 @@ class Mamba2Front:
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
     ) -> SSDInputs:
-        weight, bias, A_log, dt_bias, D = parameters
+        weight, bias, A_log, dt_bias, D, *apart = parameters
         wanted = self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):
@@ -132,7 +133,8 @@ class Mamba2Front:
                 zip(self.convolved, self._convolve(proj, weight, bias, documents), strict=True)
             )
         if "dt" in wanted or "g" in wanted:
-            dt, g = time_steps(self._dt_rows(proj), A_log, dt_bias, self.dt_limit)
+            raw = apart[0].transpose(0, 1) if apart else self._dt_rows(proj)
+            dt, g = time_steps(raw, A_log, dt_bias, self.dt_limit)
             made.update(dt=dt.contiguous(), g=g.contiguous())
         if "D" in wanted:
             wide = torch.promote_types(D.dtype, torch.float32)
@@ -149,16 +151,20 @@ class Mamba2Front:
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor | None, ...]:
-        weight, bias, A_log, dt_bias, D = parameters
+        weight, bias, A_log, dt_bias, D, *apart = parameters
+        d_apart = [torch.empty_like(x) for x in apart]
+        raw, d_raw = self._dt_rows(proj), self._dt_rows(d_proj)
+        if apart:
+            raw, d_raw = apart[0].transpose(0, 1), d_apart[0].transpose(0, 1)
         with torch.enable_grad():
-            of_gates = _leaves(self._dt_rows(proj), A_log, dt_bias)
+            of_gates = _leaves(raw, A_log, dt_bias)
             of_dt, of_A_log, of_dt_bias = of_gates
             dt, g = time_steps(of_dt, of_A_log, of_dt_bias, self.dt_limit)
         d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
-        self._dt_rows(d_proj).copy_(d_dt)
+        d_raw.copy_(d_dt)
         d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
         d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
-        return d_weight, d_bias, d_A_log, d_dt_bias, d_D
+        return d_weight, d_bias, d_A_log, d_dt_bias, d_D, *d_apart
 
     def edges(self) -> Edges | None:
         if not self.triton:

@@ -36,6 +36,7 @@ def mamba2_parts(
     norm: GatedNorm | Apart | None,
     dt_limit: tuple[float, float] = UNLIMITED,
     kernels: str = "auto",
+    gates: Tensor | None = None,
 ) -> Parts:
     """The :class:`Parts` of a Mamba2 mixer.
 
@@ -51,14 +52,16 @@ def mamba2_parts(
         dt_limit: least and greatest time step.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
             for the convolution where that runs, else plain torch.
+        gates: dt ``[S, B, H]``, if ``rows`` end before it: for whole sequences alone.
 
     Raises:
         ValueError: rows of other heads; unknown ``kernels``.
     """
-    if rows.shape[-1] != layout.width:
+    width = layout.width if gates is None else layout.main_width
+    if rows.shape[-1] != width:
         raise ValueError(
             f"projection rows of {rows.shape[-1]} columns, but z, x, B, C and dt of these heads "
-            f"have {layout.width}: {dict(zip(layout.names, layout.widths, strict=True))}."
+            f"have {width}: {dict(zip(layout.names, layout.widths, strict=True))}."
         )
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
@@ -79,7 +82,8 @@ def mamba2_parts(
         gamma, eps, *_ = norm
         readout = grouped(gate, layout.heads("group"), eps, triton)
     front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant, convolve)
-    return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, gamma))
+    apart = () if gates is None else (gates,)
+    return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, *apart, gamma))
 
 
 @lru_cache(maxsize=64)

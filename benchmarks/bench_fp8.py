@@ -1,0 +1,244 @@
+"""The layer under Megatron's FP8 recipes, beside its bf16 self and megatron-core's own layer.
+
+    python3 benchmarks/bench_fp8.py --out results.jsonl     times, memory and errors on one GPU
+    python3 benchmarks/bench_fp8.py --toy                   small, on a CPU: errors in bf16 alone
+
+Errors are those of output and gradients against the same layer in fp64, relative to their size, for
+gates as initialised and for slow ones. "gates too" is FP8 for all columns of in_proj.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lib import layers as lib
+from lib.layers import DEVICE, accumulate, our_layer, slow_gates, upstream_layer
+from lib.measure import environment, memory_mib, table, time_ms, write_lines
+
+from megatron_gdn.mixers.fp8 import GatesApart
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+SHAPES = {"2048 16/32": (2048, (16, 32)), "4096 16/64": (4096, (16, 64))}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this")
+    parser.add_argument("--out", help="append JSON lines to this file")
+    parser.add_argument("--no-errors", action="store_true")
+    parser.add_argument("--toy", action="store_true")
+    return parser.parse_args()
+
+
+class Configured:
+    """Inside, layers are built with this recipe (None: bf16); :meth:`run` is Megatron's context."""
+
+    def __init__(self, recipe: str | None) -> None:
+        self.recipe, self._plain = recipe, lib.transformer_config
+
+    def __enter__(self) -> Configured:
+        def config(*args: Any, **options: Any) -> Any:
+            made: Any = self._plain(*args, **options)
+            if self.recipe is not None:
+                from megatron.core.enums import Fp8Recipe
+
+                made.fp8, made.fp8_recipe = "hybrid", Fp8Recipe[self.recipe]
+            return made
+
+        lib.transformer_config = config
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        lib.transformer_config = self._plain
+
+    def run(self, layer: Any) -> Any:
+        if self.recipe is None:
+            return nullcontext()
+        from megatron.core.fp8_utils import get_fp8_context
+
+        return get_fp8_context(layer.config)
+
+
+def build(name: str, hidden: int, sizes: HeadSizes, recipe: str | None) -> tuple[Any, Configured]:
+    linears = "te" if DEVICE == "cuda" else "local"
+    with Configured(recipe) as configured:
+        torch.manual_seed(3)
+        if name == "upstream":
+            layer: Any = upstream_layer(hidden, sizes, linears=linears)
+        else:
+            backend = "flash_qla" if DEVICE == "cuda" else "auto"
+            layer = our_layer(hidden, sizes, backend, linears=linears)
+    if name == "gates too" and isinstance(layer.in_proj, GatesApart):
+        layer.in_proj.__class__ = type(layer.in_proj).__mro__[2]
+    if linears == "te":
+        accumulate(layer)
+    return layer, configured
+
+
+def clear(layer: Any, x: torch.Tensor) -> None:
+    x.grad = None
+    for parameter in layer.parameters():
+        parameter.grad = None
+
+
+def measure(name: str, shape: str, recipe: str | None, args: Any) -> dict[str, Any]:
+    hidden, heads = SHAPES[shape]
+    sizes = HeadSizes(*heads, 128, 128)
+    layer, configured = build(name, hidden, sizes, recipe)
+    x = torch.randn(args.tokens, 1, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    grad = torch.randn_like(x)
+
+    def forward() -> torch.Tensor:
+        with configured.run(layer):
+            return layer(x, None)[0]
+
+    def both() -> None:
+        clear(layer, x)
+        forward().backward(grad)
+
+    made: dict[str, Any] = {"eager": time_ms(both, repeats=args.repeats)}
+    made["forward"] = time_ms(forward, repeats=args.repeats)
+    clear(layer, x)
+    return made | memory_mib(forward)
+
+
+def results(layer: Any, x: torch.Tensor, grad: torch.Tensor, run: Any) -> dict[str, torch.Tensor]:
+    """Output and gradients of the second of two passes: delayed scaling has seen the first."""
+    out = x
+    for _ in range(2):
+        clear(layer, x)
+        for parameter in layer.parameters():
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+        with run(layer):
+            out = layer(x, None)[0]
+        out.backward(grad)
+    assert x.grad is not None
+    found = {"out": out, "x": x.grad}
+    for name, parameter in layer.named_parameters():
+        main: Any = getattr(parameter, "main_grad", None)
+        found[name] = parameter.grad if main is None or not main.any() else main
+    weight = found.pop("in_proj.weight")
+    first = layer.dims.layout.main_width
+    return {**found, "in_proj main": weight[:first], "in_proj gates": weight[first:]}
+
+
+def exact_layer(layer: Any, hidden: int, sizes: HeadSizes) -> Any:
+    """The layer in fp64, in plain torch, with the weights of ``layer``; its norm goes in front."""
+    twin: Any = our_layer(hidden, sizes, "reference", linears="local").double()
+    for name in ("A_log", "dt_bias"):
+        parameter = twin.get_parameter(name)
+        parameter.data = parameter.data.double()
+    weights = {n: p.double() for n, p in layer.named_parameters() if "layer_norm" not in n}
+    twin.load_state_dict(weights, strict=False)
+    return twin
+
+
+def errors(recipe: str | None, name: str, gates: str, toy: bool) -> dict[str, float]:
+    hidden, sizes = (2048, HeadSizes(16, 32, 128, 128)) if not toy else (32, HeadSizes(2, 4, 8, 8))
+    layer, configured = build(name, hidden, sizes, recipe)
+    if gates == "slow":
+        slow_gates(layer)
+    torch.manual_seed(9)
+    tokens = 256 if toy else 2048
+    x = torch.randn(tokens, 1, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    grad = torch.randn_like(x)
+    found = results(layer, x, grad, configured.run)
+    twin = exact_layer(layer, hidden, sizes)
+    gamma = getattr(layer.in_proj, "layer_norm_weight", None)
+    x64 = x.detach().double().requires_grad_()
+    normed = x64
+    if gamma is not None:
+        normed = torch.nn.functional.rms_norm(
+            x64, (hidden,), gamma.double(), layer.config.layernorm_epsilon
+        )
+    inner = normed.detach().requires_grad_()
+    exact = results(twin, inner, grad.double(), lambda _: nullcontext())
+    assert inner.grad is not None
+    if gamma is not None:
+        (exact["x"],) = torch.autograd.grad(normed, x64, inner.grad)
+    return {
+        key: float((found[key].double() - true).norm() / true.norm())
+        for key, true in exact.items()
+        if key in found and true.norm() > 0
+    }
+
+
+def main() -> None:
+    args = arguments()
+    began = time.monotonic()
+    lib.start_megatron()
+
+    def late(what: str) -> bool:
+        gc.collect()
+        if time.monotonic() - began > args.seconds:
+            print(f"{what}: skipped, out of time", flush=True)
+            return True
+        return False
+
+    if not args.toy:
+        setting = {"environment": environment(), "tokens": args.tokens}
+        rows = [["shape", "recipe", "layer", "fwd ms", "fwd+bwd ms", "/ own bf16", "saved MiB"]]
+        for shape in args.shapes:
+            base: dict[str, float] = {}
+            for recipe in (None, *args.recipes):
+                for name in ("ours", "upstream"):
+                    if late(f"{shape} {recipe} {name}"):
+                        continue
+                    made = measure(name, shape, recipe, args)
+                    both = made["eager"]["median"]
+                    base.setdefault(name, both)
+                    write_lines(
+                        args.out,
+                        [{"shape": shape, "recipe": recipe, "layer": name, **made, **setting}],
+                    )
+                    rows.append(
+                        [
+                            shape,
+                            recipe or "bf16",
+                            name,
+                            f"{made['forward']['median']:.3f}",
+                            f"{both:.3f}",
+                            f"{both / base[name]:.3f}",
+                            f"{made['saved']:.0f}",
+                        ]
+                    )
+                    print("  ".join(rows[-1]), flush=True)
+        print(table(rows))
+    if args.no_errors:
+        return
+    rows = []
+    for gates in lib.GATES:
+        for recipe in (None,) if args.toy else (None, *args.recipes):
+            for name in ("ours",) if recipe is None else ("ours", "gates too"):
+                if late(f"errors {gates} {recipe} {name}"):
+                    continue
+                found = errors(recipe, name, gates, args.toy)
+                write_lines(
+                    args.out, [{"gates": gates, "recipe": recipe, "layer": name, "errors": found}]
+                )
+                rows = rows or [["gates", "recipe", "layer", *found]]
+                rows.append(
+                    [
+                        gates,
+                        recipe or "bf16",
+                        name,
+                        *(f"{found.get(k, 0):.1e}" for k in rows[0][3:]),
+                    ]
+                )
+                print("  ".join(rows[-1]), flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

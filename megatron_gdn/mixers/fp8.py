@@ -1,0 +1,225 @@
+"""in_proj under Megatron's FP8: all columns but the rule's gates.
+
+    main  = in_proj of the rows before the gates      the linear's own FP8 product
+    gates = x @ (rows of the gates)^T                 in the weights' dtype
+
+e4m3 rounds a gate by up to 3.6%; the recurrence compounds a decay over the sequence. The width
+without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16, 12352 / 8 is not.
+
+The weight stays one parameter: checkpoints, optimizers, Muon and adapters see no difference. For
+the call alone the linear holds a view of its first rows, and a view of its rows in ``main_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..compat.observe import log_once
+from ..ops.first_derivative import first_derivative_only
+from ..ops.layout import Layout
+from .gate_product import GateProduct
+
+
+def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
+    """Let ``in_proj`` compute the gates by themselves whenever it runs in FP8.
+
+    A linear that cannot run in FP8 is left as it is.
+
+    Args:
+        layout: the columns on this rank.
+        group: the tensor-parallel group.
+
+    Raises:
+        NotImplementedError: weight gradients that are computed later (``delay_wgrad_compute``).
+    """
+    if not hasattr(in_proj, "fp8_meta") or layout.main_width == layout.width:
+        return
+    if getattr(in_proj.config, "delay_wgrad_compute", False):
+        raise NotImplementedError(
+            "delay_wgrad_compute with FP8: in_proj computes its gates outside of FP8, and their "
+            "weight gradient at once. Switch one of the two off."
+        )
+    in_proj.__class__ = _apart(type(in_proj))
+    vars(in_proj).update(_main_rows=layout.main_width, _gates_group=group)
+
+
+def wide_parameters(config: Any) -> AbstractContextManager[Any]:
+    """Inside, linears are built with weights in ``params_dtype``, also under ``fp8_param``.
+
+    FP8 products quantise such a weight once a step. Rows of an FP8 weight share a scale and have
+    no bf16 values, so it could not hold the gates.
+    """
+    if not getattr(config, "fp8_param", False):
+        return nullcontext()
+    from transformer_engine.pytorch import fp8_model_init  # pyright: ignore[reportMissingImports]
+
+    return fp8_model_init(enabled=False)
+
+
+def runs_in_fp8(linear: Any) -> bool:
+    """Whether a call of ``linear`` would now be in FP8."""
+    if not hasattr(linear, "fp8_meta"):
+        return False
+    decides = getattr(linear, "will_execute_quantized", None)
+    return _fp8_is_on() if decides is None else decides(_fp8_is_on())
+
+
+def keep_unquantised_input(linear: Any, config: Any) -> bool:
+    """Let ``linear`` save the very tensor that it is given, so that this can be computed again.
+
+    In FP8 a linear of Transformer Engine saves a quantised copy by itself. Asked to, it saves its
+    input and quantises it again in the backward; delayed scaling cannot do that.
+
+    Returns:
+        whether the linear's backward will read its input.
+    """
+    if not config.fp8 or not hasattr(linear, "fp8_meta"):
+        return True
+    if config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
+        log_once(
+            "GatedDeltaNet: out_proj keeps its input in FP8 (delayed scaling), so "
+            "recompute_norm_out drops nothing; recompute_qkv and 'full' do the rest."
+        )
+        return False
+    linear.save_original_input = True
+    return True
+
+
+def _fp8_is_on() -> bool:
+    try:
+        from transformer_engine.pytorch.fp8 import (  # pyright: ignore[reportMissingImports]
+            FP8GlobalStateManager,
+        )
+    except ImportError:
+        return False
+    return FP8GlobalStateManager.is_fp8_enabled()
+
+
+class GatesApart(nn.Module):
+    """Mixin before the class of a column-parallel linear."""
+
+    _main_rows: int
+    _gates_group: Any
+    sequence_parallel: bool
+    fuse_wgrad_accumulation: bool
+
+    def forward(
+        self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """As the linear's: ``[S, B, P]`` and no bias.
+
+        Args:
+            together: False returns the columns before the gates and, in place of the bias, the
+                gates; this saves a copy each way. Outside of FP8 it is all columns, and None.
+        """
+        if not runs_in_fp8(self):
+            return super().forward(x, *args, **kwargs)
+        out, gates = self._in_parts(x, args, kwargs)
+        if not together:
+            return out, gates
+        if isinstance(out, tuple):  # an adapter around the linear asked for the normed rows too
+            return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
+        return torch.cat([out, gates], dim=-1), None
+
+    def _in_parts(
+        self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Tensor]:
+        """What the linear makes of its rows before the gates, and the gates."""
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        main_weight, gate_weight = self._cut(weight)
+        held = {"weight": main_weight}
+        if bias is not None:
+            held["bias"] = bias[: self._main_rows]
+        with self._holding(held):
+            out, _ = super().forward(x, *args, **kwargs)
+        gates = GateProduct.apply(
+            *self._norm_before(x, gate_weight), self._gates_group, self.sequence_parallel
+        )
+        return out, gates if bias is None else gates + bias[self._main_rows :]
+
+    def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        """The first arguments of :class:`GateProduct`, the norm in front of the linear included."""
+        norm: Any = self
+        gamma = self._parameters.get("layer_norm_weight")
+        if gamma is None:
+            return x, weight, None, 0.0
+        shown: Tensor = gamma + 1 if norm.zero_centered_gamma else gamma
+        if norm.normalization == "RMSNorm":
+            return x, weight, shown, norm.eps
+        normed = F.layer_norm(x, x.shape[-1:], shown, norm.layer_norm_bias, norm.eps)
+        return normed, weight, None, 0.0
+
+    def _cut(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """Views of the rows, whose gradients the linear may add to ``main_grad`` by itself."""
+        if hasattr(weight, "__fsdp_param__"):
+            raise NotImplementedError(
+                "FP8 under Megatron-FSDP: it makes a weight's gradient buffer in the backward, and "
+                "in_proj writes the rows of its gates by themselves. Use the distributed "
+                "optimizer, or keep this layer out of FP8."
+            )
+        wanted = weight.requires_grad and torch.is_grad_enabled()
+        fused = wanted and self.fuse_wgrad_accumulation
+        parts = _CutRows.apply(weight, self._main_rows, fused)
+        if fused:
+            main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
+            grads = main_grad[: self._main_rows], main_grad[self._main_rows :]
+            for part, grad in zip(parts, grads, strict=True):
+                vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
+        return parts
+
+    @contextmanager
+    def _holding(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        held: dict[str, Any] = self._parameters
+        kept = {name: held[name] for name in tensors}
+        held.update(tensors)
+        try:
+            yield
+        finally:
+            held.update(kept)
+
+
+@cache
+def _apart(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class under its own name: frameworks look linears up by it."""
+    return type(kind.__name__, (GatesApart, kind), {"__module__": kind.__module__})
+
+
+class _CutRows(torch.autograd.Function):
+    """The rows before ``first`` and the others, as views; ``added`` if their users add gradients.
+
+    The weight's hooks (of data-parallel wrappers) then run after both were added, as after the
+    linear's own backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        ctx.first, ctx.added = first, added
+        rows = weight.detach()
+        return rows[:first], rows[first:]
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
+        weight = ctx.weight
+        if not ctx.added:
+            gradient = torch.zeros_like(weight)
+            if d_main is not None:
+                gradient[: ctx.first] = d_main
+            if d_gates is not None:
+                gradient[ctx.first :] = d_gates
+            return gradient, None, None
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None, None, None
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight), None, None  # Megatron wants a gradient to be there, and reads none

@@ -1,0 +1,153 @@
+"""The product that gives the rule's gates where FP8 computes the rest of in_proj.
+
+Legend: S tokens of the sequence, s this rank's share of them, B batch, T tokens of both, D hidden
+size, n ranks of the tensor-parallel group, p this rank's gate columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.first_derivative import first_derivative_only
+
+
+class GateProduct(torch.autograd.Function):
+    """``RMSNorm(x) @ weight^T`` in the weight's dtype, tensor-parallel by columns.
+
+        r = 1 / sqrt(mean(x^2) + eps)
+        y = r (x @ (gamma weight)^T)
+
+    The norm is a factor of each token, so normed rows are neither written nor kept. Only gates and
+    their weights travel, never rows of ``x``: 64 columns against 2048. The weight's gradient is
+    summed in fp32, and added to ``weight.main_grad`` if the weight has one.
+
+    Args:
+        x: ``[S, B, D]``, the same on every rank; ``[s, B, D]``, this rank's tokens, with
+            ``sequence_parallel``.
+        weight: ``[p, D]``, this rank's rows.
+        gamma: ``[D]``; None leaves the norm out.
+        eps: of the norm.
+        group: the tensor-parallel group.
+
+    Returns:
+        ``[S, B, p]``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gamma: Tensor | None, eps: float, group: Any,
+        sequence_parallel: bool,
+    ) -> Tensor:  # fmt: skip
+        whole = _gathered(weight, group)
+        x_TD, factor = x.flatten(0, 1), whole
+        r_T1 = None
+        if gamma is not None:
+            factor = (whole * gamma).to(whole.dtype)
+            squares = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=_wide(x)).square()
+            r_T1 = (squares / x.shape[-1] + eps).rsqrt()
+        y = _wide_product(x_TD, factor.t())
+        y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
+        ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        if sequence_parallel:
+            return _to_columns(y, group)
+        return y.chunk(group.size(), -1)[group.rank()].contiguous()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, d_gates: Tensor) -> tuple[Tensor | None, ...]:
+        x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
+        group, split = ctx.group, ctx.sequence_parallel
+        d_y = _to_tokens(d_gates, group) if split else _gathered_columns(d_gates, group)
+        x_TD, d_y = x.flatten(0, 1), d_y.flatten(0, 1)
+        d_scaled = d_y if r_T1 is None else (d_y * r_T1).to(d_y.dtype)
+        d_x = d_weight = d_gamma = None
+        if ctx.needs_input_grad[0]:
+            d_x = d_scaled @ factor
+            if r_T1 is not None:  # of r: -r^2 / D (y . d_y) x
+                dot = (y.flatten(0, 1).to(r_T1.dtype) * d_y).sum(-1, keepdim=True)
+                along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
+                d_x = torch.addcmul(d_x, along, x_TD, value=-1)
+            d_x = d_x.view(x.shape)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            outer = _wide_product(d_scaled.t(), x_TD)
+            if ctx.needs_input_grad[2]:
+                d_gamma = (whole * outer).sum(0).to(gamma.dtype)
+            if ctx.needs_input_grad[1]:
+                d_weight = outer if gamma is None else outer * gamma
+                if split:
+                    d_weight = _summed_rows(d_weight, group)
+                else:
+                    d_weight = d_weight.chunk(group.size())[group.rank()]
+                if ctx.main_grad is None:
+                    d_weight = d_weight.to(whole.dtype)
+                else:
+                    ctx.main_grad.add_(d_weight)
+                    d_weight = None
+        return d_x, d_weight, d_gamma, None, None, None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, not rounded to 16 bits."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(_wide(a)) @ b.to(_wide(b))
+
+
+def _gathered(rows: Tensor, group: Any) -> Tensor:
+    """All ranks' rows ``[n p, D]``."""
+    n = group.size()
+    if n == 1:
+        return rows
+    out = rows.new_empty(n * rows.shape[0], *rows.shape[1:])
+    dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
+    return out
+
+
+def _summed_rows(rows: Tensor, group: Any) -> Tensor:
+    """``[n p, D]`` summed over the ranks; this rank's ``[p, D]`` of it."""
+    n = group.size()
+    if n == 1:
+        return rows
+    out = rows.new_empty(rows.shape[0] // n, *rows.shape[1:])
+    dist.reduce_scatter_tensor(out, rows, group=group)
+    return out
+
+
+def _gathered_columns(columns: Tensor, group: Any) -> Tensor:
+    """``[S, B, p]`` to ``[S, B, n p]``."""
+    n = group.size()
+    if n == 1:
+        return columns
+    return _gathered(columns[None], group).movedim(0, 2).flatten(2)
+
+
+def _to_columns(whole: Tensor, group: Any) -> Tensor:
+    """``[s, B, n p]``, all columns of this rank's tokens, to ``[S, B, p]``."""
+    n = group.size()
+    if n == 1:
+        return whole
+    sent = whole.unflatten(2, (n, -1)).movedim(2, 0).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.flatten(0, 1)
+
+
+def _to_tokens(columns: Tensor, group: Any) -> Tensor:
+    """``[S, B, p]`` to ``[s, B, n p]``."""
+    n = group.size()
+    if n == 1:
+        return columns
+    sent = columns.unflatten(0, (n, -1)).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, 2).flatten(2)

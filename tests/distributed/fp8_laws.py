@@ -1,0 +1,328 @@
+"""Run on every rank: mixers whose in_proj computes in FP8, but not the gates."""
+
+from contextlib import nullcontext
+from functools import wraps
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn.mixers.fp8 import GatesApart
+from megatron_gdn.specs import gated_delta_net_spec
+from tests import fp8_twin, mamba_mixers, parallel
+from tests.distributed.layer_laws import randomise_, thd
+from tests.fp8_twin import Fp8Column, Fp8NormedColumn, fp8_on, rounded
+from tests.mamba_mixers import alone
+from tests.parallel import assert_close, make_config
+
+TOKENS, BATCH = 16, 2
+# Multiples of 16 before the gates, and of out_proj's input, on two ranks.
+MAMBA = {"mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+# Sums of 24 products in fp32, in another order on each path.
+FP32 = 1e-5
+
+
+def in_parallel(tp: int, cp: int = 1):
+    """Run a law inside Megatron's parallel state."""
+
+    def decorate(law):
+        @wraps(law)
+        def run(*args):
+            with parallel.parallel(tp=tp, cp=cp):
+                law(*args)
+
+        return run
+
+    return decorate
+
+
+def build(mixer: str, config, groups, linear=Fp8Column, **options):
+    if mixer == "mamba2":
+        submodules = Mamba2MixerSubmodules(in_proj=linear, out_proj=RowParallelLinear)
+        return Mamba2Mixer(config, submodules, config.hidden_size, pg_collection=groups, **options)
+    spec = gated_delta_net_spec("local", **options)
+    spec.submodules.in_proj = linear
+    return build_module(spec, config, layer_number=1, pg_collection=groups)
+
+
+def whole(mixer: str, linear=Fp8Column, fp8: bool = True, **options):
+    """On this rank alone, the same on all."""
+    torch.manual_seed(7)
+    layer = build(mixer, make_config(**MAMBA, **(FP8 if fp8 else {})), alone(), linear, **options)
+    randomise_(layer)
+    return layer
+
+
+def share(mixer: str, of, linear, sequence_parallel: bool):
+    """This rank's share of the mixer ``of``."""
+    config = make_config(
+        **MAMBA, **FP8, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    layer = build(mixer, config, groups, linear)
+    share_of = mamba_mixers.share_of if mixer == "mamba2" else parallel.share_of
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "layer_norm" in name:
+                parameter.copy_(of.get_parameter(name))
+            else:
+                parameter.copy_(share_of(name, of.get_parameter(name), layer))
+    return layer, share_of
+
+
+def inputs(layer, seed: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS, BATCH, layer.config.hidden_size, generator=generator)
+
+
+def gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer: str, bias: bool) -> None:
+    options = {"bias": True} if bias else {}
+    layer = whole(mixer, **options)
+    linear, x = layer.in_proj, inputs(layer)
+    exact, _ = linear(x)
+    with fp8_on():
+        rows, _ = linear(x)
+    first = layer.dims.layout.main_width
+    main = rounded(x) @ rounded(linear.weight[:first].detach()).t()
+    if bias:
+        main = main + linear.bias[:first]
+    assert_close("main", rows[..., :first], main, FP32)
+    assert_close("gates", rows[..., first:], exact[..., first:], FP32)
+    assert not torch.equal(rows[..., :first], exact[..., :first])
+
+
+def gradients(layer, x, *, fp8=True, main_grad: bool = False, times: int = 1):
+    """Of the layer's parameters and input; ``main_grad``: from the fp32 buffers."""
+    linear, x = layer.in_proj, x.detach().requires_grad_()
+    linear.fuse_wgrad_accumulation = main_grad
+    for parameter in layer.parameters():
+        parameter.grad = None
+    if main_grad:
+        linear.weight.main_grad = torch.zeros_like(linear.weight)
+        linear.weight.grad_added_to_main_grad = False
+    for _ in range(times):
+        with fp8_on() if fp8 else nullcontext():
+            out, _ = layer(x)
+        out.backward(inputs(layer, 6)[: out.shape[0]])
+    found = {name: p.grad for name, p in layer.named_parameters()}
+    if main_grad:
+        assert linear.weight.grad_added_to_main_grad
+        found["in_proj.weight"] = linear.weight.main_grad
+    return {"x": x.grad, **found}
+
+
+def the_linear_adds_rows_of_main_grad_in_place(mixer: str) -> None:
+    """And so do the gates; two micro-batches add up."""
+    layer = whole(mixer, Fp8NormedColumn)
+    once = gradients(layer, inputs(layer))
+    assert once["in_proj.weight"].isfinite().all()
+    twice = gradients(layer, inputs(layer), main_grad=True, times=2)
+    assert_close("main_grad", twice["in_proj.weight"], 2 * once["in_proj.weight"], FP32)
+
+
+def gradients_of_gates_do_not_pass_fp8(mixer: str) -> None:
+    layer = whole(mixer)
+    linear, first = layer.in_proj, layer.dims.layout.main_width
+    x = inputs(layer).requires_grad_()
+    with fp8_on():
+        rows, _ = linear(x)
+    d_gates = torch.randn(rows.shape[:2] + (rows.shape[2] - first,))
+    rows.backward(torch.cat([torch.zeros_like(rows[..., :first]), d_gates], -1))
+    exact = d_gates.flatten(0, 1).t() @ x.detach().flatten(0, 1)
+    assert_close("weight", linear.weight.grad[first:], exact, FP32)
+    assert not linear.weight.grad[:first].any()
+    assert_close("x", x.grad, d_gates @ linear.weight.detach()[first:], FP32)
+
+
+def gates_see_the_norm_in_front(normalization: str, zero_centered: bool) -> None:
+    """Value and every gradient, against autograd through the linear without FP8."""
+    layer = whole("gdn", Fp8NormedColumn)
+    linear, first = layer.in_proj, layer.dims.layout.main_width
+    linear.normalization, linear.zero_centered_gamma = normalization, zero_centered
+    if normalization == "LayerNorm":
+        linear.layer_norm_bias = torch.nn.Parameter(torch.randn(linear.weight.shape[1]))
+    found = []
+    d_gates = torch.randn(TOKENS, BATCH, linear.weight.shape[0] - first)
+    for fp8 in (False, True):
+        x = (3 * inputs(layer)).requires_grad_()
+        linear.zero_grad()
+        with fp8_on() if fp8 else nullcontext():
+            rows, _ = linear(x)
+        gates = rows[..., first:]
+        gates.backward(d_gates)
+        gradients = {name: p.grad.clone() for name, p in linear.named_parameters()}
+        found.append({"gates": gates, "x": x.grad, **gradients})
+    for name, tensor in found[0].items():
+        assert_close(name, found[1][name], tensor, FP32)
+
+
+@in_parallel(tp=2)
+def ranks_share_the_gates(mixer: str, normed: bool, sequence_parallel: bool, main_grad: bool):
+    """Against one rank. FP8 has other scales there, so its products are unrounded here."""
+    linear = Fp8NormedColumn if normed else Fp8Column
+    with patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float()):
+        _ranks_share_the_gates(mixer, linear, sequence_parallel, main_grad)
+
+
+def _ranks_share_the_gates(mixer, linear, sequence_parallel: bool, main_grad: bool):
+    of = whole(mixer, linear)
+    layer, share_of = share(mixer, of, linear, sequence_parallel)
+    x = inputs(of)
+    expected = gradients(of, x, main_grad=main_grad)
+    rank, per_rank = layer.tp_group.rank(), TOKENS // 2
+    mine = slice(rank * per_rank, (rank + 1) * per_rank) if sequence_parallel else slice(None)
+    torch.manual_seed(0)
+    linear_, x_mine = layer.in_proj, x[mine].detach().requires_grad_()
+    linear_.fuse_wgrad_accumulation = main_grad
+    if main_grad:
+        linear_.weight.main_grad = torch.zeros_like(linear_.weight)
+        linear_.weight.grad_added_to_main_grad = False
+    with fp8_on():
+        out, _ = layer(x_mine)
+        wanted, _ = of(x)
+    assert_close("out", out, wanted[mine], FP32)
+    out.backward(inputs(of, 6)[mine])
+    assert_close("x", x_mine.grad, expected["x"][mine], FP32)
+    found = linear_.weight.main_grad if main_grad else linear_.weight.grad
+    whole_grad = expected["in_proj.weight"]
+    assert_close("in_proj", found, share_of("in_proj.weight", whole_grad, layer), FP32)
+    if "in_proj.layer_norm_weight" in expected:
+        gamma = linear_.layer_norm_weight.grad
+        if sequence_parallel:  # Megatron sums it over the ranks
+            dist.all_reduce(gamma, group=layer.tp_group)
+        assert_close("gamma", gamma, expected["in_proj.layer_norm_weight"], FP32)
+
+
+@in_parallel(tp=1)
+def megatrons_ddp_gets_both_parts(mixer: str) -> None:
+    """In its buffers, at the end of the backward, with and without fused accumulation."""
+    found = []
+    for fused in (True, False):
+        layer = whole(mixer)
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=None
+        )
+        ddp = DistributedDataParallel(layer.config, config, layer)
+        layer.in_proj.fuse_wgrad_accumulation = fused
+        ddp.zero_grad_buffer()
+        with fp8_on():
+            out, _ = ddp(inputs(layer))
+        out.sum().backward()
+        ddp.finish_grad_sync()
+        found.append({name: p.main_grad.clone() for name, p in layer.named_parameters()})
+    for name, gradient in found[0].items():
+        assert gradient.any(), name
+        assert_close(name, gradient, found[1][name], FP32)
+
+
+def a_frozen_linear_gives_its_input_gradients(mixer: str) -> None:
+    layer = whole(mixer, Fp8NormedColumn)
+    expected = gradients(layer, inputs(layer))["x"]
+    layer.in_proj.weight.requires_grad_(False)
+    layer.in_proj.layer_norm_weight.requires_grad_(False)
+    found = gradients(layer, inputs(layer))
+    assert found["in_proj.weight"] is None
+    assert_close("x", found["x"], expected, FP32)
+
+
+@in_parallel(tp=2)
+def an_adapter_gets_the_normed_rows(sequence_parallel: bool) -> None:
+    """Those of all ranks where it asks for them, with the whole gradient."""
+    of = whole("gdn", Fp8NormedColumn)
+    layer, _ = share("gdn", of, Fp8NormedColumn, sequence_parallel)
+    x = inputs(of)
+    rank, per_rank = layer.tp_group.rank(), TOKENS // 2
+    mine = slice(rank * per_rank, (rank + 1) * per_rank) if sequence_parallel else slice(None)
+    linear = layer.in_proj
+    linear.return_layernorm_output = linear.return_layernorm_output_gathered = True
+    with fp8_on():
+        (rows, normed), _ = linear(x[mine])
+    assert rows.shape == (TOKENS, BATCH, layer.dims.layout.width)
+    assert normed.shape == x.shape
+    expected = torch.nn.functional.rms_norm(x, x.shape[-1:], linear.layer_norm_weight, 1e-6)
+    assert_close("normed", normed, expected, FP32)
+
+
+@in_parallel(tp=1)
+def files_and_marks_are_those_of_a_launch_without_fp8(mixer: str) -> None:
+    """Keys, bits and initial values; what optimizers and Muon read on the parameter."""
+    plain, fp8 = whole(mixer, fp8=False), whole(mixer)
+    assert type(fp8.in_proj).__name__ == type(plain.in_proj).__name__
+    assert isinstance(fp8.in_proj, GatesApart) and not isinstance(plain.in_proj, GatesApart)
+    assert isinstance(fp8.in_proj, ColumnParallelLinear)
+    ours, theirs = fp8.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items() if x is not None)
+    marks = [vars(layer.in_proj.weight) for layer in (fp8, plain)]
+    assert marks[0] == marks[1]
+    sharded = [layer.sharded_state_dict("a.") for layer in (fp8, plain)]
+    assert sharded[0].keys() == sharded[1].keys()
+    out, _ = fp8(inputs(fp8))
+    expected, _ = plain(inputs(fp8))
+    assert torch.equal(out, expected)  # outside of Megatron's FP8 context
+    fp8.load_state_dict(theirs)
+    with fp8_on():
+        assert not torch.equal(fp8(inputs(fp8))[0], expected)
+
+
+def gates_beside_the_rows_are_gates_in_the_rows(mixer: str, packed: bool) -> None:
+    """Output and gradients to the bit, and no copy of the rows is made."""
+    layer = whole(mixer, Fp8NormedColumn)
+    boundaries = thd([3, 0, TOKENS - 3]) if packed else None
+    found, joined = [], []
+    for together in (True, False):
+        layer.in_proj.__dict__.pop("forward", None)
+        if together:
+            forward = layer.in_proj.forward
+            layer.in_proj.forward = lambda x, together=None, of=forward: _as_gates(of(x))
+        x = inputs(layer)[:, : 1 if packed else BATCH].detach().requires_grad_()
+        for parameter in layer.parameters():
+            parameter.grad = None
+        with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
+            out, _ = layer(x, packed_seq_params=boundaries)
+        joined.append(any(call.args[0][0].shape[-1] > 100 for call in cat.call_args_list))
+        out.backward(inputs(layer, 6)[:, : out.shape[1]])
+        found.append({"out": out, "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
+    assert joined == [True, False]
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+def _as_gates(rows):
+    return rows[0], None
+
+
+def where_rows_must_be_whole_they_are_joined(mixer: str) -> None:
+    """In aligned steps, in generation and across context-parallel ranks; else in place."""
+    layer = whole(mixer, Fp8NormedColumn)
+    x = inputs(layer)
+    with fp8_on():
+        expected, _ = layer(x)
+        layer.config.batch_invariant_mode = True
+        layer.config = layer.config
+        found, _ = layer(x)
+    assert_close("aligned", found, expected, FP32)
+
+
+@in_parallel(tp=1, cp=2)
+def context_parallel_ranks_equal_one(mixer: str, mode: str) -> None:
+    layer_options = {"linear_cp_mode": mode, "cp_layout": "contiguous"}
+    with patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float()):
+        of = whole(mixer, Fp8NormedColumn)
+        config = make_config(**MAMBA, **FP8, context_parallel_size=2)
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        layer = build(mixer, config, groups, Fp8NormedColumn, **layer_options)
+        layer.load_state_dict(of.state_dict())
+        x = inputs(of)
+        rank = groups.cp.rank()
+        mine = slice(rank * (TOKENS // 2), (rank + 1) * (TOKENS // 2))
+        with fp8_on():
+            expected, _ = of(x)
+            found, _ = layer(x[mine])
+    assert_close("out", found, expected[mine], FP32)
