@@ -1,13 +1,14 @@
 """Kimi Delta Attentions to be held to laws: how they are built and shared out."""
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.init import take_share
 from megatron_gdn.ops.layout import layout_of_in_proj
-from tests.parallel import make_config
+from tests.parallel import group_of_one, make_config
 
 LOCAL = KimiDeltaAttentionSubmodules(
     in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
@@ -55,3 +56,12 @@ def share_of(name: str, whole: torch.Tensor, mixer: KimiDeltaAttention) -> torch
         "out_proj.weight": (1, (dims.layout.mixed_width,)),
     }.get(name, (0, (whole.shape[0],)))
     return take_share(whole, dim, sections, mixer.tp_group.rank(), mixer.tp_group.size())
+
+
+def whole_mixer(config, **options) -> KimiDeltaAttention:
+    """On one rank, the same on all."""
+    torch.manual_seed(7)
+    groups = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
+    mixer = build(config, groups, **options)
+    randomise_(mixer)
+    return mixer

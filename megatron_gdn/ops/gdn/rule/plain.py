@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .static_chunks import chunks_of
 class PlainRule:
     """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
 
-    Args:
+    Attributes:
         chunks: as of :class:`.chunk.ChunkedRule`.
     """
 
@@ -30,20 +31,18 @@ class PlainRule:
     batch_invariant = True
     operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
-
-    def __init__(self, chunks: Callable[..., Chunks] = chunks_of) -> None:
-        self._chunks = chunks
+    chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
 
     def why_not_heads(self, heads: int) -> None:
         """Any number of them can run."""
 
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents, self._chunks)
+        return PlainForward(inputs, documents, self.chunks)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents, self._chunks)
+        return PlainBackward(d_o, inputs, documents, self.chunks)
 
 
 def _chunked(

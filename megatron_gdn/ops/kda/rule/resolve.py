@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 
 from ...aligned import AlignedRule
-from ...gdn.rule.plain import PlainRule
 from ...once import say_once
 from ...rules.choice import IN_STEPS, Choice, why_not_aligned
 from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
 from ...state_maps.state_map import StateShape
-from .chunk_math import channel_chunks_of
+from .plain import PlainKDA
 
 RULES = ("fla", "reference")
-
-
-def plain_kda() -> PlainRule:
-    """The chunk form in plain torch: any device, dtype and head dim; repeatable bit for bit."""
-    return PlainRule(channel_chunks_of)
 
 
 def _why_not_fla(device: torch.device, dtype: torch.dtype, key_dim: int) -> Obstacle | None:
@@ -63,15 +57,15 @@ def resolve_kda(
         why = why_not_aligned(backend)
         if why is not None:
             raise ValueError(why)
-        return Choice(AlignedRule(plain_kda()), IN_STEPS)
+        return Choice(AlignedRule(PlainKDA()), IN_STEPS)
     if backend == "reference":
-        return Choice(plain_kda(), "requested")
+        return Choice(PlainKDA(), "requested")
     if deterministic:
         if backend == "fla":
             raise ValueError(
                 f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use 'auto' or 'reference'."
             )
-        return Choice(plain_kda(), "deterministic mode")
+        return Choice(PlainKDA(), "deterministic mode")
     device = torch.device(device)
     obstacle = _why_not_fla(device, dtype, key_dim)
     if obstacle is None:
@@ -84,7 +78,7 @@ def resolve_kda(
         raise obstacle.error(f"backend='fla': {obstacle.why}.")
     if device.type == "cuda":
         say_once(f"Kimi Delta Attention takes the plain-torch rule ({obstacle.why}).", device.type)
-    return Choice(plain_kda(), f"not fla: {obstacle.why}")
+    return Choice(PlainKDA(), f"not fla: {obstacle.why}")
 
 
 def choose_kda(
