@@ -18,6 +18,7 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
 )
 
 from megatron_gdn.testing.generation import RowByRow
+from tests import kda_mixers
 from tests.distributed.layer_laws import thd
 from tests.layer.test_layer import build as build_gdn
 from tests.mamba_mixers import mamba_config, whole_mixer
@@ -28,14 +29,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 VOCAB = 50
-KINDS = ["gdn", "mamba2"]
+KINDS = ["gdn", "mamba2", "kda"]
 ALL_KINDS = [*KINDS, "gdn aligned", "mamba2 aligned"]
 
 
 def make_layer(kind):
     torch.manual_seed(3)
     name, *mode = kind.split()
-    layer = build_gdn() if name == "gdn" else whole_mixer(mamba_config(), layer_number=1)
+    if name == "gdn":
+        layer = build_gdn()
+    elif name == "kda":
+        layer = kda_mixers.whole_mixer(kda_mixers.kda_config(), layer_number=1)
+    else:
+        layer = whole_mixer(mamba_config(), layer_number=1)
     layer.config.batch_invariant_mode = bool(mode)
     return layer.eval()
 
@@ -197,7 +203,7 @@ def test_speculated_tokens_can_be_taken_back(kind):
     conv, states = context.mamba_states_cache(1)
     token = served.tokens(2)
     with torch.inference_mode(), served.by_row():
-        rows, _ = layer.in_proj(served.embedding[token][:, None])
+        rows = layer.project(served.embedding[token][:, None])
         mixed = layer.ssm_decode(rows, conv, states, slots)
         out = layer.out_proj(mixed.transpose(0, 1))[0]
     for place, number in enumerate(order):
@@ -218,7 +224,7 @@ def test_windows_hold_the_last_inputs_of_the_convolution():
     served.step()
     conv, _ = served.context.mamba_states_cache(1)
     slot = int(served.context.mamba_metadata.request_to_mamba_state_idx[0])
-    rows, _ = layer.in_proj(served.embedding[torch.tensor(served.fed[0])])
+    rows = layer.project(served.embedding[torch.tensor(served.fed[0])])
     expected = torch.zeros_like(conv[slot])
     expected[:, 1:] = rows[:, layer.layout.conv_columns].T
     torch.testing.assert_close(conv[slot], expected)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,8 @@ from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, inputs_in_one_row
 from .chunk import ChunkedRule
+from .chunk_math import Chunks
+from .static_chunks import chunks_of
 
 
 class PlainRule:
@@ -20,6 +25,9 @@ class PlainRule:
 
     Args:
         aligned: a token's bits depend on its sequence alone, see :mod:`...aligned`.
+
+    Attributes:
+        chunks: as of :class:`.chunk.ChunkedRule`.
     """
 
     name = "reference"
@@ -27,6 +35,7 @@ class PlainRule:
     aligned = False
     operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
+    chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
 
     def __init__(self, aligned: bool = False) -> None:
         self.aligned = aligned
@@ -35,16 +44,19 @@ class PlainRule:
         """Any number of them can run."""
 
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents, self.aligned)
+        return PlainForward(inputs, documents, self.chunks, self.aligned)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents)
+        return PlainBackward(d_o, inputs, documents, self.chunks)
 
 
 def _chunked(
-    inputs: RuleInputs, documents: Documents | None, aligned: bool = False
+    inputs: RuleInputs,
+    documents: Documents | None,
+    chunks: Callable[..., Chunks],
+    aligned: bool = False,
 ) -> tuple[RuleInputs, ChunkedRule]:
     if documents is None:
         rows, tokens = inputs.k.shape[:2]
@@ -55,7 +67,7 @@ def _chunked(
             lengths = documents
         else:
             lengths = tuple(n for n in documents.lengths if n) or (0,)
-    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned)
+    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned, chunks)
 
 
 def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
@@ -66,10 +78,14 @@ def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tenso
 
 class PlainForward:
     def __init__(
-        self, inputs: RuleInputs, documents: Documents | None, aligned: bool = False
+        self,
+        inputs: RuleInputs,
+        documents: Documents | None,
+        chunks: Callable[..., Chunks],
+        aligned: bool = False,
     ) -> None:
         self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents, aligned)
+        self._inputs, self._rule = _chunked(inputs, documents, chunks, aligned)
 
     def state_map(self) -> StateMap:
         """Final states with K more value columns, whose values are 0 and whose initial state is I.
@@ -94,9 +110,12 @@ class PlainForward:
 
 
 class PlainBackward:
-    def __init__(self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None) -> None:
+    def __init__(
+        self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None,
+        chunks: Callable[..., Chunks],
+    ) -> None:  # fmt: skip
         self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents)
+        self._inputs, self._rule = _chunked(inputs, documents, chunks)
         self._d_o = d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
