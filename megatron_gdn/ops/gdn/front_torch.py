@@ -45,6 +45,7 @@ def prepare_forward(
     *,
     documents: Documents | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
@@ -72,7 +73,9 @@ def prepare_forward(
         made[part] = x.to(dtype or proj.dtype).contiguous()
     if "g" in parts:
         b, alpha = rows_BSP[..., sizes.beta_column :].to(wide).split(sizes.value_heads, dim=-1)
-        g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
+        g, beta = decay_and_write_gates(
+            alpha, b, A_log.to(wide), dt_bias.to(wide), allow_neg_eigval=allow_neg_eigval
+        )
         made |= {"g": g.contiguous(), "beta": beta.contiguous()}
     return RuleInputs(**made)
 
@@ -98,6 +101,7 @@ def prepare_backward(
     documents: Documents | None = None,
     factor: Tensor | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
     batch_invariant: bool = False,
     convolve: Convolve = convolve_rows,
@@ -111,7 +115,8 @@ def prepare_backward(
         rows, weight, decay, time_bias, *bias = leaves
         outputs = prepare_forward(
             rows, weight, bias[0] if bias else None, decay, time_bias, sizes,
-            documents=documents, normalise_qk=normalise_qk, eps=eps, convolve=convolve,
+            documents=documents, normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval,
+            eps=eps, convolve=convolve,
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
