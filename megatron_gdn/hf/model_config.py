@@ -14,6 +14,16 @@ from ..mixers.gdn.sizes import GDNDims
 from .fp32_contract import GDN_FP32_CHECKPOINT_ARCHITECTURES
 from .gdn_layer import Storage
 
+# Models of which a layer's weights convert, and what keeps whole ones from it.
+_INDEXED = "hyper-connections, per-layer embeddings and attention with an indexer"
+_LAYERS_ONLY = {
+    "OlmoHybridForCausalLM": (
+        "attention whose norm comes after it, and norms over the queries of all heads together"
+    ),
+    "Qwen4ExpForCausalLM": _INDEXED,
+    "Qwen4ExpForConditionalGeneration": _INDEXED,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
@@ -131,6 +141,12 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     named = config.get("architectures") or []
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
+        for name in named:
+            if name in _LAYERS_ONLY:
+                raise ValueError(
+                    f"{name} has parts that Megatron does not have: {_LAYERS_ONLY[name]}. Its "
+                    f"linear attention alone converts, see megatron_gdn.hf.gdn_layer_from_hf."
+                )
         raise ValueError(f"unknown architecture {list(named)}; known: {', '.join(known)}.")
     text = config.get("text_config") or config
 

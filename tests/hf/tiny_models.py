@@ -28,6 +28,17 @@ MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+NO_PADDING = {"pad_token_id": None, "eos_token_id": None}
+QWEN4 = {
+    "output_gate_type": "sigmoid",
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -73,6 +84,10 @@ def build(family: str, **changes):
         config = hf.Qwen3_5Config(text_config=dense, vision_config=VISION)
     elif family == "Qwen3_5MoeForConditionalGeneration":
         config = hf.Qwen3_5MoeConfig(text_config=moe, vision_config=VISION)
+    elif family == "OlmoHybridForCausalLM":
+        config = hf.OlmoHybridConfig(**dense | NO_PADDING)
+    elif family == "Qwen4ExpForCausalLM":
+        config = hf.Qwen4ExpTextConfig(**COMMON | MOE | QWEN4 | changes)
     model = model_class(family)(config)
     with torch.no_grad():
         for name, param in model.named_parameters():
