@@ -16,6 +16,7 @@ _NAMES = {
     "mixers.gdn.sizes": ("GDNDims",),
     "mixers.graphs": ("set_documents", "static_packed_seq_params"),
     "mixers.gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
+    "mixers.kda.layer": ("KimiDeltaAttention", "KimiDeltaAttentionSubmodules"),
     "mixers.mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (
         "Documents", "Layout", "causal_conv1d", "gated_delta_rule", "l2norm",

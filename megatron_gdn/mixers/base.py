@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once, span
 from ..context_parallel import LinearCpMode, SequenceLayout
+from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
 from ..ops.parts import Parts
 from ..ops.readout.base import Apart
@@ -61,8 +62,9 @@ class RecurrentMixer(
     Args:
         config: Megatron's.
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
-            projection row, the ``state`` of its heads. ``shard(n)`` gives the sizes of one of n
-            ranks, ``check_fp8_alignment(n)`` refuses a width that FP8 cannot take.
+            projection row, the ``state`` of its heads, the ``in_proj_layout`` if :meth:`project`
+            makes rows of other columns. ``shard(n)`` gives the sizes of one of n ranks,
+            ``check_fp8_alignment(n)`` refuses a width that FP8 cannot take.
         layer_number, pg_collection, pp_layer_offset, cp_layout: as in
             :class:`megatron_gdn.GatedDeltaNet`.
 
@@ -175,7 +177,7 @@ class RecurrentMixer(
                 False, hidden_states,
             )  # fmt: skip
         with span(self, "in_proj"):
-            rows, _ = self.in_proj(hidden_states)
+            rows = self.project(hidden_states)
         if context is not None:
             return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
@@ -193,6 +195,11 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         return out_sBD, out_bias
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """``[s, B, D]`` to rows ``[s, B, P]``; all tokens, also under sequence parallelism."""
+        rows, _ = self.in_proj(hidden_states)
+        return rows
 
     def _starts_checkpoint(self, hidden_states: Tensor) -> bool:
         """Whether a forward keeps its input alone; not inside a checkpoint, which calls it again.
@@ -291,7 +298,7 @@ class RecurrentMixer(
         self.in_proj = build_module(
             spec,
             self.global_dims.hidden_size,
-            self.global_dims.layout.width,
+            layout_of_in_proj(self.global_dims).width,
             config=self.config,
             init_method=self.config.init_method,
             gather_output=False,
@@ -302,7 +309,7 @@ class RecurrentMixer(
             tp_group=self.tp_group,
             name=None if name is None else f"{name}.in_proj",
         )
-        mark_packed(self.in_proj, self.dims.layout.widths, self.use_muon)
+        mark_packed(self.in_proj, layout_of_in_proj(self.dims).widths, self.use_muon)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False
@@ -332,7 +339,7 @@ class RecurrentMixer(
         in_weight, out_weight = (
             getattr(projection, "weight", None) for projection in (self.in_proj, self.out_proj)
         )
-        init(in_weight, config.init_method, 0, self.global_dims.layout.widths)
+        init(in_weight, config.init_method, 0, layout_of_in_proj(self.global_dims).widths)
         if out_weight is not None:
             columns = out_weight.shape[1] * self.tp_size
             init(out_weight, config.output_layer_init_method, 1, (columns,))

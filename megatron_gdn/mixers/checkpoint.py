@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..compat.upstream_bias import read_upstream_bias
-from ..ops.layout import Layout
+from ..ops.layout import layout_of_in_proj
 from .fully_sharded import NOT_BY_SECTION
 
 # Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj, in
@@ -109,10 +109,15 @@ class ShardedBySections:
     ``metadata["gdn_whole_bias"] = True`` it writes a bias that upstream reads, but only without
     tensor parallelism.
 
-    The mixer has ``in_proj``, ``tp_group``, ``dims.layout`` (the columns of its projection on this
-    rank) and fp32 parameters with one row per state head each. It has a module ``conv1d``, or the
+    The mixer has ``in_proj``, ``tp_group``, ``dims`` (with the columns of its projection on this
+    rank) and fp32 parameters with rows per state head. It has a module ``conv1d``, or the
     parameters ``conv1d_weight`` and ``conv1d_bias``, which are stored under the module's keys.
+
+    Attributes:
+        split_by_heads: other parameters with rows per state head.
     """
+
+    split_by_heads: ClassVar[tuple[str, ...]] = ()
 
     def sharded_state_dict(
         self: Any,
@@ -128,7 +133,7 @@ class ShardedBySections:
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
-        layout: Layout = self.dims.layout
+        layout = layout_of_in_proj(self.dims)
         per_head = self._keep_in_float32_parameter_names
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tp_group = self.tp_group if tp_group is None else tp_group
@@ -145,7 +150,8 @@ class ShardedBySections:
 
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        result = sharded(own, prefix, dict.fromkeys((*per_head, *_CONV_PARAMETERS), 0))
+        of_heads = (*per_head, *_CONV_PARAMETERS, *self.split_by_heads)
+        result = sharded(own, prefix, dict.fromkeys(of_heads, 0))
         for name, stored in _CONV_PARAMETERS.items():
             if name in own:
                 result[f"{prefix}{name}"].key = f"{prefix}{stored}"

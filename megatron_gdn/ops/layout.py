@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .size_error import SizeError
 
@@ -152,3 +152,8 @@ class Layout:
     def copies(self, ranks: int) -> tuple[int, ...]:
         """On how many of ``ranks`` ranks each section's columns are held after :meth:`share`."""
         return tuple(max(1, ranks // self.heads(section.heads)) for section in self.sections)
+
+
+def layout_of_in_proj(dims: Any) -> Layout:
+    """The columns of a mixer's in_proj: those of a row, unless its ``dims`` have others for it."""
+    return getattr(dims, "in_proj_layout", dims.layout)

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tests import mamba_mixers, parallel, toy_mixer
+from tests import kda_mixers, mamba_mixers, parallel, toy_mixer
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.distributed.mixer_laws import Mixers
 
@@ -37,6 +37,14 @@ MAMBA2 = Mixers(
     share=mamba_mixers.share_of,
     tolerance=1e-11,  # fp64: sums of some hundred terms that partly cancel, at 1e-16 each
     fp32=("A_log", "dt_bias", "D"),
+)
+KDA = Mixers(
+    config=partial(kda_mixers.kda_config, params_dtype=torch.float64, deterministic_mode=True),
+    build=kda_mixers.build,
+    randomise=kda_mixers.randomise_,
+    share=kda_mixers.share_of,
+    tolerance=1e-11,  # as Mamba2's
+    fp32=("A_log", "dt_bias"),
 )
 TOY = Mixers(
     config=partial(parallel.make_config, deterministic_mode=True),

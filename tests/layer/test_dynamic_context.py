@@ -16,6 +16,7 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
     mamba_state_selective_copy,
 )
 
+from tests import kda_mixers
 from tests.distributed.layer_laws import thd
 from tests.layer.test_layer import build as build_gdn
 from tests.mamba_mixers import mamba_config, whole_mixer
@@ -26,13 +27,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 VOCAB = 50
-KINDS = ["gdn", "mamba2"]
+KINDS = ["gdn", "mamba2", "kda"]
 
 
 def make_layer(kind):
     torch.manual_seed(3)
     if kind == "gdn":
         return build_gdn().eval()
+    if kind == "kda":
+        return kda_mixers.whole_mixer(kda_mixers.kda_config(), layer_number=1).eval()
     return whole_mixer(mamba_config(), layer_number=1).eval()
 
 
@@ -189,7 +192,7 @@ def test_speculated_tokens_can_be_taken_back(kind):
     conv, states = context.mamba_states_cache(1)
     token, n = served.tokens(2), len(accepted)
     with torch.inference_mode():
-        rows, _ = layer.in_proj(served.embedding[token][:, None])
+        rows = layer.project(served.embedding[token][:, None])
         mixed = layer.ssm_decode(rows, conv, states, slots)
         out = layer.out_proj(mixed.transpose(0, 1))[0]
     for number in range(n):
@@ -210,7 +213,7 @@ def test_windows_hold_the_last_inputs_of_the_convolution():
     served.step()
     conv, _ = served.context.mamba_states_cache(1)
     slot = int(served.context.mamba_metadata.request_to_mamba_state_idx[0])
-    rows, _ = layer.in_proj(served.embedding[torch.tensor(served.fed[0])])
+    rows = layer.project(served.embedding[torch.tensor(served.fed[0])])
     expected = torch.zeros_like(conv[slot])
     expected[:, 1:] = rows[:, layer.layout.conv_columns].T
     torch.testing.assert_close(conv[slot], expected)

@@ -8,6 +8,7 @@ from megatron.core import utils
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.specs import gated_delta_net_spec
+from tests import kda_mixers
 from tests.distributed.layer_laws import randomise_
 from tests.mamba_mixers import mamba_config, whole_mixer
 from tests.parallel import make_config
@@ -21,7 +22,11 @@ def gdn():
     return layer
 
 
-MIXERS = {"GatedDeltaNet": gdn, "Mamba2Mixer": lambda: whole_mixer(mamba_config())}
+MIXERS = {
+    "GatedDeltaNet": gdn,
+    "Mamba2Mixer": lambda: whole_mixer(mamba_config()),
+    "KimiDeltaAttention": lambda: kda_mixers.whole_mixer(kda_mixers.kda_config()),
+}
 each_mixer = pytest.mark.parametrize("name", MIXERS)
 
 

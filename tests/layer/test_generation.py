@@ -11,6 +11,7 @@ from megatron_gdn.inference import roll_back
 from megatron_gdn.inference.context import RequestsContext
 from megatron_gdn.inference.layer import pool_for
 from megatron_gdn.testing.generation import RowByRow
+from tests import kda_mixers
 from tests.layer.test_layer import build, thd
 from tests.mamba_mixers import mamba_config, whole_mixer
 
@@ -18,13 +19,15 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
 
 
-of_both = pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+of_both = pytest.mark.parametrize("kind", ["gdn", "mamba2", "kda"])
 
 
 def build_kind(kind):
     torch.manual_seed(3)
     if kind == "gdn":
         return build().eval()
+    if kind == "kda":
+        return kda_mixers.whole_mixer(kda_mixers.kda_config(), layer_number=1).eval()
     return whole_mixer(mamba_config(), layer_number=1).eval()
 
 
@@ -63,7 +66,7 @@ def test_a_changed_norm_counts_in_every_step(kind):
     layer, x, context = make(kind)
     with torch.no_grad():
         plain = layer(x)[0]
-    norm = layer.out_norm if kind == "gdn" else layer.norm
+    norm = layer.norm if kind == "mamba2" else layer.out_norm
     norm.register_forward_hook(lambda module, args, out: 2 * out)
     with torch.no_grad():
         whole = layer(x)[0]

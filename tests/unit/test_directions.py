@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 ROOMS = [
     ["ops"],
     ["ops.gdn", "ops.mamba2"],
+    ["ops.kda"],
     ["ops.__init__"],
     ["context_parallel"],
     ["compat"],
     ["mixers"],
     ["mixers.gdn", "mixers.mamba2", "mixers.attention"],
+    ["mixers.kda"],
     ["inference"],
     ["specs"],
     ["hf"],

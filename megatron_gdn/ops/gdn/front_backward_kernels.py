@@ -78,22 +78,22 @@ def prepare_backward_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """grid (1 + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
+    """grid (GATES + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
     Each program writes its own stretch of one partial row per tile: conv weight [C, W], conv
     bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order.
     """
     CHANNELS: tl.constexpr = 2 * G * K + H * V
-    slot = tl.program_id(0) - 1
+    slot = tl.program_id(0) - (1 if GATES else 0)
     tile = tl.program_id(1)
     start = tile * (ROWS * steps)
     b = tl.cast(tl.program_id(2), tl.int64)
     proj_ptr += b * stride_b
     d_proj_ptr += b * d_stride_b
     PARTIAL: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
-    partial_ptr += (b * tl.num_programs(1) + tile) * (PARTIAL + 2 * H)
+    partial_ptr += (b * tl.num_programs(1) + tile) * (PARTIAL + (2 * H if GATES else 0))
     if slot < 0:
         _gates_backward(
             proj_ptr + CHANNELS + H * V, A_log_ptr, dt_bias_ptr,

@@ -94,8 +94,8 @@ def prepare_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dg: Tensor,
-    dbeta: Tensor,
+    dg: Tensor | None,
+    dbeta: Tensor | None,
     d_proj: Tensor,
     *,
     documents: Documents | None = None,
@@ -116,19 +116,21 @@ def prepare_backward(
         outputs = prepare_forward(
             rows, weight, bias[0] if bias else None, decay, time_bias, sizes,
             documents=documents, normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval,
-            eps=eps, convolve=convolve,
+            eps=eps, convolve=convolve, parts="qkv" if dg is None else "qkvg",
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
-    d_outputs = [x.to(wide) for x in (dq, dk, dv, dg, dbeta)]
+    d_outputs = [x.to(wide) for x in (dq, dk, dv, dg, dbeta) if x is not None]
     if factor is not None:
         of_key_head = factor.view(heads, -1)[:, :1]
         factors = (of_key_head, of_key_head, factor[:, None], factor, factor)
-        d_outputs = [x * y for x, y in zip(d_outputs, factors, strict=True)]
+        d_outputs = [x * y for x, y in zip(d_outputs, factors, strict=False)]
+    outputs = [x for x in outputs if x is not None]
     grads = torch.autograd.grad(outputs, leaves, d_outputs, materialize_grads=True)
     z, rest = sizes.z_column, sizes.beta_column
     d_proj[..., :z] = grads[0][..., :z]
-    d_proj[..., rest:] = grads[0][..., rest:]
+    if dg is not None:
+        d_proj[..., rest:] = grads[0][..., rest:]
     d_weight, d_A_log, d_dt_bias = (
         grad.to(x.dtype) for grad, x in zip(grads[1:4], inputs[1:4], strict=True)
     )

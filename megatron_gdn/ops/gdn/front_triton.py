@@ -148,8 +148,8 @@ def prepare_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dg: Tensor,
-    dbeta: Tensor,
+    dg: Tensor | None,
+    dbeta: Tensor | None,
     d_proj: Tensor,
     *,
     documents: Documents | None = None,
@@ -168,7 +168,8 @@ def prepare_backward(
         dq, dk: ``[B, S, G, K]``, or ``[B, S, H, K]`` with one gradient per value head: heads that
             share a key head are summed here, in fp32.
         dv: ``[B, S, H, V]``.
-        dg, dbeta: ``[B, S, H]``.
+        dg, dbeta: ``[B, S, H]``. None for rows whose gates are made elsewhere: only the convolved
+            columns are written then, and A_log and dt_bias get zeros.
         d_proj: ``[S, B, P]``, written.
         factor: ``[H]`` fp32; the true gradient is tensor * factor[h]. The value heads of one key
             head have the same factor. None is 1.
@@ -177,26 +178,29 @@ def prepare_backward(
     """
     S, B, _ = proj.shape
     position_T = None if documents is None else documents.position_T
-    dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
+    dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
+    of_gates = tuple(x if x is None else x.contiguous() for x in (dg, dbeta))
+    gates = dg is not None
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
     plan = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
-        batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None, tile,
+        batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None, gates,
+        tile,
     )  # fmt: skip
     partial = torch.empty(plan.partial, dtype=torch.float32, device=proj.device)
     if plan.launch is not None:
         plan.launch(
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
-            dq, dk, dv, dg, dbeta, factor, d_proj, partial,
+            dq, dk, dv, *of_gates, factor, d_proj, partial,
         )  # fmt: skip
     grads = GDNParameterGrads(
         torch.empty_like(conv_weight),
         None if conv_bias is None else torch.empty_like(conv_bias),
-        torch.empty_like(A_log),
-        torch.empty_like(dt_bias),
+        torch.empty_like(A_log) if gates else torch.zeros_like(A_log),
+        torch.empty_like(dt_bias) if gates else torch.zeros_like(dt_bias),
     )
-    sum_rows(partial, *[x for x in grads if x is not None])
+    sum_rows(partial, *[x for x in grads[: 4 if gates else 2] if x is not None])
     return grads
 
 
@@ -217,7 +221,8 @@ class _Backward(NamedTuple):
 def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
-    batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, tile: Walk | None,
+    batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, gates: bool,
+    tile: Walk | None,
 ) -> _Backward:  # fmt: skip
     """``d_heads``: heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv."""
     G, H, K, V = sizes
@@ -234,12 +239,13 @@ def _backward_plan(
     if S * B:
         launch = Launch(
             prepare_backward_kernel,
-            (1 + 2 * G + H, tiles, B),
+            (gates + 2 * G + H, tiles, B),
             S, tile.steps, *strides[:2], *d_strides[:2], eps, most_beta,
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,
+            GATES=gates,
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     channels = sizes.conv_width
-    return _Backward(launch, (B * tiles, channels * (W + has_bias) + 2 * H))
+    return _Backward(launch, (B * tiles, channels * (W + has_bias) + 2 * H * gates))

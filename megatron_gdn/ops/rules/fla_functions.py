@@ -15,24 +15,24 @@ from typing import Any
 
 _RULE = "fla.ops.gated_delta_rule"
 _CHUNK = f"{_RULE}.chunk"
-_SEQUENCES = {"cu_seqlens", "chunk_indices"}
+SEQUENCES = {"cu_seqlens", "chunk_indices"}
 
 # Module, function: the arguments that are passed by name.
 _CALLED = {
     (_CHUNK, "chunk_gated_delta_rule_fwd"): {
-        "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", *_SEQUENCES,
+        "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", *SEQUENCES,
     },
     (_CHUNK, "chunk_gated_delta_rule_bwd"): {
-        "q", "k", "v", "g", "beta", "A", "scale", "initial_state", "do", "dht", *_SEQUENCES,
+        "q", "k", "v", "g", "beta", "A", "scale", "initial_state", "do", "dht", *SEQUENCES,
     },
-    (_CHUNK, "chunk_local_cumsum"): {"g", "chunk_size", "scale", *_SEQUENCES},
-    (_CHUNK, "chunk_gated_delta_rule_fwd_intra"): {"k", "v", "g", "beta", *_SEQUENCES},
-    (_CHUNK, "chunk_gated_delta_rule_fwd_h"): {"k", "w", "u", "g", "initial_state", *_SEQUENCES},
-    (_CHUNK, "chunk_fwd_o"): {"q", "k", "v", "h", "g", "scale", *_SEQUENCES},
-    (_CHUNK, "recompute_w_u_fwd"): {"k", "v", "beta", "A", "g", *_SEQUENCES},
-    (_CHUNK, "chunk_bwd_dv_local"): {"q", "k", "g", "do", "scale", *_SEQUENCES},
+    (_CHUNK, "chunk_local_cumsum"): {"g", "chunk_size", "scale", *SEQUENCES},
+    (_CHUNK, "chunk_gated_delta_rule_fwd_intra"): {"k", "v", "g", "beta", *SEQUENCES},
+    (_CHUNK, "chunk_gated_delta_rule_fwd_h"): {"k", "w", "u", "g", "initial_state", *SEQUENCES},
+    (_CHUNK, "chunk_fwd_o"): {"q", "k", "v", "h", "g", "scale", *SEQUENCES},
+    (_CHUNK, "recompute_w_u_fwd"): {"k", "v", "beta", "A", "g", *SEQUENCES},
+    (_CHUNK, "chunk_bwd_dv_local"): {"q", "k", "g", "do", "scale", *SEQUENCES},
     (_CHUNK, "chunk_gated_delta_rule_bwd_dhu"): {
-        "q", "k", "w", "do", "dv", "g", "h0", "dht", "scale", *_SEQUENCES,
+        "q", "k", "w", "do", "dv", "g", "h0", "dht", "scale", *SEQUENCES,
     },
     ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h"): {
         "k", "w", "u", "hm", "g", "cu_seqlens", "chunk_size", "multi_seqs",

@@ -13,7 +13,7 @@ dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from ...rules.chunk_table import ChunkTable
 from ...static_documents import StaticDocuments
 from ...uncompiled import uncompiled
 from .checks import check_rule_inputs
-from .chunk_math import ChunkGrads
+from .chunk_math import ChunkGrads, Chunks
 from .static_chunks import chunks_of, static_chunk_table
 
 
@@ -44,11 +44,13 @@ class ChunkedRule(NamedTuple):
             sequences keep their states.
         chunk_size: tokens per chunk.
         scale: factor on the output.
+        chunks: makes the chunks of a group, :func:`.static_chunks.chunks_of` or its like.
     """
 
     lengths: tuple[int, ...] | StaticDocuments
     chunk_size: int
     scale: float
+    chunks: Callable[..., Chunks] = chunks_of
 
     @property
     def sequences(self) -> int:
@@ -74,7 +76,7 @@ class ChunkedRule(NamedTuple):
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = chunks_of(table, group, q, k, v, g, beta, self.scale, set_aside=True)
+                x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=True)
                 S, carried = x.walk(carried, *ends)
                 table.put(rows, group, x.output(S))
         return table.to_tokens(rows, v), final
@@ -86,7 +88,7 @@ class ChunkedRule(NamedTuple):
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = chunks_of(table, group, q, k, v, g, beta, self.scale)
+                x = self.chunks(table, group, q, k, v, g, beta, self.scale)
                 _, carried = x.walk(carried, *ends)
         return final
 
@@ -97,7 +99,7 @@ class ChunkedRule(NamedTuple):
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in reversed(table.groups):
-                x = chunks_of(table, group, q, k, v, g, beta, self.scale)
+                x = self.chunks(table, group, q, k, v, g, beta, self.scale)
                 *_, d_carried = x.walk_back(x.output_gradient(do)[:, 0], d_carried, *d_ends)
         return d_initial
 
@@ -117,7 +119,7 @@ class ChunkedRule(NamedTuple):
         kept, carried, d_carried = [], None, None
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = chunks_of(table, group, *inputs, self.scale)
+                x = self.chunks(table, group, *inputs, self.scale)
                 S, carried = x.walk(carried, *ends)
                 kept.append((x, S))
             while kept:

@@ -45,10 +45,10 @@ class ChunkGrads(NamedTuple):
 
 
 @cached_by_stream(32)
-def _upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros.
 
-    ``x @ _upto(C, 0)`` is a running sum; torch's own promises no order of additions on a GPU.
+    ``x @ upto(C, 0)`` is a running sum; torch's own promises no order of additions on a GPU.
     """
     with torch.inference_mode(False):
         return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
@@ -87,11 +87,16 @@ class Chunks:
         g = self._of_value_heads(g, torch.float64)
         g.clamp_(min=least_log_decay(wide))  # -inf - -inf would be NaN
         self._reached = self._set_aside(g) if set_aside else None
-        self._G = g @ _upto(C, 0, g.dtype, g.device)
+        self._G = self._sums(g)
         self.decay_in = self._G.exp().to(wide)  # [b, C], from the chunk's start to token i
         self.decay_out = (self._G[:, -1:] - self._G).exp_().to(wide)  # from token i to its end
         if self._reached is not None:  # NaN in what is written makes the state after the chunk NaN
-            self.decay_out.masked_fill_(self._reached[:, -1:], float("nan"))
+            reached = _per_gate(self._reached[:, -1:], g)
+            self.decay_out.masked_fill_(reached, float("nan"))
+
+    def _sums(self, g: Tensor) -> Tensor:
+        """G, the running sum of g ``[b, C]`` within a chunk."""
+        return g @ upto(g.shape[1], 0, g.dtype, g.device)
 
     def _set_aside(self, g: Tensor) -> Tensor:
         """Zero the tokens whose k, v, g or beta is not finite.
@@ -106,12 +111,13 @@ class Chunks:
         """
         largest = [torch.linalg.vector_norm(x, float("inf"), dim=-1) for x in (self.k, self.v)]
         bad_k = largest[0].mul_(0) != 0  # NaN and inf times 0 are NaN
-        bad = largest[1].add_(self.beta).sub_(g).mul_(0) != 0
+        of_gates = g if g.dim() == 2 else g.sum(-1)
+        bad = largest[1].add_(self.beta).sub_(of_gates).mul_(0) != 0
         self._per_key_head(bad).logical_or_(bad_k[:, None])
         self.k.masked_fill_(bad_k[..., None], 0)
         self.v.masked_fill_(bad[..., None], 0)
         self.beta.masked_fill_(bad, 0)
-        g.masked_fill_(bad, 0)
+        g.masked_fill_(_per_gate(bad, g), 0)
         return bad.cumsum(-1) > 0
 
     def _of_value_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,7 +136,7 @@ class Chunks:
         pairs = self.beta.new_empty(*G.shape, C)
         torch.sub(G[:, :, None], G[:, None, :], out=pairs)  # in fp64, rounded as it is stored
         # Masked before exp: above the diagonal the exponent is positive and may overflow.
-        return pairs.masked_fill_(_upto(C, 1, torch.bool, G.device), float("-inf")).exp_()
+        return pairs.masked_fill_(upto(C, 1, torch.bool, G.device), float("-inf")).exp_()
 
     @cached_property
     def qk_kk(self) -> Tensor:
@@ -181,7 +187,7 @@ class Chunks:
     @cached_property
     def M(self) -> Tensor:
         M = torch.bmm(self._written_k.mT, self.W)
-        M.diagonal(dim1=-2, dim2=-1).add_(self.decay_in[:, -1:])
+        M.diagonal(dim1=-2, dim2=-1).add_(self.decay_in[:, -1].view(len(M), -1))
         return M
 
     def _per_chunk(self, x: Tensor) -> Tensor:
@@ -279,12 +285,10 @@ class Chunks:
             before.baddbmm_(through[c], at[c + 1])
         return states[1:].flatten(0, 1), d_written, at[0]
 
-    def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:
-        """From the states before every chunk and what :meth:`walk_back` returns.
-
-        Args:
-            do_dv: ``[b, 2, C, V]``, do and room for dv.
-        """
+    def _of_tokens(
+        self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of v and beta; B x; the products of do and dv with it, ``[b, 2, C, C]``."""
         beta, C = self.beta[..., None], self.beta.shape[-1]
         x = self.correction(S)
         written = x * beta
@@ -292,8 +296,16 @@ class Chunks:
         dv = do_dv[:, 1].baddbmm_(self.inverse.mT, d_written * beta, beta=0)
         # The gradient of (B x)_i, minus the share that comes through the tokens after i.
         dbeta = d_written.baddbmm_(self.A.mT, dv, alpha=-1).mul_(x).sum(-1)
-
         pairs = torch.bmm(do_dv.flatten(1, 2), written.mT).view(-1, 2, C, C)
+        return dv, dbeta, written, pairs
+
+    def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:
+        """From the states before every chunk and what :meth:`walk_back` returns.
+
+        Args:
+            do_dv: ``[b, 2, C, V]``, do and room for dv.
+        """
+        dv, dbeta, written, pairs = self._of_tokens(do_dv, S, dS, d_written)
         pairs = _without_diagonal_of_second(pairs.mul_(self.gamma[:, None]))
         pairs = self._per_key_head(pairs)
         qk, kk = self.qk_kk[:, None].unbind(2)
@@ -317,6 +329,11 @@ class Chunks:
         return ChunkGrads(dq, dk, dv, dg, dbeta)
 
 
+def _per_gate(tokens: Tensor, g: Tensor) -> Tensor:
+    """A mask of tokens in a shape that masks their gates, one or several per token."""
+    return tokens.view(*tokens.shape, *(1,) * (g.dim() - tokens.dim()))
+
+
 def _without_diagonal_of_second(pairs: Tensor) -> Tensor:
     """``[b, 2, C, C]``: no token corrects itself."""
     pairs[:, 1].diagonal(dim1=-2, dim2=-1).zero_()
@@ -336,8 +353,8 @@ def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Ten
         through: ``[b]``, the state before the chunk against the state after it.
     """
     C = crossing.shape[-1]
-    to_later = _upto(C, 0, crossing.dtype, crossing.device)
-    earlier = _upto(C, 1, crossing.dtype, crossing.device)
+    to_later = upto(C, 0, crossing.dtype, crossing.device)
+    earlier = upto(C, 1, crossing.dtype, crossing.device)
     # Column t of the product: what reader i gets from the writers j < t. Then the readers i >= t.
     crossed = (crossing.flatten(0, 1) @ earlier).view(crossing.shape).tril_().sum(-2)
     return crossed.addmm_(read, to_later.mT).addmm_(written, earlier).add_(through[:, None])

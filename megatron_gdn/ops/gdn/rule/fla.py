@@ -24,7 +24,7 @@ from ...static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, inputs_in_one_row
 
 
-def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
+def boundaries_of(documents: Documents | None) -> dict[str, Tensor | None]:
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
     if isinstance(documents, StaticDocuments):
@@ -94,7 +94,7 @@ class FlaForward:
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         self._rows = inputs.v.shape[:2]
         self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
-        self._documents, self._boundaries = documents, _boundaries(documents)
+        self._documents, self._boundaries = documents, boundaries_of(documents)
         self._triangular: _Triangular | None = None
 
     @torch.no_grad()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -13,29 +16,38 @@ from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, inputs_in_one_row
 from .chunk import ChunkedRule
+from .chunk_math import Chunks
+from .static_chunks import chunks_of
 
 
 class PlainRule:
-    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``."""
+    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
+
+    Attributes:
+        chunks: as of :class:`.chunk.ChunkedRule`.
+    """
 
     name = "reference"
     batch_invariant = True
     operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
+    chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
 
     def why_not_heads(self, heads: int) -> None:
         """Any number of them can run."""
 
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents)
+        return PlainForward(inputs, documents, self.chunks)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents)
+        return PlainBackward(d_o, inputs, documents, self.chunks)
 
 
-def _chunked(inputs: RuleInputs, documents: Documents | None) -> tuple[RuleInputs, ChunkedRule]:
+def _chunked(
+    inputs: RuleInputs, documents: Documents | None, chunks: Callable[..., Chunks]
+) -> tuple[RuleInputs, ChunkedRule]:
     if documents is None:
         rows, tokens = inputs.k.shape[:2]
         lengths = (tokens,) * rows
@@ -45,7 +57,7 @@ def _chunked(inputs: RuleInputs, documents: Documents | None) -> tuple[RuleInput
             lengths = documents
         else:
             lengths = tuple(n for n in documents.lengths if n) or (0,)
-    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5)
+    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, chunks)
 
 
 def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
@@ -55,9 +67,11 @@ def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tenso
 
 
 class PlainForward:
-    def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
+    def __init__(
+        self, inputs: RuleInputs, documents: Documents | None, chunks: Callable[..., Chunks]
+    ) -> None:
         self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents)
+        self._inputs, self._rule = _chunked(inputs, documents, chunks)
 
     def state_map(self) -> StateMap:
         """Final states with K more value columns, whose values are 0 and whose initial state is I.
@@ -82,9 +96,12 @@ class PlainForward:
 
 
 class PlainBackward:
-    def __init__(self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None) -> None:
+    def __init__(
+        self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None,
+        chunks: Callable[..., Chunks],
+    ) -> None:  # fmt: skip
         self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents)
+        self._inputs, self._rule = _chunked(inputs, documents, chunks)
         self._d_o = d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:

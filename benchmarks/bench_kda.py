@@ -1,0 +1,173 @@
+"""Our Kimi Delta Attention beside fla's own layer: forward and backward, one run, same sizes.
+
+    python3 benchmarks/bench_kda.py --out results.jsonl      1 x 8192 and packed, on a GPU
+    python3 benchmarks/bench_kda.py --tiny                  a few tokens of ours, on any machine
+
+Both layers project, convolve, gate, run fla's recurrence, norm and project back, in bf16 with local
+linears; their weights differ. Every case's times are printed as soon as they are known.
+
+Legend: S seq, B batch, D hidden, H heads, K head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from lib.layers import DEVICE, Case, start_megatron, thd
+from lib.measure import environment, table, time_ms, write_lines
+from torch import nn
+
+from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
+
+CASES = (Case("1x8192", 1, 8192), Case("thd8192", 1, 8192, documents=16))
+TINY = (Case("2x96", 2, 96), Case("thd160", 1, 160, documents=3))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--lower-bound", type=float, help="of the gate; -5 is usual")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes and 2 repeats")
+    parser.add_argument("--out", help="append JSON lines to this file")
+    args = parser.parse_args()
+    if args.tiny:
+        args.hidden, args.heads, args.head_dim, args.repeats = 32, 4, 16, 2
+    return args
+
+
+def build_ours(args: argparse.Namespace) -> nn.Module:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_gdn.compat.torch_norm import TorchRMSNorm
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=args.hidden,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        linear_num_key_heads=args.heads,
+        linear_num_value_heads=args.heads,
+        linear_key_head_dim=args.head_dim,
+        linear_value_head_dim=args.head_dim,
+        linear_conv_kernel_dim=4,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=DEVICE == "cpu",
+    )
+    local = KimiDeltaAttentionSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    bound = args.lower_bound
+    mixer = KimiDeltaAttention(config, local, pg_collection=groups, gate_lower_bound=bound)
+    return mixer.to(DEVICE)
+
+
+def build_theirs(args: argparse.Namespace) -> nn.Module:
+    bound = args.lower_bound
+    layer = _fla_module().KimiDeltaAttention(
+        hidden_size=args.hidden,
+        head_dim=args.head_dim,
+        num_heads=args.heads,
+        safe_gate=bound is not None,
+        lower_bound=bound,
+    )
+    return layer.to(DEVICE, torch.bfloat16)
+
+
+def _fla_module() -> Any:
+    """fla.layers.kda; without fla.layers itself where that needs packages that are not here."""
+    try:
+        return import_module("fla.layers.kda")
+    except ModuleNotFoundError:
+        found, package = find_spec("fla"), ModuleType("fla.layers")
+        assert found is not None and found.submodule_search_locations
+        package.__path__ = [f"{folder}/layers" for folder in found.submodule_search_locations]
+        sys.modules["fla.layers"] = package
+        return import_module("fla.layers.kda")
+
+
+def time_of(run, repeats: int) -> dict[str, float]:
+    if DEVICE == "cuda":
+        return time_ms(run, repeats=repeats)
+    run()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
+
+
+def measured(run, module: nn.Module, x: torch.Tensor, repeats: int) -> dict[str, Any]:
+    """Forward, forward and backward, and the MiB that are kept in between."""
+    forward = time_of(run, repeats)
+    grad = torch.randn_like(run())
+
+    def both() -> None:
+        x.grad = None
+        module.zero_grad(set_to_none=True)
+        run().backward(grad)
+
+    made = {"forward": forward, "both": time_of(both, repeats)}
+    if DEVICE == "cuda":
+        before = torch.cuda.memory_allocated()
+        out = run()
+        made["kept_mib"] = (torch.cuda.memory_allocated() - before) / 2**20
+        del out
+    return made
+
+
+def main() -> None:
+    args, began = arguments(), time.monotonic()
+    start_megatron()
+    torch.manual_seed(0)
+    ours = build_ours(args)
+    theirs = build_theirs(args) if DEVICE == "cuda" else None
+    rows = [["case", "whose", "fwd ms", "fwd+bwd ms", "kept MiB", "of fla's"]]
+    for case in TINY if args.tiny else CASES:
+        if time.monotonic() - began > args.seconds:
+            print(f"{case.name}: skipped, out of time", flush=True)
+            continue
+        offsets = case.offsets()
+        x = torch.randn(case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16)
+        x.requires_grad_()
+        packed = thd(offsets)
+        runs = {"ours": (ours, lambda x=x, p=packed: ours(x, packed_seq_params=p)[0])}
+        if theirs is not None:
+            rows_of = x.detach().transpose(0, 1).contiguous().requires_grad_()
+            cut = None if offsets is None else torch.tensor(offsets, device=DEVICE)
+            run = lambda x=rows_of, c=cut: theirs(x, cu_seqlens=c)[0]  # noqa: E731
+            runs["fla's"] = (theirs, run)
+        found = {}
+        for whose, (module, run) in runs.items():
+            leaf = x if whose == "ours" else rows_of
+            found[whose] = made = measured(run, module, leaf, args.repeats)
+            forward, both = made["forward"]["median"], made["both"]["median"]
+            kept = f"{made['kept_mib']:.0f}" if "kept_mib" in made else ""
+            rows.append([case.name, whose, f"{forward:.3f}", f"{both:.3f}", kept, ""])
+            print(*rows[-1], f"after {time.monotonic() - began:.0f} s", flush=True)
+        if theirs is not None:
+            ratio = found["ours"]["both"]["median"] / found["fla's"]["both"]["median"]
+            rows[-2][-1] = f"{ratio:.2f}"
+        sizes = [args.hidden, args.heads, args.head_dim, args.lower_bound]
+        setting = environment() if DEVICE == "cuda" else {"gpu": "none"}
+        record = {"case": case.name, "sizes": sizes, "backend": ours.backend, **found}
+        write_lines(args.out, [{**record, "environment": setting}])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

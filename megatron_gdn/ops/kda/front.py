@@ -1,0 +1,153 @@
+"""The front of Kimi Delta Attention: that of a Gated DeltaNet, with gates per channel.
+
+    q, k    = l2norm(silu(conv(x)));  v = silu(conv(x))
+    g, beta as in :mod:`.gates`
+
+Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, K key dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..front.base import Parameters
+from ..gdn.front import kernels_for
+from ..gdn.rule.base import RuleGrads, RuleInputs
+from ..layout import Layout
+from ..state_maps.state_map import StateShape
+from .gates import channel_gates
+from .rule.recurrent import RecurrentKDA
+from .sizes import sizes_of
+
+if TYPE_CHECKING:
+    from ..front.edges import Edges
+
+
+@dataclass(frozen=True, eq=False)
+class KDAFront:
+    """A :class:`~..front.base.Front` of rows query | key | value | f | z | beta.
+
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
+    ``[H K]``.
+
+    Attributes:
+        layout: the columns of a row.
+        kernels: of the convolution and the norms, see :func:`..gdn.front.kernels_for`.
+        lower_bound: of g; None: unbounded.
+        dtype: of q, k and v; None is the projection's.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+        again: inputs that the backward computes again.
+    """
+
+    layout: Layout
+    kernels: ModuleType
+    lower_bound: float | None = None
+    dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    again: tuple[str, ...] = ("g",)
+
+    names = RuleInputs._fields
+    convolved = ("q", "k", "v")
+
+    step_rule = RecurrentKDA()
+    triton = False  # a decode step has no kernels
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(
+        device: str,
+        dtype: torch.dtype,
+        taps: int,
+        layout: Layout,
+        lower_bound: float | None = None,
+        batch_invariant: bool = False,
+        again: tuple[str, ...] = ("g",),
+        kernels: str = "auto",
+        aligned: bool = False,
+    ) -> KDAFront:
+        """The front of rows in ``dtype`` on a type of device; see :meth:`..gdn.front.GDNFront.of`.
+
+        Raises:
+            ValueError: unknown ``kernels``.
+        """
+        module = kernels_for(device, dtype, taps, sizes_of(layout), kernels, aligned)
+        return KDAFront(layout, module, lower_bound, None, batch_invariant, again)
+
+    @property
+    def state(self) -> StateShape:
+        return sizes_of(self.layout).state
+
+    def for_step(self, dtype: torch.dtype) -> KDAFront:
+        wide = torch.promote_types(dtype, torch.float32)
+        return KDAFront(self.layout, self.kernels, self.lower_bound, wide)
+
+    def in_slots(
+        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
+    ) -> NoReturn:
+        raise NotImplementedError("a decode step of Kimi Delta Attention has no kernels.")
+
+    def _gate_rows(self, proj: Tensor) -> tuple[Tensor, Tensor]:
+        rows = proj.transpose(0, 1)
+        return rows[..., self.layout.columns("f")], rows[..., self.layout.columns("beta")]
+
+    def _conv_rows(self, proj: Tensor) -> Tensor:
+        return proj[..., self.layout.conv_columns]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> RuleInputs:
+        wanted = self.names if only is None else only
+        parts = "".join(name for name in self.convolved if name in wanted)
+        made: dict[str, Any] = dict.fromkeys(self.names)
+        if parts:
+            convolved = self.kernels.prepare_forward(
+                self._conv_rows(proj), *parameters, sizes_of(self.layout),
+                documents=documents, dtype=self.dtype, batch_invariant=self.batch_invariant,
+                parts=parts,
+            )  # fmt: skip
+            made.update(convolved._asdict())
+        if "g" in wanted or "beta" in wanted:
+            _, _, A_log, dt_bias = parameters
+            g, beta = channel_gates(*self._gate_rows(proj), A_log, dt_bias, self.lower_bound)
+            gates = {"g": g.contiguous(), "beta": beta.contiguous()}
+            made.update({name: x for name, x in gates.items() if name in wanted})
+        return RuleInputs(**made)
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: RuleGrads,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dg, dbeta, _ = grads
+        _, _, A_log, dt_bias = parameters
+        with torch.enable_grad():
+            of_f, of_b = self._gate_rows(proj)
+            given = (of_f, of_b, A_log, dt_bias)
+            leaves = f, b, A, dt = [x.detach().requires_grad_() for x in given]
+            made = channel_gates(f, b, A, dt, self.lower_bound)
+        d_f, d_b, d_A_log, d_dt_bias = torch.autograd.grad(made, leaves, (dg, dbeta))
+        for columns, gradient in zip(self._gate_rows(d_proj), (d_f, d_b), strict=True):
+            columns.copy_(gradient)
+        d_weight, d_bias, *_ = self.kernels.prepare_backward(
+            self._conv_rows(proj), *parameters, sizes_of(self.layout), dq, dk, dv, None, None,
+            self._conv_rows(d_proj), documents=documents, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+        return d_weight, d_bias, d_A_log, d_dt_bias
+
+    def edges(self) -> Edges | None:
+        return self.kernels.edges_of(sizes_of(self.layout), True, self.batch_invariant)

@@ -1,0 +1,98 @@
+"""Implementations of the KDA recurrence for the mixer, and the choice among them."""
+
+from __future__ import annotations
+
+import torch
+
+from ...aligned import AlignedRule
+from ...once import say_once
+from ...rules.choice import IN_STEPS, Choice, why_not_aligned
+from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
+from ...state_maps.state_map import StateShape
+from .plain import PlainKDA
+
+RULES = ("fla", "reference")
+
+
+def _why_not_fla(device: torch.device, dtype: torch.dtype, key_dim: int) -> Obstacle | None:
+    obstacle = why_not_fla(device, dtype, key_dim)
+    if obstacle is not None:
+        return obstacle
+    from .fla import why_not_callable
+
+    why = why_not_callable()
+    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
+
+
+def resolve_kda(
+    backend: str = "auto",
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    key_dim: int,
+    lower_bound: float | None = None,
+    deterministic: bool = False,
+    aligned: bool = False,
+) -> Choice:
+    """Choose the rule of a Kimi Delta Attention, from dtype, device and installed packages alone.
+
+    Args:
+        backend: ``"fla"`` (its ``kda`` kernels), ``"reference"`` (plain torch) or ``"auto"``, the
+            first of these that fits. A name is never replaced by another.
+        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels.
+        deterministic: results repeat bit for bit and a sequence's do not depend on the others of
+            its batch: the reference. fla is refused, since it picks its kernels by timing.
+        aligned: training and generation give a token the same bits, see :mod:`...aligned`: the
+            reference in steps.
+
+    Raises:
+        ValueError: an unknown name, or one that the dtype, the device, ``deterministic`` or
+            ``aligned`` rule out.
+        ImportError: fla is missing, too old, or known to compute wrong results here.
+    """
+    if backend not in ("auto", *RULES):
+        legal = ", ".join(repr(name) for name in RULES)
+        raise ValueError(f"unknown backend {backend!r} of KDA; use 'auto' or one of {legal}.")
+    if aligned:
+        why = why_not_aligned(backend)
+        if why is not None:
+            raise ValueError(why)
+        return Choice(AlignedRule(PlainKDA()), IN_STEPS)
+    if backend == "reference":
+        return Choice(PlainKDA(), "requested")
+    if deterministic:
+        if backend == "fla":
+            raise ValueError(
+                f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use 'auto' or 'reference'."
+            )
+        return Choice(PlainKDA(), "deterministic mode")
+    device = torch.device(device)
+    obstacle = _why_not_fla(device, dtype, key_dim)
+    if obstacle is None:
+        from .fla import FlaKDA
+
+        return Choice(
+            FlaKDA(lower_bound), "requested" if backend == "fla" else f"{dtype} on this GPU"
+        )
+    if backend == "fla":
+        raise obstacle.error(f"backend='fla': {obstacle.why}.")
+    if device.type == "cuda":
+        say_once(f"Kimi Delta Attention takes the plain-torch rule ({obstacle.why}).", device.type)
+    return Choice(PlainKDA(), f"not fla: {obstacle.why}")
+
+
+def choose_kda(
+    backend: str,
+    state: StateShape,
+    lower_bound: float | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    *,
+    aligned: bool = False,
+) -> Choice:
+    """:func:`resolve_kda` for a mixer, which learns device and dtype last."""
+    return resolve_kda(
+        backend, device=device, dtype=dtype, key_dim=state.rows, lower_bound=lower_bound,
+        deterministic=deterministic, aligned=aligned,
+    )  # fmt: skip

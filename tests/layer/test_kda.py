@@ -1,0 +1,232 @@
+"""Kimi Delta Attention, one layer on one rank: transformers' modules, its recurrence, its options.
+
+Transformers' modules are the recurrence in fp64 to 1e-4: they subtract running sums of log-decays
+in fp32. Ours is the recurrence to 1e-5, some 80 roundings of 1.2e-7 in a row; where short keys make
+both worse, to twice the distance of theirs.
+
+Legend: D hidden size, H heads, K key dim, V value dim.
+"""
+
+import inspect
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_gdn.ops.gdn.rule.base import RuleInputs
+from megatron_gdn.ops.kda.gates import channel_gates
+from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
+from megatron_gdn.ops.norm import l2norm
+from tests.distributed.layer_laws import thd
+from tests.kda_mixers import kda_config, whole_mixer
+from tests.parallel import assert_close
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+D, H, HEAD = 24, 3, 8
+SIZES = {
+    "hidden_size": D,
+    "linear_num_key_heads": H,
+    "linear_num_value_heads": H,
+    "linear_key_head_dim": HEAD,
+    "linear_value_head_dim": HEAD,
+}
+FULL = {"forget_rank": 0, "output_rank": 0}
+
+
+def kimi_linear():
+    from transformers.models.kimi_linear import modeling_kimi_linear as module
+    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+
+    config = KimiLinearConfig(
+        hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
+        linear_conv_kernel_dim=4, layer_types=["linear_attention"],
+    )  # fmt: skip
+    return module.KimiLinearDeltaAttention(config, 0), {}
+
+
+def glm5_next(bound=-5.0):
+    from transformers.models.glm5_next import modeling_glm5_next as module
+    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+
+    config = Glm5NextTextConfig(
+        hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
+        linear_conv_kernel_dim=4, linear_lower_bound=bound, layer_types=["linear_attention"],
+    )  # fmt: skip
+    return module.Glm5NextTextLinearAttention(config, 0), {"gate_lower_bound": bound}
+
+
+def bailing_hybrid(safe=True):
+    from transformers.models.bailing_hybrid import modeling_bailing_hybrid as module
+    from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
+
+    config = BailingHybridConfig(
+        hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
+        linear_conv_kernel_dim=4, kda_safe_gate=safe, kda_lower_bound=-5.0,
+        layer_types=["linear_attention"],
+    )  # fmt: skip
+    bound = -5.0 if safe else None
+    return module.BailingHybridDeltaAttention(config, 0), {**FULL, "gate_lower_bound": bound}
+
+
+THEIRS = {
+    "kimi_linear": kimi_linear,
+    "glm5_next": glm5_next,
+    "glm5_next unbounded": partial(glm5_next, None),
+    "bailing_hybrid": bailing_hybrid,
+    "bailing_hybrid unbounded": partial(bailing_hybrid, False),
+}
+# Our parameters as their names, for gates of low and of full rank.
+COMMON = {
+    "conv1d_weight": ("conv1d.weight",),
+    "A_log": ("forget_gate.A_log",),
+    "dt_bias": ("forget_gate.dt_bias",),
+    "out_norm.weight": ("o_norm.weight",),
+    "out_proj.weight": ("o_proj.weight",),
+}
+LOW_RANK = {
+    "in_proj.weight": (
+        "q_proj.weight", "k_proj.weight", "v_proj.weight", "forget_gate.f_a_proj.weight",
+        "g_a_proj.weight", "b_proj.weight",
+    ),
+    "f_b_weight": ("forget_gate.f_b_proj.weight",),
+    "z_b_weight": ("g_b_proj.weight",),
+    **COMMON,
+}  # fmt: skip
+FULL_RANK = {
+    "in_proj.weight": (
+        "q_proj.weight", "k_proj.weight", "v_proj.weight", "forget_gate.f_proj.weight",
+        "g_proj.weight", "b_proj.weight",
+    ),
+    **COMMON,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_output_and_gradients_are_those_of_transformers(name, monkeypatch):
+    torch.manual_seed(0)
+    theirs, options = THEIRS[name]()
+    module = sys.modules[type(theirs).__module__]
+    for function in ("chunk_kimi_delta_attention", "causal_conv1d_fn"):  # no package's kernels
+        monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            wide = 1.0 if key.endswith("dt_bias") else 0.5
+            parameter.copy_(torch.randn(parameter.shape) * wide)
+    ours = whole_mixer(kda_config(**SIZES, layernorm_epsilon=theirs.o_norm.variance_epsilon),
+                       **options)  # fmt: skip
+    names = FULL_RANK if "forget_rank" in options else LOW_RANK
+    given, mine = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    assert {key for keys in names.values() for key in keys} == set(given)
+    assert set(names) == set(mine)
+    with torch.no_grad():
+        for key, keys in names.items():
+            mine[key].copy_(torch.cat([given[k] for k in keys]).view(mine[key].shape))
+
+    x, weight = torch.randn(2, 70, D), torch.randn(2, 70, D)
+    of_theirs, of_ours = x.clone().requires_grad_(), x.transpose(0, 1).clone().requires_grad_()
+    y = theirs(of_theirs)
+    (y * weight).sum().backward()
+    got, _ = ours(of_ours)
+    (got * weight.transpose(0, 1)).sum().backward()
+    ours.double()
+    for gate in (ours.A_log, ours.dt_bias):
+        gate.data = gate.data.double()
+    exact = x.transpose(0, 1).double().requires_grad_()
+    wanted, parameters = written_out(ours, exact, (70,))
+    (wanted * weight.transpose(0, 1)).sum().backward()
+
+    compared = {
+        "output": (got, y.transpose(0, 1), wanted),
+        "input": (of_ours.grad, of_theirs.grad.transpose(0, 1), exact.grad),
+    }
+    for key, keys in names.items():
+        of_key = torch.cat([given[k].grad for k in keys]).view(mine[key].shape)
+        compared[key] = mine[key].grad, of_key, parameters[key].grad
+    for key, (our, their, true) in compared.items():
+        assert_close(f"{key} of theirs", their, true, 1e-4)
+        assert_close(key, our, true, max(1e-5, 2 * relative_error(their, true)))
+
+
+def relative_error(got, true):
+    return ((got.double() - true).abs().max() / true.abs().max()).item()
+
+
+def written_out(mixer, x, lengths):
+    """The whole mixer token by token in fp64, differentiable."""
+    p = {name: t.detach().clone().requires_grad_() for name, t in mixer.named_parameters()}
+    layout, heads = mixer.dims.in_proj_layout, mixer.dims.num_heads
+    outputs = []
+    for u in x.split([n for n in lengths if n]):
+        rows = (u @ p["in_proj.weight"].T).transpose(0, 1)
+        of = {name: rows[..., layout.columns(name)] for name in layout.names}
+        f = of["f"] if "f" in of else of["f_a"] @ p["f_b_weight"].T
+        z = of["z"] if "z" in of else of["z_a"] @ p["z_b_weight"].T
+        qkv = torch.cat([of["query"], of["key"], of["value"]], -1)
+        qkv = F.pad(qkv.mT, (p["conv1d_weight"].shape[-1] - 1, 0))
+        bias = p.get("conv1d_bias")
+        qkv = F.silu(F.conv1d(qkv, p["conv1d_weight"], bias, groups=qkv.shape[1])).mT
+        q, k, v = (
+            t.unflatten(-1, (heads, -1)) for t in qkv.split(mixer.dims.layout.conv_widths, -1)
+        )
+        g, beta = channel_gates(f, of["beta"], p["A_log"], p["dt_bias"], mixer.gate_lower_bound)
+        o, _ = recurrent_kda(RuleInputs(l2norm(q), l2norm(k), v, g, beta))
+        normed = o * (o.square().mean(-1, keepdim=True) + mixer.out_norm.eps).rsqrt()
+        y = normed * p["out_norm.weight"] * z.unflatten(-1, (heads, -1)).sigmoid()
+        outputs.append((y.flatten(2) @ p["out_proj.weight"].T).transpose(0, 1))
+    return torch.cat(outputs), p
+
+
+@pytest.mark.parametrize("lengths", [None, (70, 0, 1, 66)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"conv_bias": True, "forget_rank": 4, "output_rank": 0},
+        {"gate_lower_bound": -5.0, "output_rank": 3, "forget_rank": 0},
+        {**FULL, "recompute": "light"},
+        {"recompute": "full"},
+    ],
+    ids=["low rank", "full output gate", "bounded", "light", "full"],
+)
+def test_output_and_every_gradient_are_those_of_the_recurrence(options, lengths):
+    """fp64: sums of some hundred terms that partly cancel, at 1e-16 each."""
+    mixer = whole_mixer(kda_config(params_dtype=torch.float64), **options)
+    tokens, rows = (40, 2) if lengths is None else (sum(lengths), 1)
+    x = torch.randn(tokens, rows, mixer.config.hidden_size, dtype=torch.float64)
+    mine, exact = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, _ = mixer(mine, packed_seq_params=None if lengths is None else thd(lengths))
+    wanted, parameters = written_out(mixer, exact, lengths or (tokens,))
+    weight = torch.randn_like(y)
+    (y * weight).sum().backward()
+    (wanted * weight).sum().backward()
+    assert_close("output", y, wanted, 1e-11)
+    assert_close("input", mine.grad, exact.grad, 1e-11)
+    for name, parameter in mixer.named_parameters():
+        assert_close(name, parameter.grad, parameters[name].grad, 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "said"),
+    [
+        ({"gate_lower_bound": 5.0}, {}, "gate_lower_bound=5.0 must be below 0"),
+        ({"A_init_range": (0, 1)}, {}, "0 < low <= high"),
+        ({"forget_rank": -1}, {}, "forget_rank=-1 is not a size; it must be an integer"),
+        ({"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of KDA"),
+        ({"backend": "fla"}, {}, "fla runs on a GPU"),
+        ({"backend": "fla"}, {"deterministic_mode": True}, "in deterministic mode use 'auto'"),
+        ({}, {"linear_num_key_heads": 2}, "every head has its own key"),
+        ({"recompute": "some"}, {}, "recompute='some' is not known"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_words(options, changes, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        whole_mixer(kda_config(**changes), **options)
+
+
+def test_narrow_halves_that_ranks_cannot_share_are_refused():
+    dims = whole_mixer(kda_config(), forget_rank=6, output_rank=0).global_dims
+    assert dims.shard(2).in_proj_layout.widths == (10, 10, 12, 3, 12, 2)
+    with pytest.raises(ValueError, match="use one of 1, 2"):
+        dims.shard(4)

@@ -1,0 +1,126 @@
+"""fla's kernels as the KDA rule on a GPU: output, states and every gradient against fp64.
+
+Operands of the products are bf16: a result has some four roundings of 2^-9 in a row behind it,
+which are independent of each other, so their root mean square stays below 2^-7. The gradient of g
+is a difference of sums of such products: twice that.
+"""
+
+import pytest
+import torch
+
+from megatron_gdn.ops.gdn.rule.base import RuleInputs
+from megatron_gdn.ops.kda.rule.plain import PlainKDA
+from megatron_gdn.ops.kda.rule.resolve import resolve_kda
+from megatron_gdn.ops.norm import l2norm
+from tests.ops.delta_rule.states import backward_of, documents_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+H, K, V = 32, 128, 128
+LENGTHS = (1, 63, 64, 0, 65, 130)
+NAMES = ("o", "final", "final by the map", "d_initial", "q", "k", "v", "g", "beta")
+GATES = {
+    "slow": (lambda u: -1e-3 * u, None),
+    "usual": (lambda u: -(u**4), None),
+    "bounded": (lambda u: -5 * u, -5.0),
+    "fast": (lambda u: -5 - 0 * u, None),
+}
+
+
+def run(rule, inputs, d_o, documents, initial, d_final):
+    begun = rule.begin(inputs, documents)
+    maps, got = begun.state_map(), begun.run(initial, final=True)
+    d_initial = maps.transposed(
+        backward_of(rule, inputs, d_o.clone(), got.saved, documents).d_initial()
+    ).apply(d_final)
+    grads = backward_of(rule, inputs, d_o.clone(), got.saved, documents).run(initial, d_final)
+    return (got.o, got.final, maps.apply(initial), d_initial, *grads[:5])
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("packed", [True, False], ids=["documents", "rows"])
+def test_kernels_give_what_fp64_gives(packed, gates):
+    torch.manual_seed(0)
+    rows, tokens = (1, sum(LENGTHS)) if packed else (2, 200)
+    log_decay, bound = GATES[gates]
+    shape, kind = (rows, tokens, H), {"device": "cuda"}
+    inputs = RuleInputs(
+        l2norm(torch.randn(*shape, K, **kind)).bfloat16(),
+        l2norm(torch.randn(*shape, K, **kind)).bfloat16(),
+        torch.randn(*shape, V, **kind).bfloat16(),
+        log_decay(torch.rand(*shape, K, **kind)),
+        torch.rand(*shape, **kind),
+    )
+    d_o = torch.randn(*shape, V, **kind).bfloat16()
+    documents = documents_of(LENGTHS, "cuda") if packed else None
+    count = len([n for n in LENGTHS if n]) if packed else rows
+    initial, d_final = torch.randn(2, count, H, K, V, **kind)
+    rule = resolve_kda(
+        "fla", device="cuda", dtype=torch.bfloat16, key_dim=K, lower_bound=bound
+    ).rule
+    found = run(rule, inputs, d_o, documents, initial, d_final)
+    exact = run(
+        PlainKDA(), RuleInputs(*(x.double() for x in inputs)), d_o.double(), documents,
+        initial.double(), d_final.double(),
+    )  # fmt: skip
+    errors = {
+        name: ((a - b).square().mean() / b.square().mean()).sqrt().item()
+        for name, a, b in zip(NAMES, found, exact, strict=True)
+    }
+    print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
+    bounds = {name: 2**-6 if name == "g" else 2**-7 for name in errors}
+    assert all(errors[name] < bounds[name] for name in errors), errors
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(kernels):
+    from megatron_gdn.ops.kda.parts import kda_parts
+    from megatron_gdn.ops.kda.sizes import rows_of
+    from megatron_gdn.ops.mixer import mix
+    from megatron_gdn.ops.neighbours import Neighbours
+    from megatron_gdn.ops.parts import GatedNorm
+
+    torch.manual_seed(0)
+    layout, documents = rows_of(4, K, V), documents_of((200, 1, 63, 36), "cuda")
+    tensors = [
+        torch.randn(300, 1, layout.width, device="cuda").bfloat16(),
+        (torch.randn(layout.conv_width, 1, 4, device="cuda") * 0.5).bfloat16(),
+        torch.rand(4, device="cuda"),
+        torch.randn(4 * K, device="cuda") - 2,
+        (1 + 0.3 * torch.randn(V, device="cuda")).bfloat16(),
+    ]
+    weight = torch.randn(300, 1, 4 * V, device="cuda").bfloat16()
+    fla = resolve_kda("fla", device="cuda", dtype=torch.bfloat16, key_dim=K).rule
+
+    def made(dtype, rule, kernels):
+        wide = torch.promote_types(dtype, torch.float32)
+        dtypes = (dtype, dtype, wide, wide, dtype)
+        leaves = [
+            x.to(kind, copy=True).requires_grad_() for x, kind in zip(tensors, dtypes, strict=True)
+        ]
+        rows, conv, A_log, dt_bias, gamma = leaves
+        parts = kda_parts(
+            rows, conv, None, A_log, dt_bias, layout, rule=rule, kernels=kernels,
+            norm=GatedNorm(gamma, 1e-6, False, "sigmoid"),
+        )  # fmt: skip
+        out = mix(rows, parts, Neighbours(documents))
+        (out * weight.to(dtype)).sum().backward()
+        return [out, *(x.grad for x in leaves)]
+
+    exact = made(torch.float64, PlainKDA(), "torch")
+    plain = made(torch.bfloat16, PlainKDA(), "torch")
+    found = made(torch.bfloat16, fla, kernels)
+
+    def error(got, true):
+        return ((got.double() - true).square().mean() / true.square().mean()).sqrt().item()
+
+    names = ("out", "rows", "conv", "A_log", "dt_bias", "gamma")
+    errors = {
+        name: (error(a, c), error(b, c))
+        for name, a, b, c in zip(names, found, plain, exact, strict=True)
+    }
+    print(kernels, {name: tuple(f"{x:.1e}" for x in both) for name, both in errors.items()})
+    # A product of rounded operands in place of fp32 ones: two roundings more, on each of two sides.
+    assert all(ours < 2 * plain + 2**-7 for ours, plain in errors.values()), errors
