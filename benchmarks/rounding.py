@@ -2,6 +2,7 @@
 
     python3 benchmarks/rounding.py
     python3 benchmarks/rounding.py --loud 10      # one token in 500 has gradients 2^10 times larger
+    python3 benchmarks/rounding.py --allow-neg-eigval   # write strengths in (0, 2)
 
 Runs the chunk equations of FlashQLA's Hopper kernels (0.1.3) in fp64 and rounds where they round:
 the operands of products in shared memory. Printed are errors over those of the plain rule in fp32
@@ -21,6 +22,7 @@ import torch
 from lib.measure import table
 from torch import Tensor
 
+from megatron_gdn.ops.gates import largest_beta
 from megatron_gdn.ops.gdn.rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.gdn.rule.half import LARGEST_D_O
 from megatron_gdn.ops.gdn.rule.half_torch import to_half
@@ -164,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=777)
     parser.add_argument("--loud", type=int, default=0, help="log2, of every 500th token's gradient")
+    parser.add_argument("--allow-neg-eigval", action="store_true", help="beta in (0, 2)")
     args = parser.parse_args()
     variants = {
         label: partial(run, at=Rounding(EVERYWHERE - set(points)))
@@ -174,6 +177,7 @@ def main() -> None:
     for decay, A_log in RATES.items():
         inputs, d_o = problem(args.tokens, A_log)
         d_o[::500] *= 2.0**args.loud
+        inputs[4] *= largest_beta(args.allow_neg_eigval)
         exact = truth(inputs, d_o)
         inputs[:3] = (x.bfloat16().double() for x in inputs[:3])
         d_o = d_o.bfloat16().double()

@@ -28,6 +28,7 @@ def gated_delta_mixer(
     documents: Documents | None = None,
     neighbours: Neighbours | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
     recompute_rule: bool = False,
     refilled: RefilledOutput | None = None,
@@ -54,8 +55,8 @@ def gated_delta_mixer(
     parts = gdn_parts(
         proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
         rule=rule, norm=Apart(Bare(gate, heads), lambda o, _: o) if norm is None else norm,
-        normalise_qk=normalise_qk, recompute_qkv=recompute_qkv, recompute_rule=recompute_rule,
-        kernels=kernels,
+        normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval, recompute_qkv=recompute_qkv,
+        recompute_rule=recompute_rule, kernels=kernels,
     )  # fmt: skip
     if documents is not None:
         S, B = proj.shape[:2]

@@ -3,7 +3,8 @@
 In Python: `build_model` makes the Megatron model that a ``config.json`` describes,
 `load_hf_weights` fills it, `save_hf_weights` and `state_dict_to_hf` convert back.
 `gdn_layer_from_hf` and `gdn_layer_to_hf` convert one layer, `mamba2_layer_from_hf` and
-`mamba2_layer_to_hf` a Mamba2 mixer. Between folders and Megatron's distributed checkpoints:
+`mamba2_layer_to_hf` a Mamba2 mixer, `kda_layer_from_hf` and `kda_layer_to_hf` a Kimi Delta
+Attention. Between folders and Megatron's distributed checkpoints:
 `import_folder` and `export_folder`, or ``python -m megatron_gdn.hf import | export | compare |
 flags``. For transformers' own models: `patch` lets their linear-attention modules run packed
 documents and context parallelism, see `drop_in`. `fp32_contract` lists the tensors that are fp32
@@ -16,6 +17,7 @@ from .build import build_model, transformer_config
 from .checkpoint_folder import CheckpointWeights, export_folder, import_folder
 from .compare import Difference, compare_folders
 from .gdn_layer import gdn_layer_from_hf, gdn_layer_to_hf
+from .kda_layer import kda_layer_from_hf, kda_layer_to_hf
 from .mamba2_layer import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .megatron_arguments import megatron_flags
 from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
@@ -66,6 +68,8 @@ __all__ = [
     "gdn_layer_from_hf",
     "gdn_layer_to_hf",
     "import_folder",
+    "kda_layer_from_hf",
+    "kda_layer_to_hf",
     "load_hf_weights",
     "mamba2_layer_from_hf",
     "mamba2_layer_to_hf",

@@ -1,14 +1,21 @@
 """One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
 
-Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face has two
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face has three
 ways to store them:
 
   interleaved (Qwen3-Next)   in_proj_qkvz: for each key head  [q | k | v of its r value heads | z]
                              in_proj_ba:   for each key head  [b of its r value heads | a]
-  flat (Qwen3.5, 3.6, 3.8)   in_proj_qkv: [q | k | v], in_proj_z, in_proj_b, in_proj_a
+  flat (Qwen3.5, 3.6, 3.8,   in_proj_qkv: [q | k | v], in_proj_z, in_proj_b, in_proj_a
+    Qwen4-Exp)
+  separate (OLMo Hybrid)     q_proj, k_proj, v_proj, g_proj (z), b_proj, a_proj
 
 b is the write strength (beta), a the decay input (alpha). Convolution channels are [q | k | v] in
-every family.
+every family; files of "separate" layers have three tensors of them (transformers joins them in
+memory: q_conv1d, k_conv1d, v_conv1d, or conv1d alone), and call norm and out_proj o_norm and
+o_proj.
+
+What a weight means is not in it: build Qwen4-Exp's layers with its ``output_gate_type`` as
+`output_gate_activation`, OLMo Hybrid's with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 """
 
 # G key heads, R value heads per key head, K key dim, V value dim, D hidden, W conv width.
@@ -23,10 +30,11 @@ import torch
 from torch import Tensor
 
 from ..mixers.gdn.sizes import GDNDims
+from ..ops.layout import Layout
 from .layer_maps import hf_from_ranks, ranks_from_hf
 from .tensor_map import HFRef, TensorMap
 
-Storage = Literal["interleaved", "flat"]
+Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
 
 
 def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
@@ -55,6 +63,10 @@ def ba_rows(dims: GDNDims) -> list[int]:
     return [dims.value_heads_per_key_head] * 2
 
 
+def is_separate(storage: Storage) -> bool:
+    return storage.startswith("separate")
+
+
 def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage) -> TensorMap:
     """The map of ``in_proj.weight``; ``prefix`` and ``hf_prefix`` end in a dot."""
     layout, hidden = dims.layout, dims.hidden_size
@@ -65,6 +77,10 @@ def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage)
             "in_proj_ba": width["beta"] + width["alpha"],
         }
         join, split = partial(fuse_interleaved, dims=dims), partial(unfuse_interleaved, dims=dims)
+    elif is_separate(storage):
+        names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+        rows = dict(zip(names, layout.widths, strict=True))
+        join = split = None  # the fused projection cut in six
     else:
         rows = {
             "in_proj_qkv": layout.conv_width,
@@ -82,6 +98,35 @@ def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage)
         shard_dim=0,
         sections=layout.widths,
         section_names=layout.names,
+    )
+
+
+def conv_map(
+    prefix: str,
+    hf_prefix: str,
+    layout: Layout,
+    taps: int,
+    in_three: bool,
+    name: str = "conv1d.weight",
+) -> TensorMap:
+    """The map of the convolution's weight, stored whole or by its sections q, k and v.
+
+    Args:
+        name: Megatron's, after ``prefix``.
+    """
+    if in_three:
+        rows = dict(zip("qkv", layout.conv_widths, strict=True))
+        sources = tuple(
+            HFRef(f"{hf_prefix}{n}_conv1d.weight", (r, 1, taps)) for n, r in rows.items()
+        )
+    else:
+        sources = (HFRef(f"{hf_prefix}conv1d.weight", (layout.conv_width, 1, taps)),)
+    return TensorMap(
+        names=(prefix + name,),
+        sources=sources,
+        shard_dim=0,
+        sections=layout.conv_widths,
+        section_names=layout.conv_names,
     )
 
 
@@ -103,7 +148,8 @@ def gdn_layer_maps(
             ``out_norm.weight`` is ``norm.weight - 1``.
     """
     heads, value_dim = dims.num_value_heads, dims.value_head_dim
-    conv_shape = (dims.layout.conv_width, 1, dims.conv_kernel_dim)
+
+    norm, out = ("o_norm", "o_proj") if is_separate(storage) else ("norm", "out_proj")
 
     def one(name: str, hf_name: str, shape: tuple[int, ...], **kwargs) -> TensorMap:
         return TensorMap(
@@ -112,23 +158,16 @@ def gdn_layer_maps(
 
     return [
         projection_map(prefix, hf_prefix, dims, storage),
-        one(
-            "conv1d.weight",
-            "conv1d.weight",
-            conv_shape,
-            shard_dim=0,
-            sections=dims.layout.conv_widths,
-            section_names=dims.layout.conv_names,
-        ),
+        conv_map(prefix, hf_prefix, dims.layout, dims.conv_kernel_dim, storage == "separate"),
         one("A_log", "A_log", (heads,), shard_dim=0, fp32=True),
         one("dt_bias", "dt_bias", (heads,), shard_dim=0, fp32=True),
         one(
             "out_norm.weight",
-            "norm.weight",
+            f"{norm}.weight",
             (value_dim,),
             shift=-1.0 if zero_centered_gamma else 0.0,
         ),
-        one("out_proj.weight", "out_proj.weight", (dims.hidden_size, dims.v_dim), shard_dim=1),
+        one("out_proj.weight", f"{out}.weight", (dims.hidden_size, dims.v_dim), shard_dim=1),
     ]
 
 
@@ -142,8 +181,8 @@ def gdn_layer_from_hf(
     """A ``linear_attn`` module's state dict to the layer's, one dict for each rank.
 
     Args:
-        hf_state: ``in_proj_*``, ``conv1d.weight``, ``A_log``, ``dt_bias``, ``norm.weight`` and
-            ``out_proj.weight``, in bf16, fp16, fp32 or fp64.
+        hf_state: the tensors of ``storage``: projections, convolution, ``A_log``, ``dt_bias``,
+            norm and output projection, in bf16, fp16, fp32 or fp64.
         dims: the whole layer's sizes.
         storage: how ``hf_state`` stores the projections.
         tp_size: number of tensor-parallel ranks.

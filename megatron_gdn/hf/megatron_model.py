@@ -220,7 +220,9 @@ def _check_tie(model: Any, config: HFModelConfig) -> None:
 
 def _check_mixers(model: nn.Module) -> None:
     """No file says that a layer computes something else from its weights."""
-    published = {"output_gate_activation": "silu", "use_qk_l2norm": True}
+    published = {
+        "output_gate_activation": "silu", "allow_neg_eigval": False, "use_qk_l2norm": True,
+    }  # fmt: skip
     for name, module in model.named_modules():
         for option, value in published.items():
             given = getattr(module, option, value)

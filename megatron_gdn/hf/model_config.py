@@ -14,6 +14,18 @@ from ..mixers.gdn.sizes import GDNDims
 from .fp32_contract import GDN_FP32_CHECKPOINT_ARCHITECTURES
 from .gdn_layer import Storage
 
+# Models of which a layer's weights convert, and what keeps whole ones from it.
+_INDEXED = "Megatron has neither its hyper-connections nor attention with an indexer"
+_LATENT = "the maps of its latent attention and experts are not written"
+_LAYERS_ONLY = {
+    "OlmoHybridForCausalLM": "Megatron has no attention that is normed after it and over all heads",
+    "Qwen4ExpForCausalLM": _INDEXED,
+    "Qwen4ExpForConditionalGeneration": _INDEXED,
+    "Glm5NextForConditionalGeneration": _INDEXED,
+    "KimiLinearForCausalLM": _LATENT,
+    "BailingHybridForCausalLM": _LATENT,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
@@ -131,6 +143,13 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     named = config.get("architectures") or []
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
+        for name in named:
+            if name in _LAYERS_ONLY:
+                raise ValueError(
+                    f"{name} is not converted whole: {_LAYERS_ONLY[name]}. Its linear attention "
+                    f"converts layer by layer, see gdn_layer_from_hf and kda_layer_from_hf of "
+                    f"megatron_gdn.hf."
+                )
         raise ValueError(f"unknown architecture {list(named)}; known: {', '.join(known)}.")
     text = config.get("text_config") or config
 

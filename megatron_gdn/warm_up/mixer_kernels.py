@@ -150,9 +150,10 @@ def mixer_tasks(sizes: HeadSizes, taps: int, operands: torch.dtype) -> list[Task
         for documents in (0, _DOCUMENTS)
     )
     soon = {
-        "front backward": dense.backward, "front forward": dense.forward,
-        "norm": dense.norms, "states": dense.chain,
+        "front backward": dense.backward, "front forward": dense.forward, "norm": dense.norms,
     }  # fmt: skip
+    if sizes.key_dim in chains.ROWS:
+        soon["states"] = dense.chain
     if operands == torch.float16:
         soon["fp16 operands"] = dense.to_half
     later = {

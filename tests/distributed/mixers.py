@@ -1,5 +1,6 @@
 """The mixers that are held to the laws of ``mixer_laws``."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,14 @@ GDN = Mixers(
     tolerance=1e-5,  # fp32: about 80 roundings, for sums of a few hundred terms in another order
     fp32=("A_log", "dt_bias"),
 )
+OLMO_HYBRID = replace(
+    GDN,
+    config=partial(
+        parallel.make_config, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=96, linear_value_head_dim=192,
+    ),
+    build=partial(build_gdn, allow_neg_eigval=True),
+)  # fmt: skip
 MAMBA2 = Mixers(
     config=partial(mamba_mixers.mamba_config, params_dtype=torch.float64, deterministic_mode=True),
     build=mamba_mixers.build,

@@ -6,12 +6,14 @@ Tolerances are with the mixers, largest difference over largest entry.
 import pytest
 
 from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
-from tests.distributed.mixers import GDN, KDA, MAMBA2, TOY
+from tests.distributed.mixers import GDN, KDA, MAMBA2, OLMO_HYBRID, TOY
 
 UNEQUAL = (16, 0, 8, 24)
 ANY = (3, 0, 25, 3, 1)
 each = pytest.mark.parametrize(
-    "mixers", [GDN, MAMBA2, KDA, TOY], ids=["gdn", "mamba2", "kda", "toy"]
+    "mixers",
+    [GDN, OLMO_HYBRID, MAMBA2, KDA, TOY],
+    ids=["gdn", "olmo_hybrid", "mamba2", "kda", "toy"],
 )
 
 

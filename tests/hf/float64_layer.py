@@ -15,10 +15,16 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     B, S, _ = x_BSD.shape
     G, H, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
 
-    def project(name: str) -> Tensor:
-        return x_BSD @ params[f"in_proj_{name}.weight"].T
+    def linear(name: str) -> Tensor:
+        return x_BSD @ params[f"{name}.weight"].T
 
-    if hasattr(layer, "in_proj_qkvz"):
+    def project(name: str) -> Tensor:
+        return linear(f"in_proj_{name}")
+
+    if hasattr(layer, "g_proj"):
+        qkv = torch.cat([linear(f"{name}_proj") for name in "qkv"], -1)
+        z, b, a = (linear(f"{name}_proj") for name in "gba")
+    elif hasattr(layer, "in_proj_qkvz"):
         # Their own untangling of the interleaved rows, not ours.
         *qkv, z, b, a = layer.fix_query_key_value_ordering(project("qkvz"), project("ba"))
         qkv = torch.cat([part.flatten(2) for part in qkv], -1)
@@ -31,7 +37,7 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     q, k = (_unit(t.reshape(B, S, G, K)).repeat_interleave(H // G, 2) for t in (q, k))
     v, z = v.reshape(B, S, H, V), z.reshape(B, S, H, V)
     decay = (-params["A_log"].exp() * F.softplus(a + params["dt_bias"])).exp()
-    beta = b.sigmoid()
+    beta = b.sigmoid() * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
     state = x_BSD.new_zeros(B, H, K, V)
     outputs = []
     for t in range(S):
@@ -40,9 +46,12 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / K**0.5)
     o = torch.stack(outputs, 1)
-    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.layer_norm_epsilon)
-    mixed = params["norm.weight"] * o * F.silu(z)
-    return mixed.flatten(2) @ params["out_proj.weight"].T, params
+    name, out = ("o_norm", "o_proj") if hasattr(layer, "o_norm") else ("norm", "out_proj")
+    norm = getattr(layer, name)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    act = {"silu": F.silu, "sigmoid": torch.sigmoid}[norm.activation]
+    mixed = params[f"{name}.weight"] * o * act(z)
+    return mixed.flatten(2) @ params[f"{out}.weight"].T, params
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -279,7 +279,7 @@ def _warnings_of(name: str):
 
 def loading_fails(
     folder: Path, kind: str = "hybrid", tp: int = 1, config=None, untouched: bool = True,
-    gate: str = "silu", **changes,
+    options: dict | None = None, **changes,
 ) -> str:  # fmt: skip
     """The message of the error that loading into a model of another ``config`` raises."""
     import dataclasses
@@ -289,7 +289,7 @@ def loading_fails(
         model = build_megatron(built_for, kind, **changes)
         for module in model.modules():
             if isinstance(module, GatedDeltaNet):
-                module.output_gate_activation = gate
+                vars(module).update(options or {})
         before = {name: tensor.clone() for name, tensor in megatron_state(model).items()}
         try:
             load_hf_weights(model, folder)

@@ -170,9 +170,12 @@ def test_a_model_of_another_shape_is_refused_by_name(pools, hf_folder, changes, 
     assert re.search(message, found), found
 
 
-def test_a_layer_whose_weights_mean_something_else_is_refused(pools, hf_folder):
-    (found,) = pools(1).run(loading_fails, hf_folder("dense"), gate="sigmoid")
-    assert "self_attention was built with output_gate_activation='sigmoid'" in found
+@pytest.mark.parametrize(
+    ("option", "value"), [("output_gate_activation", "sigmoid"), ("allow_neg_eigval", True)]
+)
+def test_a_layer_whose_weights_mean_something_else_is_refused(pools, hf_folder, option, value):
+    (found,) = pools(1).run(loading_fails, hf_folder("dense"), options={option: value})
+    assert f"self_attention was built with {option}={value!r}" in found
 
 
 def test_nan_is_refused_where_a_model_is_loaded(pools, hf_folder, tmp_path):

@@ -28,6 +28,55 @@ MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+NO_PADDING = {"pad_token_id": None, "eos_token_id": None}
+QWEN4 = {
+    "output_gate_type": "sigmoid",
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+# Kimi Delta Attention: four heads of 8, and latent attention in the last of four layers.
+KDA = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "max_position_embeddings": 64,
+    **NO_PADDING,
+}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+BAILING = {"head_dim": 8, "num_experts": 4}
+GLM = {
+    "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+    "qk_rope_head_dim": 0,
+    "n_routed_experts": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "index_kpool": 2,
+}
+GLM_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+              "out_hidden_size": 24, "patch_size": 4}  # fmt: skip
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -73,6 +122,18 @@ def build(family: str, **changes):
         config = hf.Qwen3_5Config(text_config=dense, vision_config=VISION)
     elif family == "Qwen3_5MoeForConditionalGeneration":
         config = hf.Qwen3_5MoeConfig(text_config=moe, vision_config=VISION)
+    elif family == "OlmoHybridForCausalLM":
+        config = hf.OlmoHybridConfig(**dense | NO_PADDING)
+    elif family == "Qwen4ExpForCausalLM":
+        config = hf.Qwen4ExpTextConfig(**COMMON | MOE | QWEN4 | changes)
+    elif family == "KimiLinearForCausalLM":
+        config = hf.KimiLinearConfig(**KDA | LATENT | {"num_local_experts": 4} | changes)
+    elif family == "BailingHybridForCausalLM":
+        config = hf.BailingHybridConfig(**KDA | LATENT | BAILING | changes)
+    elif family == "Glm5NextForConditionalGeneration":
+        config = hf.Glm5NextConfig(
+            text_config=KDA | LATENT | GLM | changes, vision_config=GLM_VISION
+        )
     model = model_class(family)(config)
     with torch.no_grad():
         for name, param in model.named_parameters():

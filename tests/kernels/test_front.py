@@ -28,6 +28,7 @@ CASES = {
     "packed-5taps": {**PACKED, "sizes": HeadSizes(1, 1, 8, 8), "taps": 5},
     "packed-B2": {**PACKED, "B": 2, "sizes": HeadSizes(1, 2, 8, 16)},  # the same in both rows
     "one-document": {"S": 9, "lengths": (9,)},
+    "olmo-hybrid": {"S": 9, "sizes": HeadSizes(1, 1, 96, 192)},
 }
 
 
@@ -79,6 +80,23 @@ def test_every_gradient_equals_autograd_through_the_twin(
         if getattr(exact, name) is not None:
             assert_close(name, getattr(got, name), getattr(exact, name))
     assert (got.conv_bias is None) == (case.conv_bias is None)
+
+
+def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
+    options = {"documents": case.documents, "allow_neg_eigval": True}
+    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes, **options)
+    grads, twin = case.grads(per_value_head=False), case.double()
+    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
+    prepare.prepare_backward(case.proj, *case.parameters, case.sizes, *grads, d_proj, **options)
+    exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes, **options)
+    prepare_torch.prepare_backward(
+        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
+        **options,
+    )  # fmt: skip
+    raw = twin.proj[..., case.sizes.beta_column :][..., : case.sizes.value_heads]
+    assert_close("the twin's beta", exact.beta, 2 * raw.transpose(0, 1).sigmoid())
+    assert_close("beta", got.beta, exact.beta)
+    assert_close("d_proj", d_proj, exact_d_proj)
 
 
 @pytest.mark.parametrize("boundary", [29, 30, 64, 66, 67])

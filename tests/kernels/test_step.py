@@ -19,15 +19,16 @@ from tests.kernels.test_mamba2_kernels import layout_of
 # The interpreter cuts bfloat16 off instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 CASES = [
-    (HeadSizes(2, 4, 8, 6), 4, True, True),
-    (HeadSizes(1, 3, 24, 40), 2, False, True),
-    (HeadSizes(2, 2, 16, 16), 5, False, False),
+    (HeadSizes(2, 4, 8, 6), 4, True, {}),
+    (HeadSizes(1, 3, 24, 40), 2, False, {}),
+    (HeadSizes(2, 2, 16, 16), 5, False, {"normalise_qk": False}),
+    (HeadSizes(2, 2, 96, 192), 4, False, {"allow_neg_eigval": True}),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "taps", "bias", "normalise"), CASES)
+@pytest.mark.parametrize(("sizes", "taps", "bias", "options"), CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, normalise, dtype):
+def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, options, dtype):
     torch.manual_seed(1)
     H, C = sizes.value_heads, sizes.conv_width
     parameters = {
@@ -40,7 +41,7 @@ def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, normalise,
     made = {
         kernels: gdn_rows(
             torch.zeros(1, 1, sizes.width, dtype=dtype, device=device), **parameters, sizes=sizes,
-            rule=PlainRule(), norm=GatedNorm(gamma), normalise_qk=normalise, kernels=kernels,
+            rule=PlainRule(), norm=GatedNorm(gamma), kernels=kernels, **options,
         )
         for kernels in ("torch", "triton")
     }  # fmt: skip

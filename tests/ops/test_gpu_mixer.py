@@ -39,9 +39,9 @@ SHAPES = {
 RATIOS = {"1": (16, 16), "2": (16, 32), "3": (16, 48), "4": (16, 64)}
 
 
-def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=128, seed=0):
+def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=(128, 128), seed=0):
     make = torch.Generator(device="cuda").manual_seed(seed)
-    sizes = HeadSizes(*heads, dim, dim)
+    sizes = HeadSizes(*heads, *dim)
 
     def normal(*shape, dtype=torch.bfloat16):
         x = torch.randn(*shape, generator=make, device="cuda")
@@ -53,12 +53,12 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=128, seed=0):
         normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
     ).requires_grad_()
     dt_bias = normal(heads[1], dtype=torch.float32)
-    gamma = (1 + 0.3 * normal(dim).detach()).requires_grad_()
+    gamma = (1 + 0.3 * normal(dim[1]).detach()).requires_grad_()
     documents = None
     if lengths is not None:
         offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
         documents = Documents.from_cu_seqlens(offsets, S, device="cuda")
-    d_out = normal(S, B, sizes.value_heads * dim).detach()
+    d_out = normal(S, B, sizes.value_heads * dim[1]).detach()
     return sizes, [proj, weight, A_log, dt_bias, gamma], d_out, documents
 
 
@@ -92,7 +92,7 @@ def errors(got, exact):
     return found
 
 
-def check_against_fp64(heads, rule_name, yardstick, seeds=4, **shape):
+def check_against_fp64(heads, rule_name, yardstick, seeds=4, allow_neg_eigval=False, **shape):
     """At most 1.2 times the error of plain torch in bf16, over fp64 from the same bf16 inputs.
 
     Plain torch is the same mixer with the twins instead of our kernels, around the delta rule
@@ -104,10 +104,11 @@ def check_against_fp64(heads, rule_name, yardstick, seeds=4, **shape):
     for seed in range(seeds):
         sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
         wide = [x.detach().double() for x in leaves]
-        batch = (d_out, documents)
-        exact = run(sizes, wide, *batch, rule_named("reference", sizes), kernels="torch")
-        plain = run(sizes, leaves, *batch, rule_named(yardstick, sizes), kernels="torch")
-        got = run(sizes, leaves, *batch, rule_named(rule_name, sizes))
+        batch, options = (d_out, documents), {"allow_neg_eigval": allow_neg_eigval}
+        twins = {"kernels": "torch", **options}
+        exact = run(sizes, wide, *batch, rule_named("reference", sizes), **twins)
+        plain = run(sizes, leaves, *batch, rule_named(yardstick, sizes), **twins)
+        got = run(sizes, leaves, *batch, rule_named(rule_name, sizes), **options)
         squares["got"] += torch.tensor(errors(got, exact)).square()
         squares["plain"] += torch.tensor(errors(plain, exact)).square()
     found = [(squares[key] / seeds).sqrt().tolist() for key in ("got", "plain")]
@@ -180,7 +181,20 @@ def test_other_head_dims_take_a_path_that_is_right():
     sizes = HeadSizes(16, 32, 64, 64)
     chosen = resolve_rule(device="cuda", dtype=torch.bfloat16, sizes=sizes).rule.name
     assert chosen in ("fla", "reference")
-    check_against_fp64((16, 32), "auto", yardstick="auto", S=130, dim=64)
+    check_against_fp64((16, 32), "auto", yardstick="auto", S=130, dim=(64, 64))
+
+
+@pytest.mark.parametrize("rule", HALF)
+@pytest.mark.parametrize("decay", ["none", "usual", "slow"])
+def test_write_strengths_up_to_2_are_as_exact_as_plain_torch(decay, rule):
+    more = {"S": 777, "decay": decay, "allow_neg_eigval": True}
+    check_against_fp64((16, 32), rule, yardstick="reference", seeds=2, **more)
+
+
+@pytest.mark.parametrize("shape", ["S1", "S777", "packed"])
+def test_the_heads_of_olmo_hybrid_are_as_exact_as_plain_torch(shape):
+    more = {"dim": (96, 192), "allow_neg_eigval": True, **SHAPES[shape]}
+    check_against_fp64((6, 6), "fla fp16", yardstick="reference", seeds=2, **more)
 
 
 @pytest.mark.parametrize("rule", ["flash_qla", "fla", "flash_qla fp16"])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
 
     class LinearAttention(nn.Module):
-        """The attributes of transformers' Gated DeltaNet that are read."""
+        """The attributes of transformers' linear attention that every family has."""
 
         conv1d: nn.Conv1d
-        norm: Any
-        in_proj_qkvz: nn.Linear
-        in_proj_ba: nn.Linear
-        out_proj: nn.Linear
+        activation: str
         _modules: dict[str, Any]
         _parameters: dict[str, Any]
 
@@ -36,21 +33,66 @@ else:
     LinearAttention = TextModel = nn.Module
 
 from ...mixers.hooks import has_hooks
+from ...ops.readout.base import ACTIVATIONS
 
-# Class name -> the module that has it, and the text configs that describe it.
-_FAMILIES = {
-    "Qwen3NextGatedDeltaNet": ("qwen3_next", ("qwen3_next",)),
-    "Qwen3_5GatedDeltaNet": ("qwen3_5", ("qwen3_5_text", "qwen3_5")),
-    "Qwen3_5MoeGatedDeltaNet": ("qwen3_5_moe", ("qwen3_5_moe_text", "qwen3_5_moe")),
+
+class Family(NamedTuple):
+    """What transformers calls the parts of one family's linear attention.
+
+    Attributes:
+        package: of ``transformers.models``, which has the class.
+        kinds: ``model_type`` of the text configs that describe it.
+        projections: their outputs side by side are the mixer's rows; none: interleaved by key
+            heads, see :mod:`.projections`.
+        norm, out: the gated norm and the last projection.
+    """
+
+    package: str
+    kinds: tuple[str, ...]
+    projections: tuple[str, ...] = ()
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+_FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_SEPARATE = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+
+FAMILIES = {  # by the name of transformers' class
+    "Qwen3NextGatedDeltaNet": Family("qwen3_next", ("qwen3_next",)),
+    "Qwen3_5GatedDeltaNet": Family("qwen3_5", ("qwen3_5_text", "qwen3_5"), _FLAT),
+    "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", ("qwen3_5_moe_text", "qwen3_5_moe"), _FLAT),
+    "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", ("qwen4_exp_text", "qwen4_exp"), _FLAT),
+    "OlmoHybridGatedDeltaNet": Family(
+        "olmo_hybrid", ("olmo_hybrid",), _SEPARATE, norm="o_norm", out="o_proj"
+    ),
 }
+MODELS = "Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp and OLMo Hybrid"
 
 
 def transformers_class(module: nn.Module) -> type | None:
     """The linear-attention class of transformers that ``module`` is an instance of, or None."""
     for cls in type(module).__mro__:
-        if cls.__name__ in _FAMILIES and cls.__module__.startswith("transformers."):
+        if cls.__name__ in FAMILIES and cls.__module__.startswith("transformers."):
             return cls
     return None
+
+
+def family_of(module: nn.Module) -> Family:
+    cls = transformers_class(module)
+    assert cls is not None
+    return FAMILIES[cls.__name__]
+
+
+def linear_attention_of(layer: nn.Module) -> Any:
+    """The linear attention of a decoder layer; None in a layer of another kind."""
+    found = (child for child in layer.children() if transformers_class(child) is not None)
+    return next(found, None)
+
+
+def linear_attentions(text: TextModel) -> Iterator[Any]:
+    """The linear attention of every layer that has one."""
+    found = map(linear_attention_of, text.layers)
+    return (module for module in found if module is not None)
 
 
 def class_for_config(config: Any) -> type:
@@ -61,29 +103,30 @@ def class_for_config(config: Any) -> type:
         ImportError: transformers is not installed.
     """
     kind = getattr(config, "model_type", None)
-    for name, (package, kinds) in _FAMILIES.items():
-        if kind in kinds:
+    for name, family in FAMILIES.items():
+        if kind in family.kinds:
+            package = family.package
             module = import_module(f"transformers.models.{package}.modeling_{package}")
             return getattr(module, name)
-    legal = ", ".join(repr(kind) for _, kinds in _FAMILIES.values() for kind in kinds)
+    legal = ", ".join(repr(kind) for family in FAMILIES.values() for kind in family.kinds)
     raise ValueError(
         f"a config with model_type={kind!r} has no Gated DeltaNet that is known here; legal are "
         f"{legal}."
     )
 
 
-def is_plain_gated_norm(norm: nn.Module) -> bool:
-    """Whether ``norm`` computes ``RMSNorm(x) * weight * SiLU(z)`` by transformers' own forward.
+def plain_gate(norm: nn.Module) -> str | None:
+    """``act`` if ``norm`` computes ``RMSNorm(x) * weight * act(z)`` by transformers' own forward.
 
-    False for a kernel in its place, a subclass, a replaced ``forward``, or hooks: such a norm is
-    called as a module.
+    None for a kernel in its place, a subclass, a replaced ``forward``, another activation or hooks:
+    such a norm is called as a module.
     """
-    cls = type(norm)
-    return (
+    cls, activation = type(norm), getattr(norm, "activation", None)
+    plain = (
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
         and cls.forward.__module__.startswith("transformers.")
         and "forward" not in vars(norm)
-        and getattr(norm, "activation", None) == "silu"
         and not has_hooks(norm)
     )
+    return activation if plain and activation in ACTIVATIONS else None

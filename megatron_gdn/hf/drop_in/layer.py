@@ -32,7 +32,8 @@ from .batch import ModelBatch, resolve_batch
 from .families import (
     LinearAttention,
     class_for_config,
-    is_plain_gated_norm,
+    family_of,
+    plain_gate,
     transformers_class,
 )
 from .gates import (
@@ -115,7 +116,7 @@ class _Runner:
 class CPAwareGatedDeltaNet(LinearAttention):
     """transformers' Gated DeltaNet for packed documents and context parallelism.
 
-        q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * SiLU(z))
+        q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * act(z))
 
     ``CPAwareGatedDeltaNet(config, layer_idx, ...)`` builds the module of the config's family;
     :func:`.patching.patch` turns those of a model into it. Parameters, state-dict keys and the
@@ -126,7 +127,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
     kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
     Args:
-        config: text config of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE.
+        config: text config of one of the models that :func:`.patching.patch` takes.
         layer_idx: number of the layer in the model, from 0.
         options: see :func:`.patching.patch`.
 
@@ -244,7 +245,8 @@ class CPAwareGatedDeltaNet(LinearAttention):
         proj_BTP = project(self, batch.enter(hidden_states), self.drop_in.dims)
         # torch.compiler.disable has no types.
         mixed = self._mix(proj_BTP.transpose(0, 1), batch)  # pyright: ignore[reportCallIssue]
-        return batch.leave(self.out_proj(mixed.transpose(0, 1)), hidden_states)
+        out_proj = self._modules[family_of(self).out]
+        return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
     @torch.compiler.disable  # tables on the host, and one autograd function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
@@ -261,7 +263,8 @@ class CPAwareGatedDeltaNet(LinearAttention):
             *local_parameters(scheme, conv.weight, conv.bias, A_log, dt_bias),
             sizes=HeadSizes.of(layout),
             rule=batch.rule,
-            norm=_norm_of(self.norm, layout),
+            norm=_norm_of(self._modules[family_of(self).norm], layout),
+            allow_neg_eigval=getattr(self, "allow_neg_eigval", False),
             recompute_qkv=self.drop_in.options.recompute_qkv,
         )
         return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
@@ -274,8 +277,9 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
 def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
     """The plain gated norm's parameters, or a readout that calls another norm."""
-    if is_plain_gated_norm(norm):
-        return GatedNorm(norm.weight, norm.variance_epsilon)
+    activation = plain_gate(norm)
+    if activation is not None:
+        return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
     def call(o: Tensor, z: Tensor) -> Tensor:
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
@@ -365,7 +369,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
             f"Conv1d, whose weight the mixer reads. Leave conv1d out of adapters and quantization."
         )
     dims = GDNDims.from_config(config)
-    dtype = module.out_proj.weight.dtype
+    dtype = module._modules[family_of(module).out].weight.dtype
     expected = SimpleNamespace(
         deterministic_mode=False,
         batch_invariant_mode=False,

@@ -11,7 +11,7 @@ from ...ops.host_tables import to_device
 from .attention import GATHERED
 from .batch import ModelBatch
 from .block_masks import as_attention_reads
-from .families import TextModel
+from .families import TextModel, linear_attention_of
 from .layer import DropInOptions, refuse_documents_after_cache, resolve_call
 from .place import group_of
 from .sources import Sources, offsets_of, text_positions
@@ -55,11 +55,43 @@ def prepare_forward(text: TextModel, options: DropInOptions, given: dict[str, An
     kwargs["use_cache"] = False
     if kwargs.get("position_ids") is None:
         kwargs["position_ids"] = _positions(batch, len(x), x.device)
-    of_attention = mask["full_attention"] if isinstance(mask, dict) else None
+    refuse_mixing_elsewhere(text.config, batch)
+    kind = _attention_kind(text.config)
+    of_attention = mask[kind] if isinstance(mask, dict) else None
     if not isinstance(mask, dict):
         of_attention = _attention_mask(text, batch, x, kwargs["position_ids"], mask)
-    kwargs["attention_mask"] = {"full_attention": of_attention, "linear_attention": None}
+    kwargs["attention_mask"] = {kind: of_attention, "linear_attention": None}
     return kwargs
+
+
+def _attention_kind(config: Any) -> str:
+    """What a model's config calls the layers that are no linear attention."""
+    kinds = set(config.layer_types) - {"linear_attention"}
+    return kinds.pop() if len(kinds) == 1 else "full_attention"
+
+
+def refuse_mixing_elsewhere(config: Any, batch: ModelBatch) -> None:
+    """Refuse what other parts of a model than its layers here would let documents or ranks mix.
+
+    Raises:
+        NotImplementedError: Qwen4-Exp's per-layer embeddings, whose n-grams and convolution run
+            over the row that they are given; its attention, whose indexer ranks the keys of a row,
+            with context parallelism.
+    """
+    documents = batch.place is None
+    if getattr(config, "ple_layer_ids", None):
+        what = "packed documents" if documents else "context parallelism"
+        raise NotImplementedError(
+            f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
+            f"their n-grams and convolution run over the whole row that a rank is given, across "
+            f"documents. Give one document per row, on one rank."
+        )
+    if not documents and "indexed_attention" in config.layer_types:
+        raise NotImplementedError(
+            "context parallelism in a model with indexed attention: its indexer ranks the keys of "
+            "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "
+            "of its own (CPAwareGatedDeltaNet) takes context parallelism."
+        )
 
 
 def _refuse_cache(kwargs: dict[str, Any], batch: ModelBatch) -> None:
@@ -93,7 +125,7 @@ def _attention_mask(
 ) -> Any:
     """The mask that keeps documents apart, in the form that the attention takes."""
     implementation = text.config._attn_implementation
-    if not any(hasattr(layer, "self_attn") for layer in text.layers):
+    if all(linear_attention_of(layer) is not None for layer in text.layers):
         return None
     if batch.place is not None:
         if batch.packed is not None and implementation != GATHERED:

@@ -15,7 +15,13 @@ from torch import nn
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ..fp32_contract import HOLDER_NAME
 from .attention import GATHERED, register_gathered_attention
-from .families import TextModel, transformers_class
+from .families import (
+    MODELS,
+    TextModel,
+    linear_attention_of,
+    linear_attentions,
+    transformers_class,
+)
 from .layer import (
     CPAwareGatedDeltaNet,
     DropInOptions,
@@ -168,7 +174,7 @@ class Patch:
         vars(text)["forward"] = MethodType(forward, text)  # a deepcopy binds it to the copy
         self._forwards[text] = forward
         for layer in text.layers:
-            if not hasattr(layer, "linear_attn"):
+            if linear_attention_of(layer) is None:
                 hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
                 self._hooks.append(hook)
 
@@ -179,8 +185,7 @@ def _options_of(text: TextModel) -> DropInOptions:
     Raises:
         ValueError: they are set to different context-parallel ranks.
     """
-    layers = [layer.linear_attn for layer in text.layers if hasattr(layer, "linear_attn")]
-    first, *others = (layer.drop_in.options for layer in layers)
+    first, *others = (module.drop_in.options for module in linear_attentions(text))
     for options in others:
         mine, theirs = first.cp_mesh, options.cp_mesh
         if theirs is not mine and group_of(theirs) is not group_of(mine):
@@ -202,10 +207,7 @@ def text_models(model: nn.Module) -> Iterator[TextModel]:
     """The modules whose ``layers`` hold linear-attention modules."""
     for module in model.modules():
         layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList) and any(
-            transformers_class(getattr(layer, "linear_attn", None) or nn.Identity()) is not None
-            for layer in layers
-        ):
+        if isinstance(layers, nn.ModuleList) and any(linear_attentions(cast(TextModel, module))):
             yield cast(TextModel, module)
 
 
@@ -223,8 +225,9 @@ def patch(
 ) -> Patch:
     """Let every linear-attention module of a transformers model run by this package, in place.
 
-    For Qwen3-Next, Qwen3.5 and Qwen3.5-MoE, also inside their vision-language classes. Modules,
-    parameters, state-dict keys and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
+    For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp and OLMo Hybrid, also inside their
+    vision-language classes. Modules, parameters, state-dict keys and optimizers stay; ``A_log`` and
+    ``dt_bias`` become fp32.
 
     Packed documents are read once per forward from the model's arguments, see :mod:`.sources`.
     Conv, rule and (through its mask) attention keep them apart. With context parallelism the
@@ -265,7 +268,7 @@ def patch(
     if not any(True for _ in text_models(model)):
         raise ValueError(
             f"{type(model).__name__} has no linear-attention modules that are known here: legal "
-            f"are transformers' Qwen3-Next, Qwen3.5 and Qwen3.5-MoE models and their text models."
+            f"are transformers' {MODELS} models and their text models."
         )
     if attention is not None:
         register_gathered_attention()

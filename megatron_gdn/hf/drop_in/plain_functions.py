@@ -50,7 +50,7 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     device runs what it ran before, so the model may move to a GPU later.
 
     Args:
-        model: a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model of transformers, or a part of one. Other
+        model: one of the models that :func:`.patching.patch` takes, or a part of one. Other
             models are not changed. Functions that the package ``kernels`` has turned into modules
             are not changed either (set ``USE_HUB_KERNELS=NO``).
     """

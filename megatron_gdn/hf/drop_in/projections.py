@@ -1,6 +1,6 @@
 """The projections of a transformers linear-attention module, as the mixer's rows.
 
-    Qwen3.5       in_proj_qkv | in_proj_z | in_proj_b | in_proj_a
+    side by side  the outputs of the family's projections, in the order of the rows' sections
     Qwen3-Next    in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
                   in_proj_ba:   per key head [b of its value heads | a of them]
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...mixers.gdn.sizes import GDNDims
 from ..gdn_layer import ba_rows, qkvz_rows
-from .families import LinearAttention
+from .families import LinearAttention, family_of
 
 
 def project(module: LinearAttention, x_BSH: Tensor, dims: GDNDims) -> Tensor:
@@ -22,10 +22,11 @@ def project(module: LinearAttention, x_BSH: Tensor, dims: GDNDims) -> Tensor:
 
     The projections are called as modules, so adapters and hooks on them work.
     """
-    if hasattr(module, "in_proj_qkv"):
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    names = family_of(module).projections
+    if names:
         return torch.cat([getattr(module, name)(x_BSH) for name in names], dim=-1)
     heads = dims.num_key_heads
-    qkvz = module.in_proj_qkvz(x_BSH).unflatten(-1, (heads, -1)).split(qkvz_rows(dims), -1)
-    ba = module.in_proj_ba(x_BSH).unflatten(-1, (heads, -1)).split(ba_rows(dims), -1)
+    qkvz, ba = (getattr(module, f"in_proj_{name}")(x_BSH) for name in ("qkvz", "ba"))
+    qkvz = qkvz.unflatten(-1, (heads, -1)).split(qkvz_rows(dims), -1)
+    ba = ba.unflatten(-1, (heads, -1)).split(ba_rows(dims), -1)
     return torch.cat([section.flatten(-2) for section in (*qkvz, *ba)], dim=-1)

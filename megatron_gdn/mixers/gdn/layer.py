@@ -37,6 +37,7 @@ from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
 from .newer_config import (
     GDN_FIELDS,
+    allows_neg_eigval,
     gate_activation,
     name_ignored_offloads,
     require_this_variant,
@@ -74,7 +75,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         q, k, v          = SiLU(causal_conv1d(q, k, v))
         q, k             = q / |q|, k / |k|                      per head
         g_t              = -exp(A_log) softplus(a_t + dt_bias)   log-decay, fp32
-        beta_t           = sigmoid(b_t)
+        beta_t           = sigmoid(b_t)                          or 2 sigmoid(b_t)
         S_t              = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t              = S_t^T q_t / sqrt(K)
         y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the sigmoid
@@ -122,8 +123,11 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             switches it on too. ``gdn`` of newer Megatrons computes the whole layer again.
         output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
             ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may turn a direction of
+            the state around (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` if the config
+            has it, else False.
 
-    The last nine are given through ``ModuleSpec(params={...})``.
+    The last ten are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -169,6 +173,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         recompute_qkv: bool | None = None,
         recompute_norm_out: bool | None = None,
         output_gate_activation: str | None = None,
+        allow_neg_eigval: bool | None = None,
     ) -> None:
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(
@@ -184,6 +189,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         in_layer_graph(config)  # refuses what no graph of a layer takes
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
         self.output_gate_activation = gate_activation(output_gate_activation, config)
+        self.allow_neg_eigval = allows_neg_eigval(allow_neg_eigval, config)
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self._name_sizes()
         self._choose_by(
@@ -222,6 +228,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
                 self.out_norm, self.norm_group, scheme.layout, self.output_gate_activation
             ),
             normalise_qk=self.use_qk_l2norm,
+            allow_neg_eigval=self.allow_neg_eigval,
             recompute_qkv=self.recompute_qkv,
             recompute_rule=self.recompute_rule and self.training,
             gates=gates,

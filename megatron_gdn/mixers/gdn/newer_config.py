@@ -15,9 +15,9 @@ from ..ignored_fields import ConfigFields
 GDN_FIELDS = ConfigFields(
     prefixes=("gdn_", "linear_"),
     read=(
-        "gdn_output_gate_activation", "linear_attention_freq", "linear_conv_kernel_dim",
-        "linear_cp_mode", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-        "linear_value_head_dim",
+        "gdn_output_gate_activation", "linear_allow_neg_eigval", "linear_attention_freq",
+        "linear_conv_kernel_dim", "linear_cp_mode", "linear_key_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "linear_value_head_dim",
     ),
     without_effect={
         "gdn_pre_gated_delta_rule_fusion": "what comes before the rule is one pass here anyway",
@@ -63,6 +63,11 @@ def gate_activation(given: str | None, config: TransformerConfig) -> str:
         legal = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"output_gate_activation={activation!r}; use one of {legal}.")
     return activation
+
+
+def allows_neg_eigval(given: bool | None, config: TransformerConfig) -> bool:
+    """Whether write strengths reach 2: the option, else the config's, else False."""
+    return bool(getattr(config, "linear_allow_neg_eigval", False) if given is None else given)
 
 
 def recomputed_parts(config: TransformerConfig) -> set[str]:

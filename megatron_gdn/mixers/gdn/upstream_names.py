@@ -43,6 +43,7 @@ class UpstreamNames:
     out_norm: Any
     norm_group: Any
     output_gate_activation: str
+    allow_neg_eigval: bool
 
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
 
@@ -192,4 +193,6 @@ class UpstreamNames:
         beta: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-decay and write strength, for tools: ``megatron_gdn.ops.decay_and_write_gates``."""
-        return decay_and_write_gates(alpha, beta, A_log_local_cp, dt_bias_local_cp)
+        return decay_and_write_gates(
+            alpha, beta, A_log_local_cp, dt_bias_local_cp, allow_neg_eigval=self.allow_neg_eigval
+        )

@@ -3,6 +3,8 @@
     q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
     g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
 
+With ``allow_neg_eigval`` beta is twice that, see :func:`..gates.largest_beta`.
+
 :mod:`.front_triton` has the Triton kernels, :mod:`.front_torch` their plain twins,
 :mod:`.front_conv_package` the same with another convolution.
 """
@@ -43,6 +45,7 @@ class GDNFront:
         sizes: the heads of a projection row.
         kernels: :mod:`.front_triton`, :mod:`.front_torch` or :mod:`.front_conv_package`.
         normalise_qk: scale q and k to unit length.
+        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
         dtype: of q, k and v; None is the projection's.
         batch_invariant: the bits of a packed document do not depend on where it lies.
         again: inputs that the backward computes again. Of q, k and v, computing q again costs the
@@ -52,6 +55,7 @@ class GDNFront:
     sizes: HeadSizes
     kernels: ModuleType
     normalise_qk: bool = True
+    allow_neg_eigval: bool = False
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
     again: tuple[str, ...] = ("q",)
@@ -71,6 +75,7 @@ class GDNFront:
         operands: torch.dtype | None = None,
         batch_invariant: bool = False,
         normalise_qk: bool = True,
+        allow_neg_eigval: bool = False,
         recompute_qkv: bool = False,
         kernels: str = "auto",
         aligned: bool = False,
@@ -91,7 +96,8 @@ class GDNFront:
             )
         return GDNFront(
             sizes, kernels_for(device, dtype, taps, sizes, kernels, aligned), normalise_qk,
-            operands, batch_invariant, ("q", "k", "v") if recompute_qkv else ("q",),
+            allow_neg_eigval, operands, batch_invariant,
+            ("q", "k", "v") if recompute_qkv else ("q",),
         )  # fmt: skip
 
     @property
@@ -108,7 +114,7 @@ class GDNFront:
 
     def for_step(self, dtype: torch.dtype) -> GDNFront:
         wide = torch.promote_types(dtype, torch.float32)
-        return GDNFront(self.sizes, self.kernels, self.normalise_qk, wide)
+        return GDNFront(self.sizes, self.kernels, self.normalise_qk, self.allow_neg_eigval, wide)
 
     def in_slots(
         self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
@@ -118,7 +124,7 @@ class GDNFront:
         weight, bias, A_log, dt_bias = parameters
         return step_slots(
             rows, weight, bias, A_log, dt_bias, *memory, slots, self.sizes,
-            normalise_qk=self.normalise_qk,
+            normalise_qk=self.normalise_qk, allow_neg_eigval=self.allow_neg_eigval,
         )  # fmt: skip
 
     def forward(
@@ -131,7 +137,8 @@ class GDNFront:
         weight, bias, A_log, dt_bias, *apart = parameters
         return self.kernels.prepare_forward(
             proj, weight, bias, A_log, dt_bias, self.sizes, gates=apart[0] if apart else None,
-            documents=documents, normalise_qk=self.normalise_qk, dtype=self.dtype,
+            documents=documents, normalise_qk=self.normalise_qk,
+            allow_neg_eigval=self.allow_neg_eigval, dtype=self.dtype,
             batch_invariant=self.batch_invariant, parts="qkvg" if only is None else "".join(only),
         )  # fmt: skip
 
@@ -150,7 +157,8 @@ class GDNFront:
         made = self.kernels.prepare_backward(
             proj, weight, bias, A_log, dt_bias, self.sizes, *of_inputs, d_proj,
             documents=documents, factor=factor, normalise_qk=self.normalise_qk,
-            batch_invariant=self.batch_invariant, gates=gates, d_gates=d_gates,
+            allow_neg_eigval=self.allow_neg_eigval, batch_invariant=self.batch_invariant,
+            gates=gates, d_gates=d_gates,
         )  # fmt: skip
         return made if d_gates is None else (*made, d_gates)
 

@@ -18,7 +18,7 @@ from ..kernels.elementwise import LARGEST_A_LOG, LEAST_LOG_DECAY, minus_rate, si
 @triton.jit
 def _gates_backward(
     proj_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr,
-    start, S, tokens, stride_s, d_stride_s,
+    start, S, tokens, stride_s, d_stride_s, largest_beta,
     H: tl.constexpr, BLOCK_H: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """All value heads of ``tokens`` tokens. The pointers are at the beta column of (0, b)."""
@@ -55,13 +55,13 @@ def _gates_backward(
         held_TH = rate_H[None, :] * softplus_TH < LEAST_LOG_DECAY
         softplus_TH = tl.where(held_TH, 0.0, softplus_TH)
         dg_TH = tl.where(held_TH, 0.0, dg_TH)
-        beta_TH = sigmoid(b_TH)
+        write_TH = sigmoid(b_TH)
         dalpha_TH = dg_TH * rate_H[None, :] * sigmoid(x_TH)
         dA_TH += dg_TH * rate_H[None, :] * softplus_TH
         ddt_TH += dalpha_TH
         out_TH = d_proj_ptr + t_T[:, None] * d_stride_s + h_H[None, :]
         kind = d_proj_ptr.dtype.element_ty
-        db_TH = dbeta_TH * beta_TH * (1.0 - beta_TH)
+        db_TH = dbeta_TH * largest_beta * write_TH * (1.0 - write_TH)
         tl.store(out_TH, db_TH.to(kind), mask=real_TH)
         tl.store(out_TH + H, dalpha_TH.to(kind), mask=real_TH)
     dA_H = tl.where(A_log_H > LARGEST_A_LOG, 0.0, tl.sum(dA_TH, axis=0))
@@ -74,7 +74,7 @@ def prepare_backward_kernel(
     proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr, gates_ptr,
     d_gates_ptr,
-    S, steps, stride_s, stride_b, d_stride_s, d_stride_b, eps,
+    S, steps, stride_s, stride_b, d_stride_s, d_stride_b, eps, largest_beta,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -110,7 +110,7 @@ def prepare_backward_kernel(
             raw_ptr, A_log_ptr, dt_bias_ptr,
             dg_ptr + b * S * H, dbeta_ptr + b * S * H, factor_ptr,
             d_raw_ptr, partial_ptr + PARTIAL,
-            start, S, ROWS * steps, raw_stride, d_raw_stride, H, BLOCK_H, SCALED,
+            start, S, ROWS * steps, raw_stride, d_raw_stride, largest_beta, H, BLOCK_H, SCALED,
         )  # fmt: skip
     elif slot < 2 * G:
         factor = tl.load(factor_ptr + slot % G * (H // G)) if SCALED else 1.0

@@ -18,7 +18,7 @@ from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
 
 @triton.jit
 def _gates(
-    raw_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, start, S, tokens, stride_s,
+    raw_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, start, S, tokens, stride_s, largest_beta,
     H: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """All value heads of ``tokens`` tokens. ``raw_ptr`` is at the beta column of (0, b)."""
@@ -43,14 +43,14 @@ def _gates(
         g_TH = rate_H[None, :] * softplus(alpha_TH + dt_bias_H[None, :])
         g_TH = tl.where(g_TH < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_TH)  # NaN stays NaN
         tl.store(g_ptr + out_TH, g_TH, mask=real_TH)
-        tl.store(beta_ptr + out_TH, sigmoid(b_TH), mask=real_TH)
+        tl.store(beta_ptr + out_TH, sigmoid(b_TH) * largest_beta, mask=real_TH)
 
 
 @triton.jit(do_not_specialize=["S", "steps", "first_slot"])
 def prepare_forward_kernel(
     proj_ptr, gates_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
-    S, steps, first_slot, stride_s, stride_b, eps,
+    S, steps, first_slot, stride_s, stride_b, eps, largest_beta,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -89,5 +89,5 @@ def prepare_forward_kernel(
             raw_stride = tl.num_programs(2) * (2 * H)
         _gates(
             raw_ptr, A_log_ptr, dt_bias_ptr, g_ptr + b * S * H,
-            beta_ptr + b * S * H, start, S, tokens, raw_stride, H, BLOCK_H,
+            beta_ptr + b * S * H, start, S, tokens, raw_stride, largest_beta, H, BLOCK_H,
         )  # fmt: skip

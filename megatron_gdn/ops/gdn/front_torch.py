@@ -45,6 +45,7 @@ def prepare_forward(
     *,
     documents: Documents | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
@@ -74,7 +75,9 @@ def prepare_forward(
     if "g" in parts:
         raw = rows_BSP[..., sizes.beta_column :] if gates is None else gates.transpose(0, 1)
         b, alpha = raw.to(wide).split(sizes.value_heads, dim=-1)
-        g, beta = decay_and_write_gates(alpha, b, A_log.to(wide), dt_bias.to(wide))
+        g, beta = decay_and_write_gates(
+            alpha, b, A_log.to(wide), dt_bias.to(wide), allow_neg_eigval=allow_neg_eigval
+        )
         made |= {"g": g.contiguous(), "beta": beta.contiguous()}
     return RuleInputs(**made)
 
@@ -100,6 +103,7 @@ def prepare_backward(
     documents: Documents | None = None,
     factor: Tensor | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
     batch_invariant: bool = False,
     convolve: Convolve = convolve_rows,
@@ -116,8 +120,8 @@ def prepare_backward(
         raw = None if gates is None else others.pop()
         outputs = prepare_forward(
             rows, weight, others[0] if others else None, decay, time_bias, sizes,
-            documents=documents, normalise_qk=normalise_qk, eps=eps, convolve=convolve, gates=raw,
-            parts="qkv" if dg is None else "qkvg",
+            documents=documents, normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval,
+            eps=eps, convolve=convolve, gates=raw, parts="qkv" if dg is None else "qkvg",
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..front.fused_edges import FusedEdges
+from ..gates import largest_beta
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
@@ -45,6 +46,7 @@ def prepare_forward(
     *,
     documents: Documents | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
@@ -55,7 +57,7 @@ def prepare_forward(
     """Projection rows to the inputs of the delta rule.
 
         q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
-        g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
+        g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b), or twice that
 
     Args:
         proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha; any strides of the first
@@ -66,6 +68,7 @@ def prepare_forward(
         documents: boundaries of packed documents, the same in every batch row; None when every row
             is one sequence. Taps never cross a boundary, in either direction.
         normalise_qk: False leaves q and k as SiLU made them.
+        allow_neg_eigval: beta = 2 sigmoid(b).
         batch_invariant: the bits of a packed document do not depend on its place. Tokens near
             boundaries and far from them take one path. It has no fused multiply-add: a compiler may
             use that in one copy of a loop and not in another.
@@ -96,7 +99,8 @@ def prepare_forward(
     stride_s, stride_b, _ = proj.stride()
     launch = _forward_launch(
         sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, eps, conv_bias is not None,
-        documents is not None, batch_invariant, normalise_qk, gates is not None, tile,
+        documents is not None, batch_invariant, normalise_qk, largest_beta(allow_neg_eigval),
+        gates is not None, tile,
     )  # fmt: skip
     if launch is not None:
         # Kernels take no None, so each part left out gets a pointer that is never read. It has the
@@ -112,7 +116,8 @@ def prepare_forward(
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
     sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str, eps: float,
-    has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, apart: bool,
+    has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, most_beta: float,
+    apart: bool,
     tile: Walk | None,
 ) -> Launch | None:  # fmt: skip
     """None if there are no rows."""
@@ -129,7 +134,7 @@ def _forward_launch(
     return Launch(
         prepare_forward_kernel,
         (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B),
-        S, tile.steps, first, stride_s, stride_b, eps,
+        S, tile.steps, first, stride_s, stride_b, eps, most_beta,
         G=G, H=H, K=K, V=V, W=W, ROWS=tile.rows, STAGES=tile.stages,
         BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
         HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, APART=apart,
@@ -154,6 +159,7 @@ def prepare_backward(
     documents: Documents | None = None,
     factor: Tensor | None = None,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
     batch_invariant: bool = False,
     tile: Walk | None = None,
@@ -188,7 +194,8 @@ def prepare_backward(
     plan = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
-        batch_invariant, normalise_qk, factor is not None, gates is not None, gated, tile,
+        batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None,
+        gates is not None, gated, tile,
     )  # fmt: skip
     partial = torch.empty(plan.partial, dtype=torch.float32, device=proj.device)
     if plan.launch is not None:
@@ -223,7 +230,8 @@ class _Backward(NamedTuple):
 def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
-    batch_invariant: bool, normalise: bool, scaled: bool, apart: bool, gated: bool,
+    batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, apart: bool,
+    gated: bool,
     tile: Walk | None,
 ) -> _Backward:  # fmt: skip
     """``d_heads``: heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv."""
@@ -242,7 +250,7 @@ def _backward_plan(
         launch = Launch(
             prepare_backward_kernel,
             (gated + 2 * G + H, tiles, B),
-            S, tile.steps, *strides[:2], *d_strides[:2], eps,
+            S, tile.steps, *strides[:2], *d_strides[:2], eps, most_beta,
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,

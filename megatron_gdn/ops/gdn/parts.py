@@ -27,6 +27,7 @@ def gdn_parts(
     rule: Rule,
     norm: GatedNorm | Apart,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
     recompute_rule: bool = False,
     kernels: str = "auto",
@@ -42,6 +43,7 @@ def gdn_parts(
         rule: from :func:`.rule.resolve.resolve_rule`.
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         normalise_qk: scale q and k to unit length.
+        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
             ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
@@ -63,7 +65,7 @@ def gdn_parts(
         )
     front = GDNFront.of(
         rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
-        rule.batch_invariant, normalise_qk, recompute_qkv, kernels,
+        rule.batch_invariant, normalise_qk, allow_neg_eigval, recompute_qkv, kernels,
         getattr(rule, "aligned", False),
     )  # fmt: skip
     readout, gamma = norm, None

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..gates import largest_beta
 from ..kernels.tiles import block_dim
 from .sizes import HeadSizes
 from .step_kernels import prepare_step_kernel, state_step_kernel
@@ -28,6 +29,7 @@ def step_slots(
     sizes: HeadSizes,
     *,
     normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
     """The delta rule's output for one token of each sequence; updates the slots.
@@ -55,7 +57,7 @@ def step_slots(
     taps = conv_weight.shape[-1]
     prepare_step_kernel[(2 * G + H + 1, N)](
         rows, conv_weight, conv_bias, A_log, dt_bias, history, slots,
-        q, k, v, g, beta, rows.stride(0), eps,
+        q, k, v, g, beta, rows.stride(0), eps, largest_beta(allow_neg_eigval),
         G=G, H=H, K=K, V=V, W=taps,
         BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
         HAS_BIAS=conv_bias is not None, NORMALISE=normalise_qk, num_warps=1,

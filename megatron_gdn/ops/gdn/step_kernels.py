@@ -19,7 +19,7 @@ from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
 @triton.jit
 def prepare_step_kernel(
     proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, history_ptr, slot_ptr,
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_n, eps,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_n, eps, largest_beta,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORMALISE: tl.constexpr,
@@ -55,7 +55,7 @@ def prepare_step_kernel(
         g_H = minus_rate(A_log_H) * softplus(alpha_H + dt_bias_H)
         g_H = tl.where(g_H < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_H)  # NaN stays NaN
         tl.store(g_ptr + n * H + h_H, g_H, mask=real_H)
-        tl.store(beta_ptr + n * H + h_H, sigmoid(b_H), mask=real_H)
+        tl.store(beta_ptr + n * H + h_H, sigmoid(b_H) * largest_beta, mask=real_H)
 
 
 @triton.jit

@@ -8,7 +8,8 @@ import pytest
 from tests.hf.tiny_models import build
 
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
-FAMILIES = [NEXT, DENSE, MOE]
+OLMO, QWEN4 = "OlmoHybridForCausalLM", "Qwen4ExpForCausalLM"
+FAMILIES = [NEXT, DENSE, MOE, OLMO, QWEN4]
 VISION, VISION_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 
 

@@ -181,6 +181,18 @@ def a_mesh_of_one_rank_leaves_attention_alone() -> None:
     assert torch.equal(alone(tokens, attention_mask=mask).logits, expected)
 
 
+def indexed_attention_is_refused() -> None:
+    """Its indexer would rank the keys of one rank's tokens."""
+    model = build("Qwen4ExpForCausalLM")
+    patch(model, mesh(), attention="gathered")
+    try:
+        model(torch.randint(67, (1, 8)), use_cache=False)
+    except NotImplementedError as error:
+        assert "its indexer ranks the keys of the tokens that a rank holds" in str(error)
+    else:
+        raise AssertionError("nobody refused an indexer that sees a share of the keys")
+
+
 def tables_do_not_follow_the_default_device() -> None:
     """On meta, which stands for a GPU here, what is worked out on the host would have no values."""
     model = build("Qwen3_5ForCausalLM")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hf.drop_in import cp_laws as laws
-from tests.hf.drop_in.conftest import DENSE, MOE, NEXT, VISION, VISION_MOE
+from tests.hf.drop_in.conftest import DENSE, MOE, NEXT, OLMO, QWEN4, VISION, VISION_MOE
 
 # Documents that no share of 2 or 4 ranks ends with, one of a token, and for cuts by document
 # multiples of 8.
@@ -34,8 +34,10 @@ MORE = [
         pytest.param(NEXT, 2, MORE, marks=pytest.mark.slow),
         (DENSE, 4, FEW),
         pytest.param(DENSE, 4, MORE, marks=pytest.mark.slow),
+        (OLMO, 2, FEW),
+        (QWEN4, 2, FEW),
     ],
-    ids=["dense-2", "next-2", "next-2-more", "dense-4", "dense-4-more"],
+    ids=["dense-2", "next-2", "next-2-more", "dense-4", "dense-4-more", "olmo-2", "qwen4-2"],
 )
 def test_a_layer_equals_one_rank(pools, family, ranks, cases):
     pools(ranks).run(laws.layers_equal_one_rank, family, cases)
@@ -53,7 +55,7 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
     pools(ranks).run(laws.models_equal_one_rank, "Qwen3_5ForCausalLM", cases)
 
 
-@pytest.mark.parametrize("family", [NEXT, pytest.param(MOE, marks=pytest.mark.slow), VISION])
+@pytest.mark.parametrize("family", [NEXT, pytest.param(MOE, marks=pytest.mark.slow), VISION, OLMO])
 def test_other_models_equal_one_rank(pools, family):
     cases = [
         ("zigzag_buffer", "auto", None, None),
@@ -126,6 +128,10 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
          "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
+
+
+def test_indexed_attention_is_refused_on_every_rank(pools):
+    pools(2).run(laws.indexed_attention_is_refused)
 
 
 def test_ranks_that_are_given_different_things_are_told(pools):

@@ -15,7 +15,7 @@ from tests.hf.drop_in.conftest import FAMILIES
 TOKENS = [[3, 17, 5, 60, 2, 8, 8, 41, 9]]
 NEW = 4
 # Which modules hold a family's functions.
-SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp"]
 
 IN_A_FRESH_PROCESS = """
 import importlib, sys

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
-from tests.hf.drop_in.conftest import DENSE
+from tests.hf.drop_in.conftest import DENSE, QWEN4
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
+from tests.hf.tiny_models import build
 
 LENGTHS = torch.tensor([0, 3, 8])
 
@@ -51,6 +52,19 @@ def test_documents_cannot_follow_what_a_cache_holds(fresh):
     ):
         with pytest.raises(ValueError, match="goes on from a cache"):
             model(tokens, past_key_values=cache, **more)
+
+
+def test_documents_that_per_layer_embeddings_would_mix_are_refused():
+    """Their n-grams end at the end-of-text token, and their convolution nowhere."""
+    n_grams = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
+    model = build(QWEN4, **n_grams, make_ngram_vocab_size_divisible_by=2, eos_token_id=3)
+    tokens = torch.randint(67, (1, 8))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    alone = model(tokens).logits
+    patch(model)
+    assert torch.equal(model(tokens).logits, alone)
+    with pytest.raises(NotImplementedError, match=r"packed documents .*ple_layer_ids=\[1\]"):
+        model(tokens, position_ids=positions)
 
 
 def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):

@@ -52,7 +52,7 @@ def gated_delta_rule(
             ``h // (H // G)``. They are never repeated in memory.
         value: ``[B, T, H, V]``.
         g: ``[B, T, H]``, natural logarithm of the decay, <= 0, fp32.
-        beta: ``[B, T, H]``, write strength in (0, 1).
+        beta: ``[B, T, H]``, write strength in (0, 1), or in (0, 2) for negative eigenvalues.
         scale: defaults to ``1 / sqrt(K)``.
         initial_state: ``[N, H, K, V]``; zeros when None. N is B, or the number of documents.
         output_final_state: also return the state after the last token of every sequence.

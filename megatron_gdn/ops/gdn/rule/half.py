@@ -6,15 +6,16 @@ rounded to the dtype of q, k and v. bf16 keeps 8 bits, fp16 keeps 11, at the sam
 has full precision only from 2^-14 to 65504:
 
 - q and k have unit length. v is the output of a SiLU, the state is a mean of such values, and o is
-  a fraction of the state. They are not scaled. Values beyond 65504 become inf, and the output and
-  gradients inf or NaN; no value is clamped. Values below 2^-14 lose bits; those below 2^-17 have
-  fewer than in bf16.
+  a fraction of the state. They are not scaled. With beta above 1 the state is no mean: values of
+  alternating sign may let it grow, by less than twice the largest value a token. Values beyond
+  65504 become inf, and the output and gradients inf or NaN; no value is clamped. Values below 2^-14
+  lose bits; those below 2^-17 have fewer than in bf16.
 - Gradients may have any size. So d_o is multiplied by a power of two. The rule's backward is linear
   in d_o and returns gradients multiplied by the same power, and the front multiplies them by the
   inverse, in fp32 (:class:`.base.RuleGrads`). Both products are exact.
 
 The power is chosen for each key head, on the device. It brings the largest |d_o| of the key head's
-value heads below 1. The range above 1 is left for sums. With g <= 0, beta <= 1 and unit keys no
+value heads below 1. The range above 1 is left for sums. With g <= 0, beta <= 2 and unit keys no
 step of the backward recurrence makes the state's gradient longer. So over T tokens one of its
 columns is at most T / sqrt(K) long: 2^13.5 for K = 128 and T = 2^17 tokens that all have the same,
 largest gradient. Sums over V of its products with written values, in dk and dbeta, grow further.

@@ -1,0 +1,148 @@
+"""One Kimi Delta Attention: Hugging Face tensors to Megatron's, whole or in shards, and back.
+
+Megatron's in_proj has the rows of :attr:`.KDADims.in_proj_layout`. Hugging Face has a tensor for
+each section:
+
+    q_proj, k_proj, v_proj, b_proj
+    f_a_proj, f_b_proj      the forget gate of low rank (Kimi Linear, GLM 5 next)
+    g_a_proj, g_b_proj      the output gate likewise
+    f_proj, g_proj          gates of full rank (Bailing Hybrid)
+
+Modules of transformers hold the forget gate's tensors in ``forget_gate`` and one convolution. Files
+have no ``forget_gate``, and three convolutions; Bailing's call o_proj dense. Kimi Linear keeps
+``A_log`` as ``[1, 1, H, 1]``.
+
+What a weight means is not in it: `forget_rank` and `output_rank` are in the dims; a bounded gate is
+the layer's `gate_lower_bound`.
+
+Legend: D hidden size, H heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..mixers.kda.sizes import KDADims
+from .gdn_layer import conv_map
+from .layer_maps import hf_from_ranks, ranks_from_hf
+from .tensor_map import HFRef, TensorMap
+
+KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]
+
+
+def kda_layer_maps(
+    prefix: str,
+    hf_prefix: str,
+    dims: KDADims,
+    family: KDAFamily,
+    in_files: bool = True,
+    zero_centered_gamma: bool = True,
+) -> list[TensorMap]:
+    """The maps of every parameter of one layer except its input norm.
+
+    Args:
+        prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
+        hf_prefix: Hugging Face's, as in ``model.layers.0.self_attn.``.
+        dims: the whole layer's sizes.
+        family: the ``model_type`` of the model.
+        in_files: names of files; False: of transformers' module.
+        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
+            ``out_norm.weight`` is ``o_norm.weight - 1``.
+    """
+    D, H, K, V = dims.hidden_size, dims.num_heads, dims.key_head_dim, dims.value_head_dim
+    rows, layout = dims.layout, dims.in_proj_layout
+    forget = "" if in_files else "forget_gate."
+    out = "dense" if in_files and family == "bailing_hybrid" else "o_proj"
+    projections = {
+        "query": "q_proj", "key": "k_proj", "value": "v_proj", "beta": "b_proj",
+        "f": f"{forget}f_proj", "f_a": f"{forget}f_a_proj", "z": "g_proj", "z_a": "g_a_proj",
+    }  # fmt: skip
+
+    def one(name: str, hf_name: str, shape: tuple[int, ...], **kwargs) -> TensorMap:
+        source = HFRef(hf_prefix + hf_name, shape)
+        return TensorMap(names=(prefix + name,), sources=(source,), **kwargs)
+
+    of_rate: dict = {"shard_dim": 0, "fp32": True}
+    rate_shape: tuple[int, ...] = (H,)
+    if family == "kimi_linear":
+        rate_shape = (1, 1, H, 1)
+        of_rate |= {"join": _flattened, "split": _in_four_dimensions}
+    maps = [
+        TensorMap(
+            names=(f"{prefix}in_proj.weight",),
+            sources=tuple(
+                HFRef(f"{hf_prefix}{projections[name]}.weight", (width, D))
+                for name, width in zip(layout.names, layout.widths, strict=True)
+            ),
+            shard_dim=0,
+            sections=layout.widths,
+            section_names=layout.names,
+        ),
+        conv_map(prefix, hf_prefix, rows, dims.conv_kernel_dim, in_files, "conv1d_weight"),
+        one("A_log", f"{forget}A_log", rate_shape, **of_rate),
+        one("dt_bias", f"{forget}dt_bias", (H * K,), shard_dim=0, fp32=True),
+        one("out_norm.weight", "o_norm.weight", (V,), shift=-1.0 if zero_centered_gamma else 0.0),
+        one("out_proj.weight", f"{out}.weight", (D, H * V), shard_dim=1),
+    ]
+    wide = {"f": (f"{forget}f_b_proj.weight", K), "z": ("g_b_proj.weight", V)}
+    for gate, (name, width) in wide.items():
+        if rank := dims.ranks[gate]:
+            maps.append(one(f"{gate}_b_weight", name, (H * width, rank), shard_dim=0))
+    return maps
+
+
+def _flattened(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0].flatten()
+
+
+def _in_four_dimensions(rate_H: Tensor) -> tuple[Tensor]:
+    return (rate_H.view(1, 1, -1, 1),)
+
+
+def kda_layer_from_hf(
+    hf_state: Mapping[str, Tensor],
+    dims: KDADims,
+    family: KDAFamily,
+    tp_size: int = 1,
+    in_files: bool = True,
+    zero_centered_gamma: bool = True,
+) -> list[dict[str, Tensor]]:
+    """A linear-attention module's tensors to the layer's, one dict for each rank.
+
+    Args:
+        hf_state: the tensors of one layer, without a prefix, in bf16, fp16, fp32 or fp64.
+        dims, family, in_files, zero_centered_gamma: as in :func:`kda_layer_maps`.
+        tp_size: number of tensor-parallel ranks.
+
+    Returns:
+        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
+        ``out_norm.weight`` fp32, all others in the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
+            split.
+    """
+    dims.shard(tp_size)
+    maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)
+    return ranks_from_hf(maps, hf_state, tp_size, f"a layer of {family}")
+
+
+def kda_layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: KDADims,
+    family: KDAFamily,
+    in_files: bool = True,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    originals: Mapping[str, Tensor] | None = None,
+    zero_centered_gamma: bool = True,
+) -> dict[str, Tensor]:
+    """The inverse of :func:`kda_layer_from_hf`.
+
+    ``dtypes`` and ``originals`` are as in :func:`.gdn_layer.gdn_layer_to_hf`.
+    """
+    maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)
+    return hf_from_ranks(maps, ranks, dtypes, originals)
