@@ -30,7 +30,7 @@ pytestmark = [
 ]
 VOCAB = 50
 KINDS = ["gdn", "mamba2", "kda"]
-ALL_KINDS = [*KINDS, "gdn aligned", "mamba2 aligned"]
+ALL_KINDS = [*KINDS, "gdn aligned", "mamba2 aligned", "kda aligned"]
 
 
 def make_layer(kind):

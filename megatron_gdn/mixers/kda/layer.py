@@ -149,6 +149,11 @@ class KimiDeltaAttention(RecurrentMixer):
                 f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
                 f"-5, or None for the unbounded gate."
             )
+        if config.fp8:
+            raise NotImplementedError(
+                "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, "
+                "and the recurrence compounds their error. Switch fp8 off, or keep this layer out."
+            )
         again = computed_again(config, recompute)
         dims = KDADims.from_config(config, forget_rank, output_rank)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
@@ -179,7 +184,8 @@ class KimiDeltaAttention(RecurrentMixer):
         if not low:
             return narrow
         layout, tp = self.dims.in_proj_layout, self.tp_size
-        own = [narrow[..., layout.columns(f"{gate}_a")] for gate in low]
+        # Contiguous, a product takes all tokens as rows of one matrix.
+        own = [narrow[..., layout.columns(f"{gate}_a")].contiguous() for gate in low]
         if tp > 1:
             halves = all_gather_last_dim_from_tensor_parallel_region(
                 torch.cat(own, -1), group=self.tp_group

@@ -112,13 +112,3 @@ class KDADims:
             )
         heads, forget, output = (count // ranks for count in counts)
         return replace(self, num_heads=heads, forget_rank=forget, output_rank=output)
-
-    def check_fp8_alignment(self, alignment: int) -> None:
-        """Refuse a local projection width that FP8 GEMMs cannot take."""
-        layout = self.in_proj_layout
-        if layout.width % alignment:
-            raise SizeError(
-                f"FP8 needs the local projection width to be a multiple of {alignment}, but "
-                f"{', '.join(layout.names)} of {self.num_heads} heads have {layout.width} columns. "
-                f"Use a smaller tensor_model_parallel_size, or keep this layer out of FP8."
-            )

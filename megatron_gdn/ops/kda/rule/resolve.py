@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...aligned import AlignedRule
 from ...once import say_once
-from ...rules.choice import IN_STEPS, Choice, why_not_aligned
+from ...rules.choice import ON_GRID, Choice, why_not_aligned
 from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
 from ...state_maps.state_map import StateShape
 from .plain import PlainKDA
@@ -43,7 +42,7 @@ def resolve_kda(
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: the reference. fla is refused, since it picks its kernels by timing.
         aligned: training and generation give a token the same bits, see :mod:`...aligned`: the
-            reference in steps.
+            reference, on its grid.
 
     Raises:
         ValueError: an unknown name, or one that the dtype, the device, ``deterministic`` or
@@ -57,7 +56,7 @@ def resolve_kda(
         why = why_not_aligned(backend)
         if why is not None:
             raise ValueError(why)
-        return Choice(AlignedRule(PlainKDA()), IN_STEPS)
+        return Choice(PlainKDA(aligned=True), ON_GRID)
     if backend == "reference":
         return Choice(PlainKDA(), "requested")
     if deterministic:
