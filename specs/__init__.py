@@ -13,7 +13,11 @@ from .hybrid import (  # noqa: E402
     gdn_qk_norm_hybrid_stack_spec,
     hybrid_stack_spec,
 )
-from .layer import gated_delta_net_spec, mamba2_spec  # noqa: E402
+from .layer import (  # noqa: E402
+    gated_delta_net_spec,
+    kimi_delta_attention_spec,
+    mamba2_spec,
+)
 
 __all__ = [
     "gated_delta_net_spec",
@@ -22,5 +26,6 @@ __all__ = [
     "gdn_qk_norm_hybrid_stack_spec",
     "gpt_block_spec",
     "hybrid_stack_spec",
+    "kimi_delta_attention_spec",
     "mamba2_spec",
 ]

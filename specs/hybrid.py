@@ -1,4 +1,4 @@
-"""Hybrid stacks ('G' Gated DeltaNet, 'M' Mamba2, '-' MLP, '*' attention, ...) with our mixers.
+"""Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2, ...
 
 In Python, and by the same name in a launch:
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.hybrid import hybrid_layer_specs
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,8 +27,14 @@ from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 from megatron_gdn.ops.mamba2.rule.resolve import RULES
 
+from .kda_stack import KDAHybridStack, know_letter
 from .launch_options import with_launch_options
-from .layer import gated_delta_net_spec, mamba2_spec, resolve_modules
+from .layer import (
+    gated_delta_net_spec,
+    kimi_delta_attention_spec,
+    mamba2_spec,
+    resolve_modules,
+)
 from .local import (
     ATTENTION_NORM_KEYS,
     BIAS_DROPOUT_ADD,
@@ -47,7 +53,7 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
-    """Spec of a Megatron ``HybridStack`` whose 'G' and 'M' layers have the mixers of this package.
+    """Spec of a ``HybridStack`` whose 'G', 'K' and 'M' layers have the mixers of this package.
 
     ``--spec`` takes it as it is. Called, it returns another spec:
 
@@ -58,7 +64,7 @@ class HybridStackSpec(ModuleSpec):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.
 
-            spec(modules="auto", *, qk_layernorm=False, mamba=None, **options)
+            spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
         Args:
             modules: ``"te"`` is Megatron's own hybrid stack with the 'G' and 'M' mixers exchanged;
@@ -67,10 +73,11 @@ class HybridStackSpec(ModuleSpec):
                 interchangeable.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             mamba: keyword arguments of the Mamba2Mixer constructor, for 'M' layers.
+            kda: keyword arguments of the KimiDeltaAttention constructor, for 'K' layers.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
-                the delta rule). ``cp_layout`` also goes to 'M' and local '*' layers. 'M' layers
-                also get ``linear_cp_mode``, ``cp_ranks_per_machine``, and ``backend`` if Mamba2 has
-                it. In 'M' layers ``mamba`` overrides all four.
+                the delta rule). ``cp_layout`` also goes to 'M', 'K' and local '*' layers. 'M'
+                and 'K' layers also get ``linear_cp_mode``, ``cp_ranks_per_machine``, and
+                ``backend`` if they have it; ``mamba`` and ``kda`` override all four.
 
         Returns:
             a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
@@ -89,11 +96,13 @@ def _hybrid_stack_spec(
     *,
     qk_layernorm: bool = False,
     mamba: dict[str, Any] | None = None,
+    kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
     modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
     mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
+    delta = kimi_delta_attention_spec(modules, **{**_options_of_both(options), **(kda or {})})
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
         submodules = _te_submodules(mixer, mamba2, qk_layernorm)
@@ -103,7 +112,9 @@ def _hybrid_stack_spec(
     theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
     heads = checked_mtp_spec(theirs, cp_layout) if modules == "te" else local_mtp_spec(cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
-    return HybridStackSpec(module=HybridStack, submodules=submodules)
+    layer = _te_mixer_layer(delta) if modules == "te" else _local_mixer_layer(delta, GDN_NORM_KEYS)
+    of_k = {"kda_layer": layer}
+    return HybridStackSpec(module=KDAHybridStack, params=of_k, submodules=submodules)
 
 
 def _upstream() -> HybridStackSubmodules:
@@ -112,7 +123,7 @@ def _upstream() -> HybridStackSubmodules:
 
 
 def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
-    """Of GatedDeltaNet's options those that mean the same in a Mamba2 mixer."""
+    """Of GatedDeltaNet's options those that mean the same in the other mixers."""
     shared = {k: v for k, v in options.items() if k in _OF_BOTH}
     if options.get("backend") in RULES:
         shared["backend"] = options["backend"]
@@ -122,17 +133,13 @@ def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
 def _te_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool
 ) -> HybridStackSubmodules:
-    gdn_layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=BIAS_DROPOUT_ADD),
-    )
     mamba_layer = ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(mixer=mamba2, mamba_bda=BIAS_DROPOUT_ADD),
     )
     stack = replace(
         _upstream(),
-        gdn_layer=gdn_layer,
+        gdn_layer=_te_mixer_layer(mixer),
         mamba_layer=mamba_layer,
     )
     if qk_layernorm:
@@ -144,6 +151,13 @@ def _te_submodules(
         layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
         stack = replace(stack, attention_layer=layer)
     return stack
+
+
+def _te_mixer_layer(mixer: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=BIAS_DROPOUT_ADD),
+    )
 
 
 def _local_submodules(
@@ -202,6 +216,7 @@ def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSp
     )
 
 
+know_letter()
 # Megatron's `--spec` looks these up by name and takes them as they are, without a call.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec

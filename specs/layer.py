@@ -8,6 +8,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron_gdn.mixers.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.mixers.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
 
 MODULES = ("auto", "local", "te")
@@ -65,6 +66,32 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         params=options,
         submodules=submodules,
         # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
+        metainfo={"fuse_input_layernorm": fused},
+    )
+
+
+def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
+    """Spec of `megatron_gdn.KimiDeltaAttention` for the ``self_attention`` place of a layer.
+
+    Args:
+        modules: as in `gated_delta_net_spec`.
+        **options: keyword arguments of the KimiDeltaAttention constructor.
+    """
+    fused = resolve_modules(modules) == "te"
+    if fused:
+        submodules = KimiDeltaAttentionSubmodules(
+            in_proj=te.TELayerNormColumnParallelLinear,
+            out_norm=te.TENorm,
+            out_proj=te.TERowParallelLinear,
+        )
+    else:
+        submodules = KimiDeltaAttentionSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
+        )
+    return ModuleSpec(
+        module=KimiDeltaAttention,
+        params=options,
+        submodules=submodules,
         metainfo={"fuse_input_layernorm": fused},
     )
 

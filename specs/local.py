@@ -87,9 +87,10 @@ class UnavailableLayer:
 def refuse(symbol: str) -> NoReturn:
     raise NotImplementedError(
         f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-        "'M' (Mamba2), '-' (MLP), '*' (attention) and, if num_moe_experts (--num-experts) is "
-        "given, 'E' (experts). Use hybrid_stack_spec(\"te\"), which needs Transformer Engine, or "
-        "change --hybrid-layer-pattern."
+        "'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' (attention) and, if "
+        "num_moe_experts (--num-experts) is given, 'E' (experts). Use "
+        'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
+        "--hybrid-layer-pattern."
     )
 
 

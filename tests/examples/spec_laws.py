@@ -30,6 +30,23 @@ def hybrid_keys_and_options(pattern: str, **options):
         return keys, names, str(model.decoder.layers[0].self_attention.cp_layout)
 
 
+def kda_layers(pattern: str):
+    """The recurrent mixers of a model, its keys, whether a K layer kept its number, its loss."""
+    with parallel():
+        sizes = {"linear_num_key_heads": 8}
+        config = make_config(num_layers=len(pattern), **sizes)
+        model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
+        names = [type(mixer).__name__ for mixer in mixers if hasattr(mixer, "micro_batches")]
+        keys = {entry.key for entry in _leaves(model.sharded_state_dict())}
+        same = mixers[-1].layer_number == len(pattern)
+        tokens = torch.arange(8)[None]
+        loss = model(tokens, tokens, None, labels=tokens)
+        loss.sum().backward()
+        finite = all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        return names, keys, same, finite
+
+
 def experts_of_hybrid_layers(pattern: str, **changes) -> list[int]:
     """How many experts each layer of a model with the local spec has."""
     with parallel():

@@ -21,6 +21,7 @@ from megatron_gdn.specs import (
     gpt_block_spec,
     hybrid,
     hybrid_stack_spec,
+    kimi_delta_attention_spec,
     mamba2_spec,
 )
 from megatron_gdn.specs.local import LocalMoELayer
@@ -81,6 +82,28 @@ def test_options_reach_the_layer(pools):
     assert "buffer" in layout.lower()
 
 
+def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net(pools):
+    found, keys, same, finite = pools(1).run(spec_laws.kda_layers, "GKK-*K")[0]
+    assert found == [
+        "GatedDeltaNet", "KimiDeltaAttention", "KimiDeltaAttention", "KimiDeltaAttention",
+    ]  # fmt: skip
+    assert {
+        "decoder.layers.1.self_attention.in_proj.layer_norm_weight",
+        "decoder.layers.1.self_attention.in_proj.weight.f_a",
+        "decoder.layers.1.self_attention.f_b_weight",
+        "decoder.layers.1.self_attention.conv1d.weight.key",
+        "decoder.layers.5.self_attention.dt_bias",
+    } <= keys
+    assert same and finite
+
+
+def test_k_layers_take_their_own_options():
+    spec = hybrid_stack_spec("local", cp_layout="contiguous", kda={"forget_rank": 0})
+    mixer = spec.params["kda_layer"].submodules.self_attention
+    assert mixer.params == {"cp_layout": "contiguous", "forget_rank": 0}
+    assert kimi_delta_attention_spec("local", backend="fla").params == {"backend": "fla"}
+
+
 @pytest.mark.parametrize("symbol", ["D", "E"])
 def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symbol):
     (message,) = pools(1).run(spec_laws.hybrid_refusal, "G" + symbol)
@@ -136,7 +159,7 @@ def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron(pools):
     for layer in (other.submodules.gdn_layer, other.submodules.attention_layer):
         assert layer.submodules.self_attention.params["cp_layout"] == "contiguous"
     assert isinstance(other(), ModuleSpec)
-    assert pools(1).run(spec_laws.built_by_calling)[0] == "HybridStack"
+    assert pools(1).run(spec_laws.built_by_calling)[0] == "KDAHybridStack"
 
 
 def test_unknown_modules_list_the_known_ones():

@@ -179,8 +179,9 @@ def prepare_backward(
     S, B, _ = proj.shape
     position_T = None if documents is None else documents.position_T
     dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
-    of_gates = tuple(x if x is None else x.contiguous() for x in (dg, dbeta))
     gates = dg is not None
+    # Kernels take no None: without gates, a pointer that is never read.
+    of_gates = [A_log if x is None else x.contiguous() for x in (dg, dbeta)]
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
     plan = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..front.base import Parameters
+from ..gdn import front_conv_package, front_torch
 from ..gdn.front import kernels_for
 from ..gdn.rule.base import RuleGrads, RuleInputs
 from ..layout import Layout
@@ -120,8 +121,8 @@ class KDAFront:
             made.update(convolved._asdict())
         if "g" in wanted or "beta" in wanted:
             _, _, A_log, dt_bias = parameters
-            g, beta = channel_gates(*self._gate_rows(proj), A_log, dt_bias, self.lower_bound)
-            gates = {"g": g.contiguous(), "beta": beta.contiguous()}
+            g, beta = self._gates(proj, A_log, dt_bias)
+            gates = {"g": g, "beta": beta}
             made.update({name: x for name, x in gates.items() if name in wanted})
         return RuleInputs(**made)
 
@@ -135,6 +136,36 @@ class KDAFront:
     ) -> tuple[Tensor | None, ...]:
         dq, dk, dv, dg, dbeta, _ = grads
         _, _, A_log, dt_bias = parameters
+        d_A_log, d_dt_bias = self._gates_backward(proj, A_log, dt_bias, dg, dbeta, d_proj)
+        d_weight, d_bias, *_ = self.kernels.prepare_backward(
+            self._conv_rows(proj), *parameters, sizes_of(self.layout), dq, dk, dv, None, None,
+            self._conv_rows(d_proj), documents=documents, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+        return d_weight, d_bias, d_A_log, d_dt_bias
+
+    @property
+    def _fused(self) -> bool:
+        """Whether Triton computes the gates too."""
+        return self.kernels not in (front_torch, front_conv_package)
+
+    def _gates(self, proj: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        if self._fused:
+            from .gates_triton import gates_forward
+
+            return gates_forward(proj, A_log, dt_bias, self.layout, self.lower_bound)
+        g, beta = channel_gates(*self._gate_rows(proj), A_log, dt_bias, self.lower_bound)
+        return g.contiguous(), beta.contiguous()
+
+    def _gates_backward(
+        self, proj: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, dbeta: Tensor,
+        d_proj: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of A_log and dt_bias; writes the gates' columns of ``d_proj``."""
+        if self._fused:
+            from .gates_triton import gates_backward
+
+            given = (A_log, dt_bias, self.layout, self.lower_bound)
+            return gates_backward(proj, *given, dg, dbeta, d_proj)
         with torch.enable_grad():
             of_f, of_b = self._gate_rows(proj)
             given = (of_f, of_b, A_log, dt_bias)
@@ -143,11 +174,7 @@ class KDAFront:
         d_f, d_b, d_A_log, d_dt_bias = torch.autograd.grad(made, leaves, (dg, dbeta))
         for columns, gradient in zip(self._gate_rows(d_proj), (d_f, d_b), strict=True):
             columns.copy_(gradient)
-        d_weight, d_bias, *_ = self.kernels.prepare_backward(
-            self._conv_rows(proj), *parameters, sizes_of(self.layout), dq, dk, dv, None, None,
-            self._conv_rows(d_proj), documents=documents, batch_invariant=self.batch_invariant,
-        )  # fmt: skip
-        return d_weight, d_bias, d_A_log, d_dt_bias
+        return d_A_log, d_dt_bias
 
     def edges(self) -> Edges | None:
         return self.kernels.edges_of(sizes_of(self.layout), True, self.batch_invariant)

@@ -1,0 +1,28 @@
+"""KDA's kernels compile for a Hopper GPU, on any machine: the interpreter accepts more."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.6")
+
+from benchmarks.lib.compiling import compile_for_hopper
+from megatron_gdn.ops.gdn.rule.base import RuleGrads
+from megatron_gdn.ops.kda.front import KDAFront
+from megatron_gdn.ops.kda.sizes import rows_of
+
+S, H, K = 256, 4, 128
+
+
+@pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
+def test_the_front_compiles_and_its_gates_stay_in_registers(bound):
+    layout, kind = rows_of(H, K, K), torch.bfloat16
+    front = KDAFront.of("cpu", kind, 4, layout, bound, kernels="triton")
+    rows = torch.empty(S, 1, layout.width, dtype=kind)
+    weight = torch.empty(layout.conv_width, 1, 4, dtype=kind)
+    parameters = (weight, None, torch.empty(H), torch.empty(H * K))
+    with compile_for_hopper() as done:
+        made = front.forward(rows, parameters, None)
+        front.backward(rows, parameters, RuleGrads(*made), torch.empty_like(rows), None)
+    stacks = {one.kernel: one.stack for one in done}
+    assert {"prepare_forward_kernel", "prepare_backward_kernel"} < set(stacks)
+    assert stacks["_forward_kernel"] == stacks["_backward_kernel"] == 0
