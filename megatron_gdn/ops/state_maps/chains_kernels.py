@@ -92,5 +92,6 @@ def _follow_launch(
 ) -> Launch:
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
-        K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,
+        K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,
+        num_warps=8,
     )  # fmt: skip
