@@ -152,7 +152,7 @@ def mixer_tasks(sizes: HeadSizes, taps: int, operands: torch.dtype) -> list[Task
     soon = {
         "front backward": dense.backward, "front forward": dense.forward, "norm": dense.norms,
     }  # fmt: skip
-    if sizes.key_dim in chains.ROWS:
+    if sizes.key_dim <= chains.MOST_ROWS:
         soon["states"] = dense.chain
     if operands == torch.float16:
         soon["fp16 operands"] = dense.to_half

@@ -12,6 +12,8 @@ from torch import Tensor
 def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Output of the layer for float64 input, and the float64 parameters to take gradients of."""
     params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    if hasattr(layer, "forget_gate"):
+        return _kda(layer, x_BSD, params), params
     B, S, _ = x_BSD.shape
     G, H, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
 
@@ -52,6 +54,41 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     act = {"silu": F.silu, "sigmoid": torch.sigmoid}[norm.activation]
     mixed = params[f"{name}.weight"] * o * act(z)
     return mixed.flatten(2) @ params[f"{out}.weight"].T, params
+
+
+def _kda(layer, x_BSD: Tensor, params: dict[str, Tensor]) -> Tensor:
+    """The same of a Kimi Delta Attention."""
+    B, S, _ = x_BSD.shape
+    H, K, gate = layer.num_heads, layer.head_dim, layer.forget_gate
+
+    def linear(name: str, x: Tensor = x_BSD) -> Tensor:
+        return x @ params[f"{name}.weight"].T
+
+    if hasattr(gate, "f_proj"):
+        f, z = linear("forget_gate.f_proj"), linear("g_proj")
+    else:
+        f = linear("forget_gate.f_b_proj", linear("forget_gate.f_a_proj"))
+        z = linear("g_b_proj", linear("g_a_proj"))
+    kernel = params["conv1d.weight"]
+    qkv = torch.cat([linear(f"{name}_proj") for name in "qkv"], -1)
+    qkv = F.pad(qkv.transpose(1, 2), (kernel.shape[-1] - 1, 0))
+    qkv = F.silu(F.conv1d(qkv, kernel, groups=kernel.shape[0])).transpose(1, 2)
+    q, k, v = (part.reshape(B, S, H, K) for part in qkv.chunk(3, -1))
+    q, k = _unit(q), _unit(k)
+    rate = params["forget_gate.A_log"].flatten().exp()[:, None]
+    x = (f + params["forget_gate.dt_bias"]).reshape(B, S, H, K)
+    bounded = getattr(gate, "safe_gate", getattr(gate, "safe_gate_lower_bound", None) is not None)
+    g = -5.0 * torch.sigmoid(rate * x) if bounded else -rate * F.softplus(x)
+    beta, state, outputs = linear("b_proj").sigmoid(), x_BSD.new_zeros(B, H, K, K), []
+    for t in range(S):
+        state = state * g[:, t].exp()[..., None]
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / K**0.5)
+    o = torch.stack(outputs, 1)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.o_norm.variance_epsilon)
+    mixed = params["o_norm.weight"] * o * z.reshape(B, S, H, K).sigmoid()
+    return mixed.flatten(2) @ params["o_proj.weight"].T
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ CHAINS = {
     "what leaves": [[(NONE, 2), (NONE, 1), (0, NONE)], [(NONE, 3), (1, NONE)]],
 }
 # H, K, V: columns that fill no tile, and maps whose two parts share one.
-SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32)]
+SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 
 def case(chains, sizes, device):

@@ -53,9 +53,17 @@ def test_the_step_under_upstreams_name_gives_the_write_strength_of_the_forward()
     assert torch.equal(twice, 2 * usual)
 
 
+OLMO_HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 96, "linear_value_head_dim": 192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [{}, OLMO_HYBRID], ids=["", "olmo_hybrid"])
 @pytest.mark.parametrize("parts", [(80,), (1, 79), (77, 1, 1, 1), (30, 40, 5, 5)])
-def test_prefill_chunks_and_steps_give_the_training_forward(parts):
-    layer, x = strong(allow_neg_eigval=True).eval(), torch.randn(80, 2, 24)
+def test_prefill_chunks_and_steps_give_the_training_forward(parts, sizes):
+    layer = strong(make_config(**sizes), allow_neg_eigval=True).eval()
+    x = torch.randn(80, 2, 24)
     with torch.no_grad():
         whole, _ = layer(x)
     found = run(layer, x, StaticInferenceContext(2, 200), parts)

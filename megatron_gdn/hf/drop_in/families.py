@@ -42,9 +42,11 @@ class Family(NamedTuple):
     Attributes:
         package: of ``transformers.models``, which has the class.
         kinds: ``model_type`` of the text configs that describe it.
-        projections: their outputs side by side are the mixer's rows; none: interleaved by key
-            heads, see :mod:`.projections`.
+        projections: their outputs side by side are the mixer's rows; "a > b" calls b on a's output.
+            None: interleaved by key heads, see :mod:`.projections`.
         norm, out: the gated norm and the last projection.
+        gate: the module that has ``A_log`` and ``dt_bias``; empty: the module itself.
+        kind: the recurrence: "gdn" or "kda" (Kimi Delta Attention).
     """
 
     package: str
@@ -52,21 +54,38 @@ class Family(NamedTuple):
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
+    gate: str = ""
+    kind: str = "gdn"
 
 
 _FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
+_KDA = {"norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "kind": "kda"}
+_LOW_RANK = (
+    "q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj > forget_gate.f_b_proj",
+    "g_a_proj > g_b_proj", "b_proj",
+)  # fmt: skip
+_FULL_RANK = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "g_proj", "b_proj")
+
 FAMILIES = {  # by the name of transformers' class
     "Qwen3NextGatedDeltaNet": Family("qwen3_next", ("qwen3_next",)),
     "Qwen3_5GatedDeltaNet": Family("qwen3_5", ("qwen3_5_text", "qwen3_5"), _FLAT),
     "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", ("qwen3_5_moe_text", "qwen3_5_moe"), _FLAT),
-    "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", ("qwen4_exp_text", "qwen4_exp"), _FLAT),
+    "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", ("qwen4_exp_text",), _FLAT),
     "OlmoHybridGatedDeltaNet": Family(
         "olmo_hybrid", ("olmo_hybrid",), _SEPARATE, norm="o_norm", out="o_proj"
     ),
+    "KimiLinearDeltaAttention": Family("kimi_linear", ("kimi_linear",), _LOW_RANK, **_KDA),
+    "Glm5NextTextLinearAttention": Family("glm5_next", ("glm5_next_text",), _LOW_RANK, **_KDA),
+    "BailingHybridDeltaAttention": Family(
+        "bailing_hybrid", ("bailing_hybrid",), _FULL_RANK, **_KDA
+    ),
 }
-MODELS = "Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp and OLMo Hybrid"
+MODELS = (
+    "Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and Bailing "
+    "Hybrid"
+)
 
 
 def transformers_class(module: nn.Module) -> type | None:
@@ -110,7 +129,7 @@ def class_for_config(config: Any) -> type:
             return getattr(module, name)
     legal = ", ".join(repr(kind) for family in FAMILIES.values() for kind in family.kinds)
     raise ValueError(
-        f"a config with model_type={kind!r} has no Gated DeltaNet that is known here; legal are "
+        f"a config with model_type={kind!r} has no linear attention that is known here; legal are "
         f"{legal}."
     )
 

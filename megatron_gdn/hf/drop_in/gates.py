@@ -6,6 +6,7 @@ can make it a group of its own. State dicts do not show it: keys stay ``linear_a
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from ...compat.observe import log_once
 from ...mixers.precision import Fp32Parameters
 from ...ops.gates import decay_and_write_gates
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import LinearAttention
+from .families import LinearAttention, family_of
 
 
 class SSMGate(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias`` ``[num_v_heads]``; they move with a module but are not cast.
+    """Holds ``A_log`` and ``dt_bias``; they move with a module but are not cast.
+
+    Both are ``[num_v_heads]`` in a Gated DeltaNet, whose gate :meth:`forward` computes:
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
@@ -84,6 +87,41 @@ class HeldParameter:
         return getattr(holder, self.name)
 
 
+class HoldsGates:
+    """Mixin of a module whose ``A_log`` and ``dt_bias`` are in a holder."""
+
+    A_log = HeldParameter("A_log")
+    dt_bias = HeldParameter("dt_bias")
+    _modules: dict[str, Any]
+
+    @property
+    def _gates(self) -> SSMGate:
+        return self._modules[HOLDER_NAME]
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        if HOLDER_NAME in self._modules:
+            route_to_holder(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # pyright: ignore
+
+
+def gate_owner(module: Any) -> Any:
+    """The module that has ``A_log`` and ``dt_bias``: this one, or its forget gate."""
+    name = family_of(module).gate
+    return module._modules[name] if name else module
+
+
+def hold_gates(owner: Any) -> None:
+    """Put the gates of a replaced module, or of its forget gate, into a holder."""
+    if not issubclass(type(owner), HoldsGates):
+        owner.__class__ = _holding(type(owner))
+    install_ssm_gate(owner)
+
+
+@lru_cache
+def _holding(cls: type) -> type:
+    return type(f"Holding{cls.__name__}", (HoldsGates, cls), {"__doc__": cls.__doc__})
+
+
 def install_ssm_gate(module: LinearAttention, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
@@ -116,7 +154,7 @@ def tell_of_other_dtype(config: Any) -> None:
 
 
 def release_gates(module: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`install_ssm_gate`: the parameters are the module's own again, in ``dtypes``."""
+    """Undo :func:`hold_gates`: the parameters are the module's own again, in ``dtypes``."""
     holder = module._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         parameter = holder._parameters[name]
@@ -125,6 +163,8 @@ def release_gates(module: LinearAttention, dtypes: dict[str, torch.dtype]) -> No
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(dtype)
         module._parameters[name] = parameter
+    if type(module).__bases__[0] is HoldsGates:
+        module.__class__ = type(module).__bases__[1]
 
 
 def route_to_holder(state_dict: dict[str, Any], prefix: str) -> None:

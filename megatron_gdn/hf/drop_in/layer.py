@@ -7,8 +7,8 @@ V mixed width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from types import SimpleNamespace
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,18 +16,15 @@ from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
-from ...mixers.gdn.sizes import GDNDims
 from ...mixers.hooks import require_plain_conv, run_pre_hooks
 from ...mixers.loader_layout import LoaderLayout
-from ...mixers.micro_batch import MicroBatches
-from ...ops.gdn.parts import gdn_parts
-from ...ops.gdn.rule.resolve import choose_rule
-from ...ops.gdn.sizes import HeadSizes
+from ...mixers.micro_batch import ChooseRule, MicroBatches
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm
 from ...ops.readout.base import Apart, called_per_head
-from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
+from ..fp32_contract import FP32_GDN_PARAM_NAMES
+from . import gdn, kda
 from .batch import ModelBatch, resolve_batch
 from .families import (
     LinearAttention,
@@ -37,10 +34,10 @@ from .families import (
     transformers_class,
 )
 from .gates import (
-    HeldParameter,
-    install_ssm_gate,
+    HoldsGates,
+    gate_owner,
+    hold_gates,
     release_gates,
-    route_to_holder,
     tell_of_other_dtype,
 )
 from .place import group_of, place_of, require_agreement
@@ -81,7 +78,9 @@ class _Runner:
     """What a replaced module has beside its parameters."""
 
     options: DropInOptions
-    dims: GDNDims
+    kind: ModuleType
+    dims: Any
+    rule: ChooseRule
     expected: Any  # the fields of a TransformerConfig that are read
     stored: dict[str, torch.dtype]
     made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
@@ -103,18 +102,17 @@ class _Runner:
     def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
         """What runs micro-batches whose rows lie in ``layout`` over ``group``."""
         if (group, layout) not in self.made:
-            options, sizes = self.options, self.dims.heads
+            dims = self.dims
             self.made[group, layout] = MicroBatches(
-                self.expected, sizes.layout, sizes.state, self.dims.conv_kernel_dim,
-                group, LoaderLayout(layout, self.expected), mode=options.linear_cp_mode,
-                choose_rule=partial(choose_rule, options.backend, sizes,
-                                    operands=options.rule_operands, normalise_qk=True),
+                self.expected, dims.layout, dims.state, dims.conv_kernel_dim,
+                group, LoaderLayout(layout, self.expected), mode=self.options.linear_cp_mode,
+                choose_rule=self.rule, **self.kind.NAMES,
             )  # fmt: skip
         return self.made[group, layout]
 
 
-class CPAwareGatedDeltaNet(LinearAttention):
-    """transformers' Gated DeltaNet for packed documents and context parallelism.
+class CPAwareGatedDeltaNet(HoldsGates, LinearAttention):
+    """transformers' Gated DeltaNet or Kimi Delta Attention, packed or over context-parallel ranks.
 
         q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * act(z))
 
@@ -135,8 +133,6 @@ class CPAwareGatedDeltaNet(LinearAttention):
         ValueError: a config of another family, another activation than SiLU, sizes that do not fit.
     """
 
-    A_log = HeldParameter("A_log")
-    dt_bias = HeldParameter("dt_bias")
     drop_in: _Runner
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
@@ -162,7 +158,7 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
     def _compute_gate(self, a: Tensor) -> Tensor:
         """The log-decay of ``a`` ``[..., num_v_heads]``, see :class:`.gates.SSMGate`."""
-        return self._modules[HOLDER_NAME](a)
+        return self._gates(a)
 
     def forward(
         self,
@@ -234,12 +230,13 @@ class CPAwareGatedDeltaNet(LinearAttention):
 
     def _by_transformers(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
         """Run transformers' own forward, with the gates that the holder returns."""
-        A_log, dt_bias = self._modules[HOLDER_NAME]()
-        self.__dict__.update(A_log=A_log, dt_bias=dt_bias)
+        owner = gate_owner(self)
+        A_log, dt_bias = owner._gates()
+        owner.__dict__.update(A_log=A_log, dt_bias=dt_bias)
         try:
             return super().forward(hidden_states, cache_params=cache, attention_mask=mask, **kwargs)
         finally:
-            del self.__dict__["A_log"], self.__dict__["dt_bias"]
+            del owner.__dict__["A_log"], owner.__dict__["dt_bias"]
 
     def _by_mixer(self, hidden_states: Tensor, batch: ModelBatch) -> Tensor:
         proj_BTP = project(self, batch.enter(hidden_states), self.drop_in.dims)
@@ -254,25 +251,16 @@ class CPAwareGatedDeltaNet(LinearAttention):
         batch = run.of(model_batch.packed, proj_TBP)
         scheme, conv = batch.scheme, self.conv1d
         rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
-        A_log, dt_bias = self._modules[HOLDER_NAME]()
+        A_log, dt_bias = gate_owner(self)._gates()
         require_plain_conv(conv)
         _require_silu(self)
         run_pre_hooks(conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0))
-        parts = gdn_parts(
-            rows,
-            *local_parameters(scheme, conv.weight, conv.bias, A_log, dt_bias),
-            sizes=HeadSizes.of(layout),
-            rule=batch.rule,
-            norm=_norm_of(self._modules[family_of(self).norm], layout),
-            allow_neg_eigval=getattr(self, "allow_neg_eigval", False),
-            recompute_qkv=self.drop_in.options.recompute_qkv,
+        parameters = local_parameters(scheme, conv.weight, conv.bias, A_log.flatten(), dt_bias)
+        norm = _norm_of(self._modules[family_of(self).norm], layout)
+        parts = self.drop_in.kind.parts_of(
+            self, rows, parameters, batch, norm, self.drop_in.options
         )
         return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        if HOLDER_NAME in self._modules:
-            route_to_holder(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
@@ -351,7 +339,7 @@ def _require_silu(module: Any) -> None:
     if module.activation not in ("silu", "swish"):
         raise ValueError(
             f"{type(module).__name__} has activation={module.activation!r} (config.hidden_act); "
-            f"the convolution and the gate of a Gated DeltaNet here are SiLU. Set "
+            f"the convolution's activation is SiLU here. Set "
             f"hidden_act='silu', or leave this model unpatched."
         )
 
@@ -368,7 +356,8 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
             f"conv1d of {type(module).__name__} is a {type(module.conv1d).__name__}, not torch's "
             f"Conv1d, whose weight the mixer reads. Leave conv1d out of adapters and quantization."
         )
-    dims = GDNDims.from_config(config)
+    kind = {"gdn": gdn, "kda": kda}[family_of(module).kind]
+    dims = kind.dims_of(config)
     dtype = module._modules[family_of(module).out].weight.dtype
     expected = SimpleNamespace(
         deterministic_mode=False,
@@ -381,15 +370,17 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         module.__class__ = drop_in_class(transformers_class(module))
     plain_functions_on_cpu(module)
     tell_of_other_dtype(config)
-    stored = {name: module._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
-    install_ssm_gate(module)
-    module.drop_in = _Runner(options, dims, expected, stored)
+    owner = gate_owner(module)
+    stored = {name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
+    hold_gates(owner)
+    rule = kind.rule_of(module, dims, options)
+    module.drop_in = _Runner(options, kind, dims, rule, expected, stored)
     module.drop_in.run_over(options.cp_mesh)
     return module
 
 
 def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:
     """Undo :func:`become_drop_in`."""
-    release_gates(module, module.drop_in.stored)
+    release_gates(gate_owner(module), module.drop_in.stored)
     del module.drop_in
     module.__class__ = type(module).__bases__[1]

@@ -75,8 +75,9 @@ def refuse_mixing_elsewhere(config: Any, batch: ModelBatch) -> None:
 
     Raises:
         NotImplementedError: Qwen4-Exp's per-layer embeddings, whose n-grams and convolution run
-            over the row that they are given; its attention, whose indexer ranks the keys of a row,
-            with context parallelism.
+            over the row that they are given; attention whose indexer ranks the keys of a row, with
+            context parallelism; that of GLM 5 next with documents too, since it takes no mask of
+            them.
     """
     documents = batch.place is None
     if getattr(config, "ple_layer_ids", None):
@@ -86,7 +87,15 @@ def refuse_mixing_elsewhere(config: Any, batch: ModelBatch) -> None:
             f"their n-grams and convolution run over the whole row that a rank is given, across "
             f"documents. Give one document per row, on one rank."
         )
-    if not documents and "indexed_attention" in config.layer_types:
+    if "indexed_attention" not in config.layer_types:
+        return
+    if documents and config.model_type.startswith("glm5_next"):
+        raise NotImplementedError(
+            "packed documents in a model of GLM 5 next: its indexed attention takes a mask of "
+            "padding only, and reads across documents. Give one document per row; a layer of its "
+            "own (CPAwareGatedDeltaNet) takes packed documents."
+        )
+    if not documents:
         raise NotImplementedError(
             "context parallelism in a model with indexed attention: its indexer ranks the keys of "
             "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
-from ..fp32_contract import HOLDER_NAME
 from .attention import GATHERED, register_gathered_attention
 from .families import (
     MODELS,
@@ -22,6 +21,7 @@ from .families import (
     linear_attentions,
     transformers_class,
 )
+from .gates import gate_owner
 from .layer import (
     CPAwareGatedDeltaNet,
     DropInOptions,
@@ -95,7 +95,7 @@ class Patch:
         """
         for name, layer in self.layers.items():
             mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
-            if not mine or type(layer._modules[HOLDER_NAME]).__name__ != "SSMGate":
+            if not mine or type(gate_owner(layer)._gates).__name__ != "SSMGate":
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so the patch cannot be undone. Undo it before wrapping the model."
@@ -225,9 +225,9 @@ def patch(
 ) -> Patch:
     """Let every linear-attention module of a transformers model run by this package, in place.
 
-    For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp and OLMo Hybrid, also inside their
-    vision-language classes. Modules, parameters, state-dict keys and optimizers stay; ``A_log`` and
-    ``dt_bias`` become fp32.
+    For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
+    Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
+    and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
 
     Packed documents are read once per forward from the model's arguments, see :mod:`.sources`.
     Conv, rule and (through its mask) attention keep them apart. With context parallelism the

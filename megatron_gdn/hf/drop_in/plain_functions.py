@@ -21,6 +21,8 @@ _FUNCTIONS = (
     "causal_conv1d_update",
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
 )
 
 

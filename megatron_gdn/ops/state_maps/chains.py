@@ -22,7 +22,7 @@ from torch import Tensor
 from .steps import NONE, Steps
 
 IDENTITY = "identity"
-ROWS = (16, 32, 64, 128)  # powers of two that the kernel multiplies
+MOST_ROWS = 128  # of a state that one program of the kernel holds
 
 
 def follow(
@@ -53,7 +53,7 @@ def follow(
     assert dense or through.shape[3] == 1
     assert out.shape[3] == V + through.shape[3] * identity
     assert not identity or all(chain[0][0] == NONE for chain in steps.chains), "not the identity"
-    on_triton = local.is_cuda and local.dtype == torch.float32 and dense and K in ROWS
+    on_triton = local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS
     return _follow_of(on_triton)(local, through, steps, out, start)
 
 

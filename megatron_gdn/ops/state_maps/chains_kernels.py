@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.tiles import block_dim
 from .steps import Steps
 
 _COLUMNS = 64  # of a state in one program
@@ -23,40 +24,51 @@ def _follow_kernel(
     local_ptr, through_ptr, start_ptr, out_ptr, steps_ptr, L, V, X,
     local_p, local_h, local_i, through_p, through_h, through_i, through_j,
     start_n, start_h, start_i, out_q, out_h, out_i,
-    K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
     GIVEN: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs."""
+    """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs.
+
+    Rows from K on are 0 in states and maps. Where there are none, no mask asks for them.
+    """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
-    i_K = tl.arange(0, K)
+    i_K = tl.arange(0, BLOCK_K)
     x_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    real_1C, of_local_1C = (x_C < X)[None, :], (x_C < V)[None, :]
+    real_KC, of_local_KC = (x_C < X)[None, :], (x_C < V)[None, :]
+    if BLOCK_K > K:
+        real_KC, of_local_KC = real_KC & (i_K < K)[:, None], of_local_KC & (i_K < K)[:, None]
     local_ptr += h * local_h + i_K[:, None] * local_i + x_C[None, :]
     out_ptr += h * out_h + i_K[:, None] * out_i + x_C[None, :]
     through_ptr += h * through_h
     at_KK = i_K[:, None] * through_i + i_K[None, :] * through_j
-    state_KC = tl.zeros((K, COLUMNS), tl.float32)
+    state_KC = tl.zeros((BLOCK_K, COLUMNS), tl.float32)
     if START == GIVEN:
         at_start = start_ptr + n * start_n + h * start_h + i_K[:, None] * start_i + x_C[None, :]
-        state_KC = tl.load(at_start, mask=real_1C, other=0.0)
+        state_KC = tl.load(at_start, mask=real_KC, other=0.0)
     for step in range(L):
         target = tl.load(steps_ptr + (n * L + step) * 2)
         place = tl.load(steps_ptr + (n * L + step) * 2 + 1)
         if target >= 0:
-            tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_1C)
+            tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC)
         if place >= 0:
             p = tl.cast(place, tl.int64)
             # The state before the first map is zero or the identity: no product is needed.
             if (START == GIVEN) | (step > 0):
-                through_KK = tl.load(through_ptr + p * through_p + at_KK)
+                if BLOCK_K > K:
+                    real_KK = (i_K < K)[:, None] & (i_K < K)[None, :]
+                    through_KK = tl.load(through_ptr + p * through_p + at_KK, real_KK, other=0.0)
+                else:
+                    through_KK = tl.load(through_ptr + p * through_p + at_KK)
                 state_KC = tl.dot(through_KK, state_KC, input_precision="tf32x3")
             elif START == IDENTITY:
                 j_C = x_C - V
                 at_KC = i_K[:, None] * through_i + j_C[None, :] * through_j
-                beside_1C = ((j_C >= 0) & (j_C < K))[None, :]
-                state_KC = tl.load(through_ptr + p * through_p + at_KC, mask=beside_1C, other=0.0)
-            state_KC += tl.load(local_ptr + p * local_p, mask=of_local_1C, other=0.0)
+                beside_KC = ((j_C >= 0) & (j_C < K))[None, :]
+                if BLOCK_K > K:
+                    beside_KC = beside_KC & (i_K < K)[:, None]
+                state_KC = tl.load(through_ptr + p * through_p + at_KC, mask=beside_KC, other=0.0)
+            state_KC += tl.load(local_ptr + p * local_p, mask=of_local_KC, other=0.0)
 
 
 def follow(
@@ -80,5 +92,6 @@ def _follow_launch(
 ) -> Launch:
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
-        K=K, COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY, num_warps=8,
+        K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,
+        num_warps=8,
     )  # fmt: skip

@@ -5,12 +5,21 @@ from functools import cache
 
 import pytest
 
+from megatron_gdn.hf.drop_in.families import linear_attention_of
 from tests.hf.tiny_models import build
 
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 OLMO, QWEN4 = "OlmoHybridForCausalLM", "Qwen4ExpForCausalLM"
-FAMILIES = [NEXT, DENSE, MOE, OLMO, QWEN4]
+KIMI, BAILING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
+GLM = "Glm5NextForConditionalGeneration"  # its attention takes no documents
+FAMILIES = [NEXT, DENSE, MOE, OLMO, QWEN4, KIMI, BAILING]
 VISION, VISION_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+
+
+def mixer_of(model):
+    """The linear attention of the first layer."""
+    text = getattr(model.model, "language_model", model.model)
+    return linear_attention_of(text.layers[0])
 
 
 def in_float64(model):

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from megatron_gdn.hf import CPAwareGatedDeltaNet, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
+from tests.hf.drop_in.conftest import (
+    DENSE,
+    FAMILIES,
+    GLM,
+    NEXT,
+    VISION,
+    VISION_MOE,
+    in_float64,
+    mixer_of,
+)
 from tests.hf.float64_layer import float64_layer
 from tests.parallel import assert_close
 
@@ -21,7 +30,7 @@ def gradients(module) -> dict[str, torch.Tensor]:
     return {bare(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
     theirs, ours = fresh(family), fresh(family)
     patch(ours)
@@ -40,13 +49,13 @@ def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
             assert torch.equal(gradient, found[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, GLM])
 def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, family):
     """fp32, 1e-5 of the largest entry; where transformers errs by more, it may differ by that."""
     model = fresh(family)
-    theirs = copy.deepcopy(model.model.layers[0].linear_attn)
+    theirs = copy.deepcopy(mixer_of(model))
     patch(model, unpacked="fused")
-    ours = model.model.layers[0].linear_attn
+    ours = mixer_of(model)
     torch.manual_seed(4)
     x, weight = torch.randn(2, TOKENS, 24), torch.randn(2, TOKENS, 24)
     truth, params = float64_layer(theirs, x.double())
@@ -65,7 +74,7 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
         assert_close(name, our_gradients[name], their_gradients[name], 1e-5 + noise)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
     """A model in float64 through the same mixer is the truth: fp32 may err as transformers does.
 
@@ -103,7 +112,7 @@ def test_one_layer_is_built_alone_and_is_of_transformers_class(fresh):
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     model = fresh(NEXT)
-    theirs = model.model.layers[0].linear_attn
+    theirs = mixer_of(model)
     layer = CPAwareGatedDeltaNet(model.config, layer_idx=0, unpacked="fused")
     assert isinstance(layer, Qwen3NextGatedDeltaNet) and isinstance(layer, CPAwareGatedDeltaNet)
     assert layer.state_dict().keys() == theirs.state_dict().keys()
@@ -116,7 +125,7 @@ def test_one_layer_is_built_alone_and_is_of_transformers_class(fresh):
 def test_a_config_of_another_family_is_refused(fresh):
     from transformers import LlamaConfig
 
-    with pytest.raises(ValueError, match="'llama' has no Gated DeltaNet .* 'qwen3_next'"):
+    with pytest.raises(ValueError, match="'llama' has no linear attention .* 'qwen3_next'"):
         CPAwareGatedDeltaNet(LlamaConfig(), 0)
 
 
@@ -140,11 +149,11 @@ def test_gates_are_fp32_in_a_holder_whatever_the_rest_is(fresh, family):
 
 def test_rounded_gates_are_told_of_and_are_fp32_from_there_on(fresh, caplog):
     model = fresh(DENSE).bfloat16()
-    parameter = model.model.layers[0].linear_attn.A_log
+    parameter = mixer_of(model).A_log
     with caplog.at_level("WARNING"):
         patch(model)
     assert "gates_in_fp32()" in caplog.text
-    assert model.model.layers[0].linear_attn.A_log is parameter
+    assert mixer_of(model).A_log is parameter
     assert parameter.dtype == torch.float32
     assert model(torch.randint(67, (1, 5))).logits.dtype == torch.bfloat16
 
@@ -159,7 +168,7 @@ def test_undo_gives_back_the_classes_dtypes_and_parameters(fresh):
             patch(model)
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert parameters == {id(p) for p in model.parameters()}
-    assert type(model.model.layers[0].linear_attn) is type(before.model.layers[0].linear_attn)
+    assert type(mixer_of(model)) is type(before.model.layers[0].linear_attn)
     tokens = torch.randint(67, (1, 5))
     assert torch.equal(model(tokens).logits, before(tokens).logits)
 
@@ -189,7 +198,7 @@ def test_what_cannot_be_replaced_is_refused(fresh):
 def test_a_norm_with_a_hook_is_called(fresh):
     model = fresh(DENSE)
     patch(model, unpacked="fused")
-    layer, seen = model.model.layers[0].linear_attn, []
+    layer, seen = mixer_of(model), []
     x = torch.randn(1, 6, 24)
     expected = layer(x)
     layer.norm.register_forward_hook(lambda module, args, out: seen.append(out.shape))
@@ -200,6 +209,6 @@ def test_a_norm_with_a_hook_is_called(fresh):
 def test_a_patched_model_can_be_compiled_around(fresh):
     model, before = fresh(DENSE), fresh(DENSE)
     patch(model, unpacked="fused")
-    layer = torch.compile(model.model.layers[0].linear_attn, backend="eager")
+    layer = torch.compile(mixer_of(model), backend="eager")
     x = torch.randn(1, 6, 24)
     assert_close("output", layer(x), before.model.layers[0].linear_attn(x), 1e-5)

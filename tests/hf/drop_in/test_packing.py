@@ -5,7 +5,17 @@ import torch
 
 from megatron_gdn import unpad_data
 from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION, VISION_MOE, in_float64
+from tests.hf.drop_in.conftest import (
+    DENSE,
+    FAMILIES,
+    GLM,
+    KIMI,
+    NEXT,
+    VISION,
+    VISION_MOE,
+    in_float64,
+    mixer_of,
+)
 from tests.hf.drop_in.test_sources import block_mask
 from tests.parallel import assert_close
 from tests.whole_groups import whole_groups
@@ -19,10 +29,10 @@ SPANS = [(0, 0, 3), (1, 0, 2), (1, 2, 5), (1, 6, 7)]
 def layer(fresh, request):
     model = fresh(getattr(request, "param", DENSE))
     patch(model, unpacked="fused")
-    return model.model.layers[0].linear_attn
+    return mixer_of(model)
 
 
-@pytest.mark.parametrize("layer", [DENSE, NEXT], indirect=True)
+@pytest.mark.parametrize("layer", [DENSE, NEXT, KIMI, GLM], indirect=True)
 @pytest.mark.parametrize("lengths", [(5, 7, 3), (1, 64, 1, 67)])
 def test_a_document_among_others_is_the_document_alone(layer, lengths):
     """To the order in which torch's products add rows; the contents of others change no bit."""
@@ -54,7 +64,7 @@ def test_a_packed_document_has_the_bits_of_the_document_alone(fresh, family, rec
     """
     model = fresh(family)
     patch(model, unpacked="fused", recompute_qkv=recompute)
-    layer = model.model.layers[0].linear_attn
+    layer = mixer_of(model)
     for module in layer.modules():
         if isinstance(module, torch.nn.Linear):
             module.__class__ = RowByRow
@@ -170,12 +180,12 @@ def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
         assert_no_packing_leak(model)
     assert {(leak.origin, leak.into) for leak in caught.value.leaks} == {(0, 1), (0, 2), (1, 2)}
     with pytest.raises(PackingLeak):
-        assert_no_packing_leak(model.model.layers[0].linear_attn)
+        assert_no_packing_leak(mixer_of(model))
     patch(model)
     for source in ("position_ids", "packed_seq_ids", "indexed_mask"):
         assert packing_leaks(model, source=source) == []
     # To the last bit where no experts are computed together.
-    assert_no_packing_leak(model.model.layers[0].linear_attn, (3, 1, 70), tolerance=0)
+    assert_no_packing_leak(mixer_of(model), (3, 1, 70), tolerance=0)
     if family == DENSE:
         assert_no_packing_leak(model, (3, 1, 70), tolerance=0)
 
@@ -250,7 +260,7 @@ def test_tables_do_not_follow_the_default_device(fresh, implementation):
         elsewhere = results()
         for source in ("position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask"):
             assert_no_packing_leak(model, source=source)
-        assert_no_packing_leak(model.model.layers[0].linear_attn)
+        assert_no_packing_leak(mixer_of(model))
     assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
 
 

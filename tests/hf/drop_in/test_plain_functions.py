@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.examples.launching import ROOT
-from tests.hf.drop_in.conftest import FAMILIES
+from tests.hf.drop_in.conftest import FAMILIES, mixer_of
 
 TOKENS = [[3, 17, 5, 60, 2, 8, 8, 41, 9]]
 NEW = 4
 # Which modules hold a family's functions.
-SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp"]
+SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "kimi_linear",
+           "bailing_hybrid"]  # fmt: skip
 
 IN_A_FRESH_PROCESS = """
 import importlib, sys
@@ -24,6 +25,7 @@ for name in {sources}:  # fla is not hidden, so transformers takes its kernels
     importlib.import_module(f"transformers.models.{{name}}.modeling_{{name}}")
 from megatron_gdn.hf import patch, plain_functions_on_cpu
 from tests import bits_by_shape
+from tests.hf.drop_in.conftest import mixer_of
 from tests.hf.tiny_models import build
 
 bits_by_shape.hold_if_asked()  # as in the process that compares
@@ -42,7 +44,7 @@ for family in {families}:
     logits = model(tokens).logits
     logits.sum().backward()
     found[family, "logits"] = logits.detach()
-    found[family, "gradient"] = model.model.layers[0].linear_attn.conv1d.weight.grad
+    found[family, "gradient"] = mixer_of(model).conv1d.weight.grad
     found[family, "generated"] = model.generate(tokens, max_new_tokens={new}, do_sample=False)
 torch.save(found, sys.argv[1])
 """
@@ -67,7 +69,7 @@ def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_p
         model, tokens = fresh(family), torch.tensor(TOKENS)
         logits = model(tokens).logits
         logits.sum().backward()
-        gradient = model.model.layers[0].linear_attn.conv1d.weight.grad
+        gradient = mixer_of(model).conv1d.weight.grad
         generated = model.generate(tokens, max_new_tokens=NEW, do_sample=False)
         assert torch.equal(found[family, "logits"], logits)
         assert torch.equal(found[family, "gradient"], gradient)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
-from tests.hf.drop_in.conftest import DENSE, QWEN4
+from tests.hf.drop_in.conftest import DENSE, GLM, QWEN4
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
 from tests.hf.tiny_models import build
@@ -65,6 +65,15 @@ def test_documents_that_per_layer_embeddings_would_mix_are_refused():
     assert torch.equal(model(tokens).logits, alone)
     with pytest.raises(NotImplementedError, match=r"packed documents .*ple_layer_ids=\[1\]"):
         model(tokens, position_ids=positions)
+
+
+def test_documents_that_indexed_attention_would_mix_are_refused(fresh):
+    model, tokens = fresh(GLM), torch.randint(67, (1, 8))
+    alone = model(tokens).logits
+    patch(model)
+    assert torch.equal(model(tokens).logits, alone)
+    with pytest.raises(NotImplementedError, match="takes a mask of padding only"):
+        model(tokens, attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]]))
 
 
 def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):

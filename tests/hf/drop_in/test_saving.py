@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import gates_in_fp32, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, VISION, VISION_MOE
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, VISION, VISION_MOE
 from tests.parallel import assert_close
 
 
@@ -14,7 +14,7 @@ def equal(one: dict, other: dict) -> None:
         assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_a_saved_model_loads_in_transformers_and_comes_back_bit_for_bit(fresh, family, tmp_path):
     model, source = fresh(family), fresh(family)
     patch(model)
@@ -43,7 +43,7 @@ def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path):
 
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
-@pytest.mark.parametrize("family", [*FAMILIES, VISION])
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, GLM])
 def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked):
     ours, theirs = fresh(family), fresh(family)
     patch(ours, unpacked=unpacked)
@@ -51,6 +51,16 @@ def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked):
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0
     settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
+    assert torch.equal(ours.generate(tokens, **settings), theirs.generate(tokens, **settings))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, GLM])
+def test_greedy_tokens_of_the_mixer_are_transformers(fresh, family):
+    """Without a cache every token is the mixer's."""
+    ours, theirs = fresh(family), fresh(family)
+    patch(ours, unpacked="fused")
+    tokens = torch.randint(67, (2, 5))
+    settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False, "pad_token_id": 0}
     assert torch.equal(ours.generate(tokens, **settings), theirs.generate(tokens, **settings))
 
 
