@@ -102,7 +102,7 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on. They compute in aligned steps
+    ``torch.use_deterministic_algorithms`` is on. They are aligned
     (:mod:`..ops.aligned`) while ``config.batch_invariant_mode`` is on.
 
     Args:
@@ -227,7 +227,7 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _modes(self) -> tuple[bool, bool]:
-        """Whether rules are deterministic, and whether they compute in aligned steps."""
+        """Whether rules are deterministic, and whether they are aligned."""
         config = self._config
         deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         return deterministic, config.batch_invariant_mode

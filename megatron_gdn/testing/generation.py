@@ -79,7 +79,7 @@ def check_generation(
     """Compare log-probabilities of a text by the training forward and by prefill and decode.
 
     With ``config.batch_invariant_mode`` the two are expected to have the same bits: the layers
-    compute in steps (:mod:`megatron_gdn.ops.aligned`), and on a CPU linear layers run row by row.
+    compute on one grid (:mod:`megatron_gdn.ops.aligned`). On a CPU linear layers run row by row.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline

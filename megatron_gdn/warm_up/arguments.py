@@ -69,10 +69,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "flash_qla", "triton",
     )  # fmt: skip
     several(
-        "--parts", ("cut", "rows", "uncut", "states", "again"),
+        "--parts", ("cut", "rows", "uncut", "states", "aligned", "again"),
         "of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), states "
-        "(chunkwise), again (recompute=full). All but again; without context parallelism all "
-        "but states",
+        "(chunkwise), aligned (batch_invariant_mode), again (recompute=full). All but the last "
+        "two; without context parallelism all but the last three",
     )  # fmt: skip
     number("--processes", "side by side, at most (one per core)")
     number("--multiprocessors", "of the GPU; FlashQLA chooses among its kernels by them (132)", 132)

@@ -7,6 +7,7 @@ FlashQLA itself decides which kernels a call takes.
     rows     a batch of whole rows
     uncut    sequences too short to be cut, one and several
     states   states in and out, as in context parallelism
+    aligned  whole sequences from state to state, as in ``config.batch_invariant_mode``
     again    a second run of the forward in the backward, of all of these (``recompute="full"``)
 """
 
@@ -109,7 +110,7 @@ def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
     """
     rows = max(2, count) if part == "rows" else 1  # a single row counts as a sequence
     tokens, documents = _LONG if part == "cut" else _SHORT, None
-    if part in ("uncut", "states"):
+    if part in ("uncut", "states", "aligned"):
         offsets = [n * tokens // count for n in range(count + 1)]
         documents = Documents.from_cu_seqlens(offsets, tokens, device="cpu")
 
@@ -118,7 +119,7 @@ def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
 
     k, v = zeros(heads.key, _HEAD_DIM), zeros(heads.value, _HEAD_DIM)
     g, beta = (zeros(heads.value, dtype=torch.float32) for _ in range(2))
-    rule, inputs = FlashQlaRule(), RuleInputs(k, k, v, g, beta)
+    rule, inputs = FlashQlaRule(aligned=part == "aligned"), RuleInputs(k, k, v, g, beta)
     begun, initial = rule.begin(inputs, documents), None
     if part == "states":
         initial = torch.zeros_like(begun.state_map().local)

@@ -268,6 +268,21 @@ def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
     assert line["layer_eager_ms"] > 0 and line["mixer_over_floor"] > 1
 
 
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+def test_the_benchmark_of_the_grid_runs(kind):
+    path = Path(__file__).parents[2] / "benchmarks" / "bench_grid.py"
+    spec = importlib.util.spec_from_file_location("bench_grid", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    layer, lines = build_kind(kind), []
+    benchmark.train(layer, 1000, 1, lambda **line: lines.append(line))
+    benchmark.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
+    assert [line["mode"] for line in lines] == 2 * ["usual", *benchmark.MODES] + [
+        "usual", "batch_invariant_mode",
+    ]  # fmt: skip
+    assert all(line.get("step_ms", line.get("forward_backward_ms")) > 0 for line in lines)
+
+
 def test_a_model_without_recurrent_layers_has_no_pool():
     with pytest.raises(ValueError, match="no layer of this model"):
         pool_for(torch.nn.Linear(2, 2), slots=1)

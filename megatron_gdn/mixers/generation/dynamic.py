@@ -5,8 +5,8 @@ decode, s = 1 + num_speculative_tokens each, then the prompts, or chunks of them
 buffers hold for each slot the last W inputs of the convolution, ``[C, W]``, and the states. A slot
 number of -1 marks a request that only pads the step.
 
-The window of an aligned mixer is one column and then the history of a :class:`Carry`, ``[P, 1 + W -
-1 + 63]``. The column's first element counts the request's tokens in its chunk of 64.
+The window of an aligned mixer is one column and then the history of a :class:`Carry`, ``[P, W +
+64]``. The column's first element counts the request's tokens in its chunk of 64.
 
 Legend: N requests, M slots, t tokens, P projection width, C conv channels, W conv taps, H heads
 with a state, K rows of a state, V columns.

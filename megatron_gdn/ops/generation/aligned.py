@@ -88,8 +88,7 @@ def decode_on_grid(row: Tensor, parts: Parts, carry: Carry, place: Tensor) -> tu
     """
     N, past = row.shape[1], parts.past
     number = torch.arange(N, device=row.device)
-    rows = row.new_zeros(N, past + STEP, row.shape[2])
-    rows[:, :-1] = carry.history.mT
+    rows = carry.history.mT.clone(memory_format=torch.contiguous_format)
     rows[number, past + place] = row[0]
     before, rows_of_chunk = rows[:, :past], rows[:, past:]
     grid = grid_of(rows_of_chunk, None, parts.state.heads)
@@ -103,9 +102,9 @@ def decode_on_grid(row: Tensor, parts: Parts, carry: Carry, place: Tensor) -> tu
     wanted = number * STEP + place
     mixed = _read_out(parts, made.o, rows_of_chunk, grid, wanted, (N, 1))
     full = (place == STEP - 1)[:, None, None]
-    next_chunk = torch.zeros_like(rows[:, :-1])
+    next_chunk = torch.zeros_like(rows)
     next_chunk[:, :past] = rows[:, STEP:]
-    history = torch.where(full, next_chunk, rows[:, :-1]).mT.contiguous()
+    history = torch.where(full, next_chunk, rows).mT.contiguous()
     state = torch.where(full[..., None], made.final.to(carry.state.dtype), carry.state)
     return mixed.transpose(0, 1).contiguous(), Carry(history, state)
 
@@ -134,7 +133,7 @@ class _Tables(NamedTuple):
         source: int64 ``[T]``, the known row of every token of the chunks.
         fresh: int64, the tokens that are new.
         full, tail: int64, the tokens of full chunks, and the others.
-        kept: int64 ``[N * (W - 1 + 63)]``, the known rows of the next histories.
+        kept: int64 ``[N * (W - 1 + 64)]``, the known rows of the next histories.
         empty: bool, which of these are zero.
     """
 
@@ -149,7 +148,7 @@ class _Tables(NamedTuple):
     def of(cls, places: Sequence[int], held: Sequence[int], past: int) -> _Tables:
         """From the tokens of each sequence's chunks, old ones and all of them."""
         old, count = torch.tensor([places, held], dtype=torch.int64, device="cpu")
-        size, more = past + STEP - 1, count - old
+        size, more = past + STEP, count - old
         start = len(held) * size + more.cumsum(0) - more  # of the new rows
 
         def known(n: Tensor, token: Tensor) -> Tensor:

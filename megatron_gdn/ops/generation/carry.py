@@ -23,7 +23,7 @@ class Carry(NamedTuple):
     Attributes:
         history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
             projection's dtype: nothing is rounded. For an aligned mixer (:mod:`.aligned`) it is
-            whole projection rows, ``[N, P, W - 1 + 63]``.
+            whole projection rows, ``[N, P, W - 1 + 64]``.
         state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
     """
 
@@ -61,7 +61,7 @@ class CarryShape(NamedTuple):
     ) -> CarryShape:
         """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
         sections = layout.widths if aligned else layout.conv_widths
-        past = taps - 1 + (STEP - 1 if aligned else 0)
+        past = taps - 1 + (STEP if aligned else 0)
         return cls(sum(sections), past, *state[:3], sections, rank, ranks)
 
     @property

@@ -28,7 +28,7 @@ from .test_gated_delta_rule import (
 def as_on_a_gpu(monkeypatch):
     """Groups of two chunks, filled up, and the ways through that a GPU takes."""
 
-    def build(lengths, chunk_size, heads, device):
+    def build(lengths, chunk_size, heads, device, aligned=False):
         return chunk_table._build(tuple(lengths), chunk_size, 2, device, True)
 
     monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
@@ -92,7 +92,7 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch
     """The host must stay ahead of the device: 16 chunks in one group, in one sequence or 16."""
     chunks, C = 16, 64
 
-    def build(lengths, chunk_size, heads, device):
+    def build(lengths, chunk_size, heads, device, aligned=False):
         return chunk_table._build(tuple(lengths), chunk_size, chunks, device, True)
 
     monkeypatch.setattr(ChunkTable, "build", staticmethod(build))

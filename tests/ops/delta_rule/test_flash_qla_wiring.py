@@ -182,7 +182,11 @@ def rule(request, monkeypatch):
 
 
 def forget_plans() -> None:
-    for known in (flash_qla_plan.plan_of, flash_qla_plan.plan_of_rows):
+    for known in (
+        flash_qla_plan.plan_of,
+        flash_qla_plan.plan_of_rows,
+        flash_qla_plan.plan_of_whole,
+    ):
         known.cache_clear()
 
 

@@ -32,9 +32,10 @@ HOPPER = (9, 0)
 # Set to 0: this process itself compiles the kernels that it misses, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
 # Kernels for a long sequence cut into parts; for a batch of rows; for short documents; for states
-# in and out, which context parallelism by state passing takes; and for a second run of the forward.
-PARTS = ("cut", "rows", "uncut", "states", "again")
-ON_REQUEST = ("states", "again")  # those that not every run takes
+# in and out, which context parallelism by state passing takes; for batch-invariant mode; and for a
+# second run of the forward.
+PARTS = ("cut", "rows", "uncut", "states", "aligned", "again")
+ON_REQUEST = ("states", "aligned", "again")  # those that not every run takes
 
 
 class Heads(NamedTuple):

@@ -56,7 +56,8 @@ class FlashQlaRule:
 
     def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         plan = self._plan(inputs, documents, states)
-        expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), plan.part(states))
+        part = "aligned" if self.aligned else plan.part(states)
+        expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), part)
         return plan
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
@@ -73,7 +74,7 @@ class FlashQlaRule:
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
         # A row of usual length is cut into parts. Kernels for other batches are compiled later.
-        compile_early(heads, "states" if states else "cut")
+        compile_early(heads, "states" if states else "aligned" if self.aligned else "cut")
 
     def why_not_heads(self, heads: int) -> str | None:
         return why_not_heads(self.name, heads)

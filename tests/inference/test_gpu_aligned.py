@@ -1,0 +1,98 @@
+"""Aligned mixers on a GPU: any cut, batch and place has the bits of training.
+
+Our Triton kernels run the front and the readout; FlashQLA, or the plain rule, the recurrence.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gdn.inference import decode, prefill
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
+from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+GDN = gdn_kind(HeadSizes(16, 32, 128, 128))  # every other ratio is minutes of compiling
+MAMBA2 = mamba2_kind(heads=16, groups=2, head_dim=64, state_dim=128)
+
+
+def flash_qla():
+    pytest.importorskip("flash_qla")
+    from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
+
+    return FlashQlaRule(aligned=True)
+
+
+CASES = {
+    "gdn, flash_qla": (GDN, flash_qla),
+    "gdn, plain": (GDN, lambda: PlainRule(aligned=True)),
+    "mamba2, plain": (MAMBA2, lambda: PlainSSD(aligned=True)),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+class Mixer:
+    def __init__(self, name: str) -> None:
+        self.kind, rule = CASES[name]
+        self.rule = rule()
+        self.parameters = self.kind.draw(torch.bfloat16).to("cuda")
+        self.parts = self.kind.make(self.rows(1), self.parameters, self.rule)
+
+    def rows(self, S: int, B: int = 1) -> torch.Tensor:
+        return self.kind.rows(S, B, torch.bfloat16).cuda()
+
+    def trained(self, rows: torch.Tensor, lengths=None) -> torch.Tensor:
+        documents = None if lengths is None else documents_of(lengths, "cuda")
+        return self.kind.train(rows, self.parameters, self.rule, documents)
+
+
+@each_case
+@pytest.mark.parametrize("parts", [(63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str)
+def test_any_cut_has_the_bits_of_training(name, parts):
+    mixer = Mixer(name)
+    rows = mixer.rows(150, 2)
+    whole = mixer.trained(rows)
+    carry, at = mixer.parts.shape.zeros(2, rows.dtype, rows.device), 0
+    for part in parts:
+        piece = rows[at : at + abs(part)]
+        if part < 0:
+            mixed, after = decode(piece, mixer.parts, carry, stands=[at, at])
+            carry = after[-1]
+        else:
+            mixed, carry = prefill(piece, mixer.parts, carry, stands=[at, at])
+        assert torch.equal(mixed, whole[at : at + abs(part)]), (at, part)
+        at += abs(part)
+
+
+@each_case
+def test_neighbours_place_and_length_change_no_bit(name):
+    mixer = Mixer(name)
+    rows = mixer.rows(4300)
+    whole = mixer.trained(rows)
+    packed = torch.cat([mixer.rows(5), rows, mixer.rows(6000)])
+    assert torch.equal(mixer.trained(packed, (5, 4300, 0, 6000))[5:4305], whole)
+    assert torch.equal(mixer.trained(torch.cat([mixer.rows(4300, 3), rows], 1))[:, 3:], whole)
+    for length in (1, 64, 999):
+        assert torch.equal(mixer.trained(rows[:length]), whole[:length]), length
+
+
+@each_case
+def test_gradients_repeat_and_are_those_of_the_plain_mixer(name):
+    mixer = Mixer(name)
+    rows, found = mixer.rows(300), []
+    plain = type(mixer.kind.plain)()
+    for rule in (mixer.rule, mixer.rule, plain):
+        leaf = rows.clone().requires_grad_()
+        mixed = mixer.kind.train(leaf, mixer.parameters, rule, None)
+        mixed.float().square().sum().backward()
+        found.append(leaf.grad.float())
+    assert torch.equal(found[0], found[1])
+    error = (found[0] - found[2]).norm() / found[2].norm()
+    assert error < 2 * 8 * 2**-9  # some roundings to bf16 on the way, see test_gpu_states

@@ -1,0 +1,62 @@
+"""FlashQLA on the grid: no sequence is cut, so a call may begin at any chunk. On a CPU, stand-ins.
+
+The bits are :mod:`.test_gpu_aligned`'s.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+
+from . import test_flash_qla_wiring as wiring
+from .states import NAMES, Oracle, by_key_head, documents_of, run_whole
+
+stand_ins = wiring.rule  # the fixture
+aligned = pytest.mark.parametrize("stand_ins", [(False, (0, 64, 128))], indirect=True)
+
+
+@aligned
+def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(stand_ins):
+    rule, draw = FlashQlaRule(aligned=True), random.Random(0)
+    for heads in (1, 4, 32):
+        for _ in range(20):
+            lengths = [draw.randint(0, 9000) for _ in range(draw.randint(1, 9))]
+            tokens = sum(lengths)
+            x = torch.zeros(1).expand(1, tokens, heads, 1)
+            inputs = RuleInputs(x, x, x, x[..., 0], x[..., 0])
+            for states in (False, True):
+                plan = rule.plan(inputs, documents_of(lengths), states)
+                expected = [0, *torch.tensor([n for n in lengths if n]).cumsum(0).tolist()]
+                assert plan.cut.offsets.tolist() == plan.cut.sequences.tolist() == expected
+                assert plan.cut.are_sequences and not plan.context.is_intra
+
+
+@aligned
+@pytest.mark.parametrize("lengths", [(300,), (64, 1, 130)], ids=str)
+def test_the_rule_and_its_backward_are_those_of_the_definition(stand_ins, lengths):
+    rule, S = FlashQlaRule(aligned=True), sum(lengths)
+    inputs, d_o = wiring.random_inputs(S)
+    oracle = Oracle(inputs, lengths)
+    exact = [oracle.forward()[0], *by_key_head(oracle.backward(d_o)[0], wiring.HEADS[0])]
+    documents = None if len(lengths) == 1 else documents_of(lengths)
+    for name, a, b in zip(NAMES, run_whole(rule, inputs, d_o, documents), exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@aligned
+def test_a_sequence_goes_on_from_the_state_of_any_chunk(stand_ins):
+    rule, state, made = FlashQlaRule(aligned=True), None, []
+    inputs, _ = wiring.random_inputs(300)
+    exact, final = Oracle(inputs, (300,)).forward()
+    for start, end in ((0, 64), (64, 256), (256, 300)):
+        piece = RuleInputs(*(x[:, start:end] for x in inputs))
+        o, state, saved = rule.begin(piece, None).run(state, keep=False, final=True)
+        assert not saved.tensors
+        made.append(o)
+    torch.testing.assert_close(torch.cat(made, 1), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(state.to(final.dtype), final, rtol=1e-6, atol=1e-6)
