@@ -59,6 +59,9 @@ class BufferedEdges(NamedTuple):
                 moved[name][:, places.again] = grad[:, places.redone]
                 grad[:, places.redone] = 0
         d_rows = torch.empty_like(rows)
+        if proj.shape[-1] < front.layout.width:  # gates lie beside the rows; here no token has any
+            *own, gates = parameters
+            parameters = *own, gates.new_zeros(E, *gates.shape[1:])
         of_parameters = front.backward(
             rows, parameters, grads._replace(**moved), d_rows, places.documents
         )
