@@ -189,7 +189,7 @@ class RecurrentMixer(
         if context is not None:
             return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
-        if gates is not None and not batch.whole:
+        if gates is not None and not batch.rows_stay:
             rows, gates = torch.cat([rows, gates], dim=-1), None
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)

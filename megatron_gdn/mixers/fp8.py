@@ -3,8 +3,9 @@
     main  = in_proj of the rows before the gates      the linear's own FP8 product
     gates = x @ (rows of the gates)^T                 in the weights' dtype
 
-e4m3 rounds a gate by up to 3.6%; the recurrence compounds a decay over the sequence. The width
-without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16, 12352 / 8 is not.
+FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds a decay over the
+sequence. The width without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16,
+12352 / 8 is not.
 
 The weight stays one parameter: checkpoints, optimizers, Muon and adapters see no difference. For
 the call alone the linear holds a view of its first rows, and a view of its rows in ``main_grad``.
@@ -151,9 +152,10 @@ class GatesApart(nn.Module):
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
             return x, weight, None, 0.0
-        shown: Tensor = gamma + 1 if norm.zero_centered_gamma else gamma
+        shown: Tensor = gamma.float() + 1 if norm.zero_centered_gamma else gamma
         if norm.normalization == "RMSNorm":
             return x, weight, shown, norm.eps
+        shown = shown.to(x.dtype)
         normed = F.layer_norm(x, x.shape[-1:], shown, norm.layer_norm_bias, norm.eps)
         return normed, weight, None, 0.0
 

@@ -73,13 +73,9 @@ class MicroBatch:
     passage: Passage
 
     @property
-    def whole(self) -> bool:
-        """Whether every document is here from its start, and the front runs over it at once."""
-        tree, in_steps = (
-            isinstance(self.documents, TreeDocuments),
-            getattr(self.rule, "in_steps", 0),
-        )
-        return isinstance(self.scheme, Whole) and not tree and not in_steps
+    def rows_stay(self) -> bool:
+        """Whether the front takes the rows as in_proj wrote them: not exchanged, not in steps."""
+        return not self.scheme.moves_rows and not getattr(self.rule, "in_steps", False)
 
     def local_positions(self) -> Tensor | range:
         """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""

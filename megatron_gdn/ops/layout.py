@@ -22,8 +22,8 @@ class Section(NamedTuple):
         heads: kind of the heads, ``"key"`` or ``"value"`` in a Gated DeltaNet.
         width: columns per head. The heads of a section are contiguous and ascending.
         conv: whether the columns go through the causal convolution.
-        gates: whether the columns are gates of the rule. FP8 would round a gate by up to 3.6%, and
-            the recurrence compounds it, so an FP8 launch computes them in the weights' dtype.
+        gates: whether the columns are gates of the rule. FP8 puts 3.7% of noise on a column, and
+            the recurrence compounds a decay: an FP8 launch computes gates in the weights' dtype.
     """
 
     name: str

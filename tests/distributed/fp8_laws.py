@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
 from megatron_gdn.mixers.fp8 import GatesApart
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import fp8_twin, mamba_mixers, parallel
@@ -286,7 +286,7 @@ def gates_beside_the_rows_are_gates_in_the_rows(mixer: str, packed: bool) -> Non
             parameter.grad = None
         with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
             out, _ = layer(x, packed_seq_params=boundaries)
-        joined.append(any(call.args[0][0].shape[-1] > 100 for call in cat.call_args_list))
+        joined.append(_joins(layer, cat))
         out.backward(inputs(layer, 6)[:, : out.shape[1]])
         found.append({"out": out, "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
     assert joined == [True, False]
@@ -312,17 +312,45 @@ def where_rows_must_be_whole_they_are_joined(mixer: str) -> None:
 
 @in_parallel(tp=1, cp=2)
 def context_parallel_ranks_equal_one(mixer: str, mode: str) -> None:
-    layer_options = {"linear_cp_mode": mode, "cp_layout": "contiguous"}
+    """Chunkwise without a copy of the rows."""
     with patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float()):
         of = whole(mixer, Fp8NormedColumn)
         config = make_config(**MAMBA, **FP8, context_parallel_size=2)
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        layer = build(mixer, config, groups, Fp8NormedColumn, **layer_options)
+        options = {"linear_cp_mode": mode, "cp_layout": "contiguous"}
+        layer = build(mixer, config, groups, Fp8NormedColumn, **options)
         layer.load_state_dict(of.state_dict())
-        x = inputs(of)
         rank = groups.cp.rank()
         mine = slice(rank * (TOKENS // 2), (rank + 1) * (TOKENS // 2))
-        with fp8_on():
-            expected, _ = of(x)
-            found, _ = layer(x[mine])
-    assert_close("out", found, expected[mine], FP32)
+        found = []
+        for one, tokens in ((of, slice(None)), (layer, mine)):
+            x = inputs(of)[tokens].detach().requires_grad_()
+            with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
+                out, _ = one(x)
+            out.backward(inputs(of, 6)[tokens])
+            found.append({"out": out, "x": x.grad, "weight": one.in_proj.weight.grad})
+            found[-1]["joined"] = _joins(one, cat)
+    assert found[1].pop("joined") == (mode == "headwise")
+    dist.all_reduce(found[1]["weight"], group=groups.cp)
+    for name, tensor in found[1].items():
+        assert_close(name, tensor, found[0][name][mine if name != "weight" else slice(None)], FP32)
+
+
+def _joins(layer, cat) -> bool:
+    """Whether a patched ``torch.cat`` joined rows and gates."""
+    width = layer.dims.layout.main_width
+    return any(call.args[0][0].shape[-1] == width for call in cat.call_args_list)
+
+
+@in_parallel(tp=1)
+def documents_of_a_tree_take_gates_beside_the_rows(mixer: str) -> None:
+    layer = whole(mixer, Fp8NormedColumn)
+    boundaries = tree_packed_seq_params([5, 4, TOKENS - 9], [-1, 0, 0], device="cpu")
+    x = inputs(layer)[:, :1].detach().requires_grad_()
+    with fp8_on():
+        with patch.object(torch, "cat", side_effect=torch.cat) as cat:
+            found, _ = layer(x, packed_seq_params=boundaries)
+        assert not _joins(layer, cat)
+        layer.takes_gates_apart = False
+        expected, _ = layer(x, packed_seq_params=boundaries)
+    assert torch.equal(found, expected)

@@ -71,3 +71,8 @@ def test_where_rows_must_be_whole_they_are_joined(pools, mixer):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_context_parallel_ranks_equal_one(pools, mixer, mode):
     pools(2).run(laws.context_parallel_ranks_equal_one, mixer, mode)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_documents_of_a_tree_take_gates_beside_the_rows(pools, mixer):
+    pools(2).run(laws.documents_of_a_tree_take_gates_beside_the_rows, mixer)

@@ -62,6 +62,9 @@ class BufferedEdges(NamedTuple):
                 moved[name][:, places.again] = _there(grad[:, places.redone], real)
                 grad[:, places.redone] = 0
         d_rows = torch.empty_like(rows)
+        if proj.shape[-1] < front.layout.width:  # gates lie beside the rows; here no token has any
+            *own, gates = parameters
+            parameters = *own, gates.new_zeros(E, *gates.shape[1:])
         of_parameters = front.backward(
             rows, parameters, grads._replace(**moved), d_rows, places.documents
         )

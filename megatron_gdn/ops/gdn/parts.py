@@ -50,7 +50,7 @@ def gdn_parts(
             again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
             costs about one more forward of the rule.
         kernels: see :func:`.front.kernels_for`.
-        gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z: for whole sequences alone.
+        gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:
         ValueError: rows of other heads, see :meth:`.HeadSizes.check_projection`; a convolution of

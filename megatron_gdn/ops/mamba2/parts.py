@@ -52,7 +52,7 @@ def mamba2_parts(
         dt_limit: least and greatest time step.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
             for the convolution where that runs, else plain torch.
-        gates: dt ``[S, B, H]``, if ``rows`` end before it: for whole sequences alone.
+        gates: dt ``[S, B, H]``, if ``rows`` end before it; not for generation.
 
     Raises:
         ValueError: rows of other heads; unknown ``kernels``.
