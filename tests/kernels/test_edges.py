@@ -13,6 +13,9 @@ import torch
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.context_parallel.chunkwise.scheme import _local_pieces
+from megatron_gdn.context_parallel.chunkwise.static_history import static_history_route
+from megatron_gdn.context_parallel.chunkwise.static_pieces import static_pieces
+from megatron_gdn.ops import StaticDocuments
 from megatron_gdn.ops.front.fused_edges import FusedEdges
 from megatron_gdn.ops.front.history import ContinuedFront
 from megatron_gdn.ops.gdn import front_torch as gdn_torch
@@ -30,6 +33,9 @@ from .kernel_cases import Case, assert_close
 # A prompt of two tokens with 18 children, one of which has a child: rows that many read.
 PARENTS = (-1, *[0] * 18, 5)
 
+# Of six documents.
+BUFFERS = "buffers"
+
 # Lengths, ranks, layout or parents, and the rank at hand.
 CUTS = {
     "one sequence": ((48,), 2, "zigzag", 1),
@@ -40,6 +46,8 @@ CUTS = {
     "it gets and sends nothing": ((24,), 3, "contiguous", 2),
     "several pieces read one row": ((8, 8), 8, "contiguous", 1),
     "a shared prefix": ((2, *[1, 4, 2] * 6, 3), 1, PARENTS, 0),
+    "in fixed buffers": ((4, 0, 8, 12, 40), 2, BUFFERS, 1),
+    "in fixed buffers, first rank": ((8, 40), 4, BUFFERS, 0),
 }
 
 # For GDN's front, whose cases take the interpreter up to ten seconds each; Mamba2's takes all cuts.
@@ -48,6 +56,7 @@ FEW_CUTS = (
     "pieces of one token and more",
     "a fragment of many documents",
     "a shared prefix",
+    "in fixed buffers",
 )
 
 
@@ -83,6 +92,13 @@ def link_of(cut, taps, batch, channels, device, normal):
         route = tree.history(taps - 1)
         count = len(route.table.buffer.arrived)
         return Link(route, normal(count, batch, channels), normal(count, batch, channels)), tree
+    if layout is BUFFERS:
+        documents = StaticDocuments(sum(lengths), 6, device)
+        documents.fill([0, *accumulate(lengths)])
+        route = static_history_route(documents, cp, rank, taps)
+        pieces = static_pieces(documents, cp, SequenceLayout.ZIGZAG)
+        rows = (normal(sum(n), batch, channels) for n in (route.receive_counts, route.send_counts))
+        return Link(route, *rows), pieces
     where = lengths, cp, SequenceLayout.parse(layout), rank
     route = history_route(*where, taps, device)
     history = normal(sum(route.receive_counts), batch, channels)
