@@ -17,7 +17,15 @@ from safetensors.torch import load_file, save_file
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.frameworks.bridge import in_published_dtypes
-from tests.frameworks.bridge_models import MODELS, TOKENS, bridged, logits, published, tokens
+from tests.frameworks.bridge_models import bridged, logits, published
+from tests.frameworks.tiny_models import (
+    MODELS,
+    TOKENS,
+    require_exported,
+    require_falling,
+    require_logits,
+    tokens,
+)
 
 RANK, ALPHA = 4, 8
 
@@ -38,12 +46,8 @@ def test_the_logits_are_transformers_and_the_export_is_what_was_loaded(name, tmp
     layers = [layer.self_attention for layer in ours.decoder.layers]
     assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [True] * 3 + [False]
     with torch.no_grad():
-        expected = theirs(tokens()).logits
-        difference = (logits(ours, tokens()) - expected).abs().max().item()
-    print(f"{name}: logits differ by {difference:.1e} of {expected.abs().max():.1e}")
-    # Under 16 roundings on the way to a logit, each of at most the largest number's last place.
-    assert difference <= 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
-    require_exported(bridge, ours, tmp_path)
+        require_logits(name, logits(ours, tokens()), theirs(tokens()).logits)
+    require_exported(exported(bridge, ours), tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,18 +57,11 @@ def test_a_bf16_model_keeps_two_parameters_in_fp32_and_exports_what_was_loaded(n
     ours, bridge = bridged(tmp_path, torch.bfloat16)
     layer = ours.module.decoder.layers[0].self_attention  # in a Float16Module
     assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
-    require_exported(bridge, ours, tmp_path, torch.bfloat16)
+    require_exported(exported(bridge, ours, weight_dtype=torch.bfloat16), tmp_path)
 
 
-def require_exported(bridge, model, folder, dtype: torch.dtype | None = None) -> None:
-    """Every tensor of the folder, bit for bit and in its dtype, and no other."""
-    saved = load_file(folder / "model.safetensors")
-    exported = bridge.export_hf_weights([model], cpu=True, show_progress=False, weight_dtype=dtype)
-    for name, weight in exported:
-        expected = saved.pop(name)
-        assert weight.dtype == expected.dtype, (name, weight.dtype)
-        assert torch.equal(weight, expected), name
-    assert not saved, sorted(saved)
+def exported(bridge, model, **settings):
+    return bridge.export_hf_weights([model], cpu=True, show_progress=False, **settings)
 
 
 FP32_IN_THE_FILES = {"Qwen3.5's": ("A_log", "linear_attn.norm.weight"), "A_log alone": ("A_log",)}
@@ -82,14 +79,13 @@ def test_an_export_has_the_dtypes_of_the_files_and_their_bits(fp32, tmp_path):
     save_file(saved, file, {"format": "pt"})
     megatron_gdn.patch_megatron()
     ours, bridge = bridged(tmp_path, torch.bfloat16)
-    exported = bridge.export_hf_weights([ours], cpu=True, show_progress=False)
-    exported = dict(in_published_dtypes(exported, tmp_path))
-    assert exported.keys() == saved.keys()
+    found = dict(in_published_dtypes(exported(bridge, ours), tmp_path))
+    assert found.keys() == saved.keys()
     for name, expected in saved.items():
-        assert exported[name].dtype == expected.dtype, name
+        assert found[name].dtype == expected.dtype, name
         if name.endswith("linear_attn.norm.weight"):  # Megatron holds gamma - 1, in bf16
             expected = ((expected.float() - 1).bfloat16() + 1).to(expected.dtype)
-        assert torch.equal(exported[name], expected), name
+        assert torch.equal(found[name], expected), name
 
 
 def test_the_page_s_lines_write_files_of_the_same_dtypes(tmp_path):
@@ -120,15 +116,8 @@ def test_it_trains(tmp_path):
     published("Qwen3.5", tmp_path, torch.float32)
     megatron_gdn.patch_megatron()
     model, _ = bridged(tmp_path, torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    positions, ids, losses = torch.arange(TOKENS).expand(2, -1), tokens(), []
-    for _ in range(3):
-        loss = model(ids, positions, None, labels=ids).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[2] < losses[1] < losses[0]
+    positions, ids = torch.arange(TOKENS).expand(2, -1), tokens()
+    require_falling(lambda: model(ids, positions, None, labels=ids).mean(), model.parameters())
 
 
 @pytest.fixture
@@ -148,29 +137,27 @@ def adapted(tmp_path):
     return model, bridge, load_file(tmp_path / "model.safetensors")
 
 
-def exported(weights) -> dict[str, torch.Tensor]:
+def copies(weights) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in weights}
 
 
 def test_merged_adapters_are_the_model_that_was_trained(adapted, tmp_path):
     model, bridge, base = adapted
-    merged = exported(bridge.export_hf_weights([model], cpu=True, show_progress=False))
+    merged = copies(exported(bridge, model))
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     sections = [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
     assert {f"model.layers.0.linear_attn.{x}.weight" for x in (*sections, "out_proj")} <= changed
     theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path).eval()
     theirs.load_state_dict(merged)
     with torch.no_grad():
-        expected = theirs(tokens()).logits
-        difference = (logits(model, tokens()) - expected).abs().max().item()
-    # As without adapters, and each merged weight was rounded once more.
-    assert difference <= 32 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+        # As without adapters, and each merged weight was rounded once more.
+        require_logits("merged", logits(model, tokens()), theirs(tokens()).logits, roundings=32)
 
 
 def test_exported_adapters_are_what_the_merged_export_adds(adapted):
     model, bridge, base = adapted
-    merged = exported(bridge.export_hf_weights([model], cpu=True, show_progress=False))
-    alone = exported(bridge.export_adapter_weights([model], show_progress=False))
+    merged = copies(exported(bridge, model))
+    alone = copies(bridge.export_adapter_weights([model], show_progress=False))
     places = {name.rpartition(".lora_")[0] for name in alone}
     assert any("in_proj_z" in place for place in places)
     for place in places:

@@ -23,7 +23,8 @@ from megatron.bridge.training.gpt_step import forward_step
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests import ranks
-from tests.frameworks.bridge_models import SIZES, bridged, published
+from tests.frameworks.bridge_models import bridged, published
+from tests.frameworks.tiny_models import SIZES
 from tests.parallel import parallel
 
 EOS, LENGTHS = 0, (5, 12, 9)  # of inputs; a document has one token more, its last label

@@ -10,7 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests import ranks
-from tests.frameworks.mcore_bridge_laws import CudaIsTheCPU, config_of, published, tokens
+from tests.frameworks.mcore_bridge_laws import CudaIsTheCPU, config_of
+from tests.frameworks.tiny_models import published, tokens
 from tests.parallel import parallel
 
 LENGTHS = [8, 4, 12]

@@ -18,40 +18,29 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.context_parallel.layouts import local_indices
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
+from tests.frameworks.tiny_models import (
+    MODELS,
+    TOKENS,
+    published,
+    require_exported,
+    require_falling,
+    require_logits,
+    tokens,
+)
 
-TOKENS, RANK, ALPHA = 24, 4, 8
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-VISION = {
-    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-}  # fmt: skip
+RANK, ALPHA = 4, 8
 WITHOUT_GPU = {
     "moe_permute_fusion": False, "moe_router_fusion": False,
     "moe_token_dispatcher_type": "allgather", "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False, "persist_layer_norm": False,
     "use_cpu_initialization": True, "variable_seq_lengths": False,
 }  # fmt: skip
-MODELS = {
-    "Qwen3-Next": ("Qwen3Next", EXPERTS),
-    "Qwen3.5": ("Qwen3_5", {}),
-    "Qwen3.5 MoE": ("Qwen3_5Moe", EXPERTS),
-}
 
 
 class CudaIsTheCPU(TorchFunctionMode):
@@ -69,28 +58,6 @@ def megatron():
         yield
     megatron_gdn.patch_megatron(gdn=False)
     end_one_process()
-
-
-def published(name: str, folder, dtype: torch.dtype = torch.float32, **sizes):
-    """A tiny model of transformers' class, saved with weights of ``dtype``."""
-    family, more = MODELS[name]
-    more = {**SIZES, **more, **sizes}
-    torch.manual_seed(0)
-    if family == "Qwen3Next":
-        config = transformers.Qwen3NextConfig(**more)
-        model = transformers.Qwen3NextForCausalLM(config)
-    else:
-        config = getattr(transformers, f"{family}Config")(
-            text_config=more, vision_config=VISION, tie_word_embeddings=False
-        )
-        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and gates, which all begin as zeros or ones
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model = model.eval().to(dtype)
-    model.save_pretrained(folder)
-    return model
 
 
 def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelConfig:
@@ -111,10 +78,6 @@ def language_model(model):
     return getattr(model, "language_model", model)
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(SIZES["vocab_size"], (2, TOKENS), generator=torch.manual_seed(1))
-
-
 def logits(model, ids: torch.Tensor, **more) -> torch.Tensor:
     return language_model(model)(ids, torch.arange(TOKENS).expand(len(ids), -1), None, **more)
 
@@ -127,22 +90,8 @@ def test_the_logits_are_transformers_and_the_export_is_what_was_loaded(name, tmp
     layers = [layer.self_attention for layer in language_model(ours).decoder.layers]
     assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [True] * 3 + [False]
     with torch.no_grad():
-        expected = theirs(tokens()).logits
-        difference = (logits(ours, tokens()) - expected).abs().max().item()
-    print(f"{name}: logits differ by {difference:.1e} of {expected.abs().max():.1e}")
-    # Under 16 roundings on the way to a logit, each of at most the largest number's last place.
-    assert difference <= 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
-    require_exported(bridge, ours, tmp_path)
-
-
-def require_exported(bridge, model, folder) -> None:
-    """Every tensor of the folder, bit for bit and in its dtype, and no other."""
-    saved = load_file(folder / "model.safetensors")
-    for name, weight in bridge.export_weights([model]):
-        expected = saved.pop(name)
-        assert weight.dtype == expected.dtype, (name, weight.dtype)
-        assert torch.equal(weight, expected), name
-    assert not saved, sorted(saved)
+        require_logits(name, logits(ours, tokens()), theirs(tokens()).logits)
+    require_exported(bridge.export_weights([ours]), tmp_path, one_by_one=True)
 
 
 def mixer(model):
@@ -153,12 +102,7 @@ def test_a_bf16_model_exports_the_bits_that_were_loaded(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
     megatron_gdn.patch_megatron()
     ours, bridge = bridged(tmp_path, torch.bfloat16)
-    saved = load_file(tmp_path / "model.safetensors")
-    for name, weight in bridge.export_weights([ours]):
-        gate = name.endswith(("A_log", "dt_bias"))  # which train in fp32
-        assert weight.dtype == (torch.float32 if gate else torch.bfloat16), name
-        assert torch.equal(weight.to(torch.bfloat16), saved.pop(name)), name
-    assert not saved, sorted(saved)
+    require_exported(bridge.export_weights([ours]), tmp_path, gates_in_fp32=True)
 
 
 def test_our_rows_are_theirs_in_another_order_and_undo_gives_theirs_back(tmp_path):
@@ -178,23 +122,18 @@ def test_our_rows_are_theirs_in_another_order_and_undo_gives_theirs_back(tmp_pat
         reordered = parameter[rows[name]] if name in rows else parameter
         assert torch.equal(reordered, expected.pop(name)), name
     assert not expected, sorted(expected)
-    require_exported(of_theirs, theirs, tmp_path)
-    require_exported(bridge, ours, tmp_path)  # built before, it is ours still
+    require_exported(of_theirs.export_weights([theirs]), tmp_path)
+    require_exported(bridge.export_weights([ours]), tmp_path)  # built before, it is ours still
 
 
 def test_it_trains(tmp_path):
     published("Qwen3.5 MoE", tmp_path)
     megatron_gdn.patch_megatron()
     model, _ = bridged(tmp_path)
-    optimizer = torch.optim.SGD(language_model(model).parameters(), 0.1)
-    losses = []
-    for _ in range(3):
-        loss = logits(model, tokens(), labels=tokens()).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[2] < losses[1] < losses[0]
+    require_falling(
+        lambda: logits(model, tokens(), labels=tokens()).mean(),
+        language_model(model).parameters(),
+    )
 
 
 def test_packed_documents_do_not_see_each_other(tmp_path):

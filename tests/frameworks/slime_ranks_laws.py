@@ -23,10 +23,10 @@ from megatron_gdn.frameworks.slime import know_our_names
 from megatron_gdn.hf import gdn_layer_from_hf, read_hf_config
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import ranks
+from tests.frameworks import tiny_models
 from tests.frameworks.slime_laws import (  # which has SGLang's names
     CPU,
     LENGTHS,
-    MODELS,
     Wrapped,
     arguments,
     batch,
@@ -85,7 +85,7 @@ def loaded_and_sent(name: str, folder) -> tuple[dict, dict]:
         hf_to_megatron.load_hf_weights(args, [model], folder)
         held = dict(model.module.module.decoder.layers[0].self_attention.named_parameters())
         local = dict(named_params_and_buffers(args, [model]))
-        iterator = HfWeightIteratorDirect(args, [model], MODELS[name][0], None)
+        iterator = HfWeightIteratorDirect(args, [model], tiny_models.MODELS[name][0], None)
         chunks = list(iterator.get_hf_weight_chunks(local))
         sent = {key: tensor for chunk in chunks for key, tensor in chunk}
     return {key: tensor.detach() for key, tensor in held.items()}, sent
