@@ -81,7 +81,7 @@ class PlainForward:
         self,
         inputs: RuleInputs,
         documents: Documents | None,
-        chunks: Callable[..., Chunks],
+        chunks: Callable[..., Chunks] = chunks_of,
         aligned: bool = False,
     ) -> None:
         self._rows = inputs.v.shape[:2]
@@ -112,7 +112,7 @@ class PlainForward:
 class PlainBackward:
     def __init__(
         self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None,
-        chunks: Callable[..., Chunks],
+        chunks: Callable[..., Chunks] = chunks_of,
     ) -> None:  # fmt: skip
         self._rows = inputs.v.shape[:2]
         self._inputs, self._rule = _chunked(inputs, documents, chunks)
