@@ -58,8 +58,8 @@ class Run:
 
         te = args.modules == "te"
         model_parallel_cuda_manual_seed(0, te_rng_tracker=te, force_reset_rng=True)
-        args.fp8_recipe, args.seed = recipe, seed
-        self.trainer = Trainer(build("ours", "none", args), False, args)
+        args.fp8_recipe, args.seed, args.fused_rope, args.buffers = recipe, seed, False, False
+        self.trainer = Trainer(build("ours", "none", False, args), False, args)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = 1e-3
         self.losses: list[float] = []
