@@ -15,7 +15,7 @@ LOCAL = KimiDeltaAttentionSubmodules(
 )
 SIZES = {
     "hidden_size": 20,
-    "linear_num_key_heads": 4,
+    "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 5,
     "linear_value_head_dim": 6,

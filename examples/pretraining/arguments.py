@@ -16,7 +16,7 @@ from pretraining.hf_model import take_sizes
 from pretraining.launch import NPROC
 from pretraining.memory import require_room
 
-LAYER_SYMBOLS = "G-*ME"
+LAYER_SYMBOLS = "G-*MEK"
 # How the names of flags end that count something.
 _SIZES = ["size", "iters", "heads", "groups", "dim", "length", "interval", "tokens", "node"]
 
@@ -112,13 +112,13 @@ def _complete_model(args: argparse.Namespace, given: set[str]) -> None:
         raise ValueError(
             f"--hybrid-layer-pattern {args.hybrid_layer_pattern!r}: unknown symbols "
             f"{''.join(unknown)!r}; use G (Gated DeltaNet), - (MLP), * (attention), M (Mamba2), "
-            "E (experts), and | between pipeline stages."
+            "K (Kimi Delta Attention), E (experts), and | between pipeline stages."
         )
-    for prefix, symbol in (("linear_", "G"), ("mamba_", "M")):
+    for prefix, symbols in (("linear_", "GK"), ("mamba_", "M")):
         unread = sorted(name for name in given if name.startswith(prefix))
-        if unread and symbol not in args.hybrid_layer_pattern:
+        if unread and not set(symbols) & set(args.hybrid_layer_pattern):
             raise ValueError(
-                f"{settings.flag(unread[0])} is of {symbol} layers, and the pattern "
+                f"{settings.flag(unread[0])} is of {' and '.join(symbols)} layers, and the pattern "
                 f"{args.hybrid_layer_pattern} has none; leave it out."
             )
     args.num_layers = len(args.hybrid_layer_pattern.replace("|", ""))

@@ -85,8 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--hybrid-layer-pattern",
         default="G-G-G-*-",
         metavar="SYMBOLS",
-        help="one symbol per layer: G Gated DeltaNet, M Mamba2, - MLP, * attention; | cuts "
-        "pipeline stages",
+        help="one symbol per layer: G Gated DeltaNet, K Kimi Delta Attention, M Mamba2, - MLP, "
+        "* attention; | cuts pipeline stages",
     )
     group.add_argument("--hidden-size", type=int, default=128, help="channels")
     group.add_argument("--ffn-hidden-size", type=int, help="channels; unset: 3 x hidden size")

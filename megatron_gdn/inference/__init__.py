@@ -2,7 +2,7 @@
 
     Carry                    history and state of a sequence between two calls
     prefill, decode          run projection rows from a carry
-    gdn_rows, mamba2_rows    the parts of a mixer that they run; training runs the same
+    gdn_rows, kda_rows, ...  the parts of a mixer that they run; training runs the same
     RequestPool              carries of many requests and layers, in slots
     roll_back                drops last tokens in Megatron's StaticInferenceContext
 
@@ -15,6 +15,7 @@ from ..ops.gdn.parts import gdn_parts as gdn_rows
 from ..ops.generation.carry import Carry, CarryShape, choose
 from ..ops.generation.requests import Request, RequestPool
 from ..ops.generation.step import decode, prefill
+from ..ops.kda.parts import kda_parts as kda_rows
 from ..ops.mamba2.parts import mamba2_parts as mamba2_rows
 from ..ops.parts import Parts as RowMixer
 
@@ -28,6 +29,7 @@ __all__ = [
     "choose",
     "decode",
     "gdn_rows",
+    "kda_rows",
     "mamba2_rows",
     "prefill",
     "roll_back",

@@ -7,7 +7,7 @@ from megatron.core.resharding import build_local_reshard_plan, execute_reshard_p
 from megatron.core.resharding.copy_services.base import CopyService
 from torch import Tensor, nn
 
-from tests import mamba_mixers
+from tests import kda_mixers, mamba_mixers
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.mamba_mixers import mamba_config
 from tests.parallel import make_config, parallel, share_of
@@ -46,13 +46,18 @@ def _build(mixer: str, tp: int) -> nn.Module:
     if mixer == "mamba2":
         config = mamba_config(mamba_num_groups=4, tensor_model_parallel_size=tp)
         return mamba_mixers.build(config, groups)
+    if mixer == "kda":
+        sizes = {"linear_num_key_heads": 4, "linear_value_head_dim": 8}
+        config = kda_mixers.kda_config(**sizes, tensor_model_parallel_size=tp)
+        return kda_mixers.build(config, groups, conv_bias=True)
     config = make_config(tensor_model_parallel_size=tp)
     return build_layer(config, groups, {"bias": True, "conv_bias": True})
 
 
 def weights_that_are_not_a_share(mixer: str) -> list[str]:
     """Names, and at which size, of what is not this rank's share of the first layer's weights."""
-    share = mamba_mixers.share_of if mixer == "mamba2" else share_of
+    own = {"mamba2": mamba_mixers.share_of, "kda": kda_mixers.share_of}
+    share = own.get(mixer, share_of)
     wrong, whole, source = [], {}, None
     for tp in SIZES:
         with parallel(tp=tp):

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed import resharding_laws as laws
 
 
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2", "kda"])
 def test_one_rank_to_two_to_four_to_one_is_the_identity(pools, mixer):
     for wrong in pools(4).run(laws.weights_that_are_not_a_share, mixer):
         assert not wrong

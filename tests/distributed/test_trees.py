@@ -4,12 +4,12 @@ import pytest
 
 from tests.distributed import tree_laws
 from tests.distributed.mixer_laws import parallel_equals_one_rank
-from tests.distributed.mixers import GDN, MAMBA2
+from tests.distributed.mixers import GDN, KDA, MAMBA2
 from tests.parallel import assert_close
 from tests.ranks import RankError
 from tests.trees import random_tree
 
-each = pytest.mark.parametrize("mixers", [GDN, MAMBA2], ids=["gdn", "mamba2"])
+each = pytest.mark.parametrize("mixers", [GDN, MAMBA2, KDA], ids=["gdn", "mamba2", "kda"])
 
 
 @each

@@ -33,8 +33,7 @@ def hybrid_keys_and_options(pattern: str, **options):
 def kda_layers(pattern: str):
     """The recurrent mixers of a model, its keys, whether a K layer kept its number, its loss."""
     with parallel():
-        sizes = {"linear_num_key_heads": 8}
-        config = make_config(num_layers=len(pattern), **sizes)
+        config = make_config(num_layers=len(pattern))
         model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
         mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
         names = [type(mixer).__name__ for mixer in mixers if hasattr(mixer, "micro_batches")]

@@ -108,6 +108,9 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_three_mixers_is_learned"
     ),
+    EXAMPLE.format(2) + " --hybrid-layer-pattern K-G-*-": (
+        "tests/examples/test_pretrain_hybrid.py::test_a_model_of_kimi_delta_attention_is_learned"
+    ),
     "make lint": SUITE,
     "make format": SUITE,
     "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_layout.py -k share": SUITE,

@@ -120,6 +120,13 @@ def test_a_model_of_all_three_mixers_is_learned(text, tmp_path):
     assert steps[-1]["loss"] < steps[0]["loss"] - 1.0
 
 
+@pytest.mark.slow
+def test_a_model_of_kimi_delta_attention_is_learned(text, tmp_path):
+    run(*TINY, "--hybrid-layer-pattern=K-G-*-", "--data", text, cwd=tmp_path)
+    steps = metrics(tmp_path / "runs/pretrain_hybrid")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1.0
+
+
 @pytest.mark.parametrize(
     "flags, advice",
     [

@@ -69,7 +69,7 @@ def test_the_folder_that_a_run_gets_by_itself_is_tried_too(refused, tmp_path):
         (["--nproc-per-node=0"], "--nproc-per-node 0 is not a size; use 1 or more"),
         (["--nproc-per-node=4"], "beside torchrun, which has started 2 processes"),
         (["--mamba-num-heads=8"], "--mamba-num-heads is of M layers, and the pattern .* has none"),
-        (["--linear-num-key-heads=2", "--hybrid-layer-pattern=M-"], "is of G layers"),
+        (["--linear-num-key-heads=2", "--hybrid-layer-pattern=M-"], "is of G and K layers"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

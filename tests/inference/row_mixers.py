@@ -3,7 +3,7 @@
 Legend: S seq, B batch, P projection width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_gdn.inference import RowMixer, decode, gdn_rows, mamba2_rows, prefill
+from megatron_gdn.inference import RowMixer, decode, gdn_rows, kda_rows, mamba2_rows, prefill
 from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.aligned import AlignedRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.kda.rule.plain import PlainKDA
+from megatron_gdn.ops.kda.sizes import rows_of
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.mixer import mix
@@ -42,8 +44,16 @@ def documents_of(lengths, device="cpu") -> Documents:
     return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device(device))
 
 
-def _draw(layout: Layout, taps: int, gates: int, gamma: int, eps: float, dtype) -> Parameters:
-    """Conv weight and bias, as many gate parameters of the heads, and the norm's."""
+def _draw(
+    layout: Layout,
+    taps: int,
+    gates: Sequence[int],
+    gamma: int,
+    eps: float,
+    dtype,
+    activation="silu",
+) -> Parameters:
+    """Conv weight and bias, gate parameters of these sizes, and the norm's."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape, dtype=torch.float32):
@@ -52,9 +62,9 @@ def _draw(layout: Layout, taps: int, gates: int, gamma: int, eps: float, dtype) 
     own = (
         draw(layout.conv_width, 1, taps, dtype=dtype) * 0.5,
         draw(layout.conv_width, dtype=dtype) * 0.1,
-        *(draw(layout.state_heads) for _ in range(gates)),
+        *map(draw, gates),
     )
-    return Parameters(own, GatedNorm(1 + 0.3 * draw(gamma, dtype=dtype), eps))
+    return Parameters(own, GatedNorm(1 + 0.3 * draw(gamma, dtype=dtype), eps, False, activation))
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
             rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, documents=documents
         )
 
-    draw = partial(_draw, sizes.layout, taps, 2, sizes.value_dim, 1e-6)
+    draw = partial(_draw, sizes.layout, taps, [sizes.value_heads] * 2, sizes.value_dim, 1e-6)
     return Kind("gdn", sizes.layout, PlainRule(), draw, make, train)
 
 
@@ -111,13 +121,28 @@ def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int, taps: in
     def train(rows, parameters, rule, documents):
         return mix(rows, make(rows, parameters, rule), Neighbours(documents))
 
-    draw = partial(_draw, layout, taps, 3, heads * head_dim, 1e-5)
+    draw = partial(_draw, layout, taps, [heads] * 3, heads * head_dim, 1e-5)
     return Kind("mamba2", layout, PlainSSD(), draw, make, train)
+
+
+def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
+    layout = rows_of(*sizes)
+
+    def make(rows, parameters, rule):
+        return kda_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm)
+
+    def train(rows, parameters, rule, documents):
+        return mix(rows, make(rows, parameters, rule), Neighbours(documents))
+
+    gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
+    draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6, activation="sigmoid")
+    return Kind("kda", layout, PlainKDA(), draw, make, train)
 
 
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))
 MAMBA2 = mamba2_kind(heads=4, groups=2, head_dim=6, state_dim=5)
-KINDS = (GDN, MAMBA2)
+KDA = kda_kind(HeadSizes(2, 4, 8, 6))
+KINDS = (GDN, MAMBA2, KDA)
 
 
 def run_in_parts(mixer: RowMixer, rows: Tensor, parts, carry=None):

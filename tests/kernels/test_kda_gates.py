@@ -12,25 +12,25 @@ from .kernel_cases import assert_close
 
 CASES = {
     "S1": {"S": 1},
-    "S65-B2": {"S": 65, "B": 2, "heads": (3, 12, 20)},
+    "S65-B2": {"S": 65, "B": 2, "heads": (1, 3, 12, 20)},
     "bounded": {"S": 33, "bound": -5.0},
     "packed": {"S": 40, "lengths": (1, 2, 0, 20, 17), "bias": True},
     "no decay left": {"S": 9, "A_log": 8.0},
-    "several tiles": {"S": 300, "heads": (1, 16, 16)},
+    "several tiles": {"S": 300, "heads": (1, 1, 16, 16)},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_front_and_gradients_equal_the_twins(name, device):
     case = CASES[name]
-    S, B, heads = case["S"], case.get("B", 1), case.get("heads", (2, 16, 8))
+    S, B, heads = case["S"], case.get("B", 1), case.get("heads", (2, 2, 16, 8))
     make = torch.Generator().manual_seed(S)
 
     def normal(*shape):
         return torch.randn(*shape, generator=make).to(device)
 
     layout, documents = rows_of(*heads), None
-    H, K, V = heads
+    G, H, K, V = heads
     proj = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width]
     given = [
         normal(layout.conv_width, 1, 4) * 0.5,
@@ -41,7 +41,7 @@ def test_front_and_gradients_equal_the_twins(name, device):
     if "lengths" in case:
         offsets = torch.tensor([0, *case["lengths"]]).cumsum(0).tolist()
         documents = Documents.from_cu_seqlens(offsets, S, device=device)
-    grads = [normal(B, S, H, width) for width in (K, K, V, K)]
+    grads = [normal(B, S, *shape) for shape in ((G, K), (G, K), (H, V), (H, K))]
     grads.append(normal(B, S, H))
 
     def run(kernels, kind):

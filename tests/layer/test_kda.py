@@ -167,9 +167,9 @@ def written_out(mixer, x, lengths):
         qkv = F.pad(qkv.mT, (p["conv1d_weight"].shape[-1] - 1, 0))
         bias = p.get("conv1d_bias")
         qkv = F.silu(F.conv1d(qkv, p["conv1d_weight"], bias, groups=qkv.shape[1])).mT
-        q, k, v = (
-            t.unflatten(-1, (heads, -1)) for t in qkv.split(mixer.dims.layout.conv_widths, -1)
-        )
+        q, k, v = qkv.split(mixer.dims.layout.conv_widths, -1)
+        q, k = (t.unflatten(-1, (mixer.dims.num_key_heads, -1)) for t in (q, k))
+        v = v.unflatten(-1, (heads, -1))
         g, beta = channel_gates(f, of["beta"], p["A_log"], p["dt_bias"], mixer.gate_lower_bound)
         o, _ = recurrent_kda(RuleInputs(l2norm(q), l2norm(k), v, g, beta))
         normed = o * (o.square().mean(-1, keepdim=True) + mixer.out_norm.eps).rsqrt()
@@ -216,7 +216,7 @@ def test_output_and_every_gradient_are_those_of_the_recurrence(options, lengths)
         ({"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of KDA"),
         ({"backend": "fla"}, {}, "fla runs on a GPU"),
         ({"backend": "fla"}, {"deterministic_mode": True}, "in deterministic mode use 'auto'"),
-        ({}, {"linear_num_key_heads": 2}, "every head has its own key"),
+        ({}, {"linear_num_key_heads": 3}, "cannot share 3 key heads evenly"),
         ({"recompute": "some"}, {}, "recompute='some' is not known"),
     ],
 )  # fmt: skip
@@ -227,6 +227,6 @@ def test_what_cannot_be_is_refused_in_words(options, changes, said):
 
 def test_narrow_halves_that_ranks_cannot_share_are_refused():
     dims = whole_mixer(kda_config(), forget_rank=6, output_rank=0).global_dims
-    assert dims.shard(2).in_proj_layout.widths == (10, 10, 12, 3, 12, 2)
+    assert dims.shard(2).in_proj_layout.widths == (5, 5, 12, 3, 12, 2)
     with pytest.raises(ValueError, match="use one of 1, 2"):
         dims.shard(4)

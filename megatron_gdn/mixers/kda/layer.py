@@ -69,8 +69,8 @@ class KimiDeltaAttention(RecurrentMixer):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it;
-            as many key heads as value heads.
+        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
+            Gates and states belong to value heads; Kimi Linear has as many key heads.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         layer_number: number of this layer in the model, from 1.
         conv_bias: give the convolution a bias.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...ops.gdn.sizes import require_even_groups
 from ...ops.kda.sizes import rows_of
 from ...ops.layout import Layout, Section
 from ...ops.size_error import SizeError, require_sizes
@@ -17,7 +18,9 @@ class KDADims:
 
     Attributes:
         hidden_size: of the model; never split.
-        num_heads: each with a query, a key, a value and a state.
+        num_key_heads: each serves ``num_heads / num_key_heads`` neighbouring heads with its query
+            and key; as many as heads in Kimi Linear.
+        num_heads: with a value, gates and a state each.
         key_head_dim, value_head_dim: rows and columns of a state.
         conv_kernel_dim: taps of the convolution.
         forget_rank, output_rank: columns of a gate's narrow half that this rank computes; 0: the
@@ -25,6 +28,7 @@ class KDADims:
     """
 
     hidden_size: int
+    num_key_heads: int
     num_heads: int
     key_head_dim: int
     value_head_dim: int
@@ -34,6 +38,7 @@ class KDADims:
 
     def __post_init__(self) -> None:
         require_sizes(self, may_be_zero=("forget_rank", "output_rank"))
+        require_even_groups(self.num_key_heads, self.num_heads)
 
     @classmethod
     def from_config(
@@ -45,18 +50,14 @@ class KDADims:
             forget_rank, output_rank: None is the value head's dim, as in Kimi Linear.
 
         Raises:
-            ValueError: a field is None or not positive, or key and value heads differ in number.
+            ValueError: a field is None or not positive, or the value heads are not a multiple of
+                the key heads.
         """
-        heads, V = config.linear_num_value_heads, config.linear_value_head_dim
-        if config.linear_num_key_heads != heads:
-            raise SizeError(
-                f"linear_num_key_heads={config.linear_num_key_heads} and "
-                f"linear_num_value_heads={heads}: in Kimi Delta Attention every head has its own "
-                f"key. Set both to the same number."
-            )
+        V = config.linear_value_head_dim
         return cls(
             hidden_size=config.hidden_size,
-            num_heads=heads,
+            num_key_heads=config.linear_num_key_heads,
+            num_heads=config.linear_num_value_heads,
             key_head_dim=config.linear_key_head_dim,
             value_head_dim=V,
             conv_kernel_dim=config.linear_conv_kernel_dim,
@@ -67,7 +68,7 @@ class KDADims:
     @property
     def layout(self) -> Layout:
         """The columns of a row, with both gates in full width."""
-        return rows_of(self.num_heads, self.key_head_dim, self.value_head_dim)
+        return rows_of(self.num_key_heads, self.num_heads, self.key_head_dim, self.value_head_dim)
 
     @property
     def in_proj_layout(self) -> Layout:
@@ -100,18 +101,21 @@ class KDADims:
         Raises:
             ValueError: the heads or the narrow halves do not divide; lists the sizes that do.
         """
-        counts = (self.num_heads, self.forget_rank, self.output_rank)
+        counts = (self.num_key_heads, self.num_heads, self.forget_rank, self.output_rank)
         if ranks < 1 or any(count % ranks for count in counts):
             legal = [
                 n for n in range(1, self.num_heads + 1) if not any(count % n for count in counts)
             ]
             raise SizeError(
-                f"tensor_model_parallel_size={ranks} cannot split {self.num_heads} heads, "
-                f"forget_rank={self.forget_rank} and output_rank={self.output_rank} evenly; use "
+                f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads, "
+                f"{self.num_heads} value heads, forget_rank={self.forget_rank} and "
+                f"output_rank={self.output_rank} evenly; use "
                 f"one of {', '.join(map(str, legal))}."
             )
-        heads, forget, output = (count // ranks for count in counts)
-        return replace(self, num_heads=heads, forget_rank=forget, output_rank=output)
+        keys, heads, forget, output = (count // ranks for count in counts)
+        return replace(
+            self, num_key_heads=keys, num_heads=heads, forget_rank=forget, output_rank=output
+        )
 
     def check_fp8_alignment(self, alignment: int) -> None:
         """Refuse a local projection width that FP8 GEMMs cannot take."""

@@ -9,18 +9,18 @@ from ..layout import Layout, Section
 
 
 @lru_cache(maxsize=64)
-def rows_of(heads: int, key_dim: int, value_dim: int) -> Layout:
+def rows_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> Layout:
     """query | key | value | f | z | beta: f is the forget gate, z the output gate."""
     return Layout(
         (
-            Section("query", "head", key_dim, conv=True),
-            Section("key", "head", key_dim, conv=True),
+            Section("query", "key", key_dim, conv=True),
+            Section("key", "key", key_dim, conv=True),
             Section("value", "head", value_dim, conv=True),
             Section("f", "head", key_dim),
             Section("z", "head", value_dim),
             Section("beta", "head", 1),
         ),
-        (("head", heads),),
+        (("head", heads), ("key", key_heads)),
     )
 
 
@@ -28,4 +28,4 @@ def rows_of(heads: int, key_dim: int, value_dim: int) -> Layout:
 def sizes_of(layout: Layout) -> HeadSizes:
     """The sizes of a layout made by :func:`rows_of`."""
     widths = {section.name: section.width for section in layout.sections}
-    return HeadSizes(layout.state_heads, layout.state_heads, widths["key"], widths["value"])
+    return HeadSizes(layout.heads("key"), layout.state_heads, widths["key"], widths["value"])

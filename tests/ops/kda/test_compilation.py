@@ -15,7 +15,7 @@ S, H, K = 256, 4, 128
 
 @pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
 def test_the_front_compiles_and_its_gates_stay_in_registers(bound):
-    layout, kind = rows_of(H, K, K), torch.bfloat16
+    layout, kind = rows_of(H, H, K, K), torch.bfloat16
     front = KDAFront.of("cpu", kind, 4, layout, bound, kernels="triton")
     rows = torch.empty(S, 1, layout.width, dtype=kind)
     weight = torch.empty(layout.conv_width, 1, 4, dtype=kind)

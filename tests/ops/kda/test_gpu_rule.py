@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-H, K, V = 32, 128, 128
+G, H, K, V = 32, 32, 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
 NAMES = ("o", "final", "final by the map", "d_initial", "q", "k", "v", "g", "beta")
 GATES = {
@@ -47,8 +47,7 @@ def test_kernels_give_what_fp64_gives(packed, gates):
     log_decay, bound = GATES[gates]
     shape, kind = (rows, tokens, H), {"device": "cuda"}
     inputs = RuleInputs(
-        l2norm(torch.randn(*shape, K, **kind)).bfloat16(),
-        l2norm(torch.randn(*shape, K, **kind)).bfloat16(),
+        *(l2norm(torch.randn(rows, tokens, G, K, **kind)).bfloat16() for _ in "qk"),
         torch.randn(*shape, V, **kind).bfloat16(),
         log_decay(torch.rand(*shape, K, **kind)),
         torch.rand(*shape, **kind),
@@ -83,7 +82,7 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(kernels):
     from megatron_gdn.ops.parts import GatedNorm
 
     torch.manual_seed(0)
-    layout, documents = rows_of(4, K, V), documents_of((200, 1, 63, 36), "cuda")
+    layout, documents = rows_of(2, 4, K, V), documents_of((200, 1, 63, 36), "cuda")
     tensors = [
         torch.randn(300, 1, layout.width, device="cuda").bfloat16(),
         (torch.randn(layout.conv_width, 1, 4, device="cuda") * 0.5).bfloat16(),

@@ -9,7 +9,7 @@ This is the definition everything else is tested against. Per head, with state `
 (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.) It is the gated
 delta rule with one log-decay for every row of a state.
 
-Legend: B batch, T tokens, H heads, K key dim, V value dim, N sequences.
+Legend: B batch, T tokens, G key heads, H heads, K key dim, V value dim, N sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def recurrent_kda(
     """One token at a time, in fp32 (fp64 for fp64); differentiable.
 
     Args:
-        inputs: with ``g [B, T, H, K]``.
+        inputs: with ``g [B, T, H, K]``; q and k have G heads, each for H / G neighbouring ones.
         documents: boundaries, all batch rows end to end; None when a row is one sequence.
         initial: ``[N, H, K, V]``; None is zero.
 
@@ -40,6 +40,7 @@ def recurrent_kda(
     (B, T, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     wide = torch.promote_types(inputs.v.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide).flatten(0, 1) for x in inputs)
+    q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k))
     lengths = (T,) * B if documents is None else tuple(n for n in documents.lengths if n)
     outputs, states, t = [], [], 0
     for n, length in enumerate(lengths):
