@@ -24,6 +24,7 @@ def dims_of(config: Any) -> KDADims:
     """Of rows with both gates in full width, as the module's projections give them."""
     return KDADims(
         hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_heads,
         num_heads=config.linear_num_heads,
         key_head_dim=config.linear_head_dim,
         value_head_dim=config.linear_head_dim,
