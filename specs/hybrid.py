@@ -28,7 +28,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 from megatron_gdn.ops.mamba2.rule.resolve import RULES
 
 from .kda_stack import KDAHybridStack, know_letter
-from .launch_options import with_launch_options
+from .launch_options import kda_launch_options, with_launch_options
 from .layer import (
     gated_delta_net_spec,
     kimi_delta_attention_spec,
@@ -102,7 +102,8 @@ def _hybrid_stack_spec(
     modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
     mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
-    delta = kimi_delta_attention_spec(modules, **{**_options_of_both(options), **(kda or {})})
+    kda = {**_options_of_both(options), **kda_launch_options(), **(kda or {})}
+    delta = kimi_delta_attention_spec(modules, **kda)
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
         submodules = _te_submodules(mixer, mamba2, qk_layernorm)

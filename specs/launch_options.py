@@ -3,6 +3,7 @@
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \\
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
+Options that KimiDeltaAttention alone has reach 'K' layers, such as gate_lower_bound.
 The specs read the variable once, when they are imported. Every process of a launch must have the
 same value. An option that a call in Python gives overrides the variable's.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from megatron_gdn.compat.observe import log_once
 from megatron_gdn.mixers.gdn.layer import GatedDeltaNet
+from megatron_gdn.mixers.kda.layer import KimiDeltaAttention
 
 VARIABLE = "MEGATRON_GDN_OPTIONS"
 # What Megatron passes itself; every other keyword of the constructor is an option.
@@ -33,15 +35,24 @@ def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the variable has an unknown option, or a value that is not legal.
     """
-    return {**_of_launch(), **options}
+    known = _options_of(GatedDeltaNet)
+    return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
+
+
+def kda_launch_options() -> dict[str, Any]:
+    """The options of the launch that are KimiDeltaAttention's alone; errors as above."""
+    known = _options_of(GatedDeltaNet)
+    return {name: value for name, value in _of_launch().items() if name not in known}
 
 
 @cache
 def _of_launch() -> dict[str, Any]:
     options = parse_options(os.environ.get(VARIABLE, ""))
-    if options:
-        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        log_once(f"{VARIABLE}: Gated DeltaNet layers are built with {said}")
+    known = _options_of(GatedDeltaNet)
+    for layers, of_these in (("Gated DeltaNet", True), ("Kimi Delta Attention", False)):
+        said = ", ".join(f"{n}={v!r}" for n, v in options.items() if (n in known) is of_these)
+        if said:
+            log_once(f"{VARIABLE}: {layers} layers are built with {said}")
     return options
 
 
@@ -75,6 +86,10 @@ def _value(name: str, text: str, kind: str) -> Any:
 
 
 def _legal() -> dict[str, str]:
-    """Every option of the layer, with its type as written."""
-    arguments = inspect.signature(GatedDeltaNet).parameters.items()
+    """Every option of the layers, with its type as written."""
+    return {**_options_of(KimiDeltaAttention), **_options_of(GatedDeltaNet)}
+
+
+def _options_of(mixer: type) -> dict[str, str]:
+    arguments = inspect.signature(mixer).parameters.items()
     return {name: str(given.annotation) for name, given in arguments if name not in _OF_MEGATRON}

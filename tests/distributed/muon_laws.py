@@ -13,7 +13,8 @@ from megatron.core.optimizer import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from tests import mamba_mixers, parallel
+from megatron_gdn.ops.layout import layout_of_in_proj
+from tests import kda_mixers, mamba_mixers, parallel
 from tests.distributed.layer_laws import build_layer, randomise_
 
 # fp32 products: in Megatron's default, bf16, two wrong updates could round to the same weight.
@@ -31,13 +32,19 @@ def settings(layer_wise: str | None) -> dict[str, bool]:
 BUILD = {
     "gdn": lambda config, groups: build_layer(config, groups, {"bias": True, "conv_bias": True}),
     "mamba2": mamba_mixers.build,
+    "kda": kda_mixers.build,
 }
-SHARE_OF = {"gdn": parallel.share_of, "mamba2": mamba_mixers.share_of}
+SHARE_OF = {
+    "gdn": parallel.share_of, "mamba2": mamba_mixers.share_of, "kda": kda_mixers.share_of,
+}  # fmt: skip
+CONFIG = {
+    "gdn": parallel.make_config, "mamba2": mamba_mixers.mamba_config, "kda": kda_mixers.kda_config,
+}  # fmt: skip
 
 
 def in_parallel(mixer: str, tp: int):
     """One rank's mixer with random weights, and this rank's share of it in Megatron's DDP."""
-    make = mamba_mixers.mamba_config if mixer == "mamba2" else parallel.make_config
+    make = CONFIG[mixer]
     torch.manual_seed(7)
     whole = BUILD[mixer](make(), mamba_mixers.alone())
     randomise_(whole)
@@ -123,7 +130,8 @@ def sections_step_as_if_alone(
             for name, parameter in share.named_parameters():
                 parameter.main_grad.copy_(SHARE_OF[mixer](name, gradient[name], share))
             optimizer.step()
-        for name in ("in_proj.weight", "out_proj.weight"):
+        wide = ("f_b_weight", "z_b_weight") if mixer == "kda" else ()
+        for name in ("in_proj.weight", "out_proj.weight", *wide):
             parameter = share.get_parameter(name)
             matrices = [whole.get_parameter(name).float(), *(g[name] for g in gradients)]
             dims = whole.dims
@@ -131,7 +139,7 @@ def sections_step_as_if_alone(
                 matrices = [SHARE_OF[mixer](name, matrix, share) for matrix in matrices]
                 dims = share.dims
             weight, *of_weight = matrices
-            widths = dims.layout.widths if name == "in_proj.weight" else [len(weight)]
+            widths = layout_of_in_proj(dims).widths if name == "in_proj.weight" else [len(weight)]
             expected = each_alone(weight, of_weight, widths)
             if tp_mode != "blockwise":
                 expected = SHARE_OF[mixer](name, expected, share)

@@ -11,7 +11,7 @@ if not muon_reads_sections():
     pytest.skip("Muon of this megatron-core knows no sections", allow_module_level=True)
 # Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj does.
 READS_USE_MUON = hasattr(emerging_optimizers, "_is_muon_excluded")
-MIXERS = ["gdn"] if READS_USE_MUON else ["gdn", "mamba2"]
+MIXERS = ["gdn", "kda"] if READS_USE_MUON else ["gdn", "mamba2", "kda"]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -32,9 +32,11 @@ def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools, layer_w
     pools(ranks).run(laws.sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise)
 
 
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2", "kda"])
 def test_what_is_no_matrix_is_adams(pools, mixer):
     expected = {"in_proj.weight", "out_proj.weight"}
+    if mixer == "kda":
+        expected |= {"f_b_weight", "z_b_weight"}
     if mixer == "mamba2" and READS_USE_MUON:
         expected = {"out_proj.weight"}
     assert pools(2).run(laws.parameters_of_muon, mixer) == [expected] * 2

@@ -50,24 +50,31 @@ def of_both(hybrid):
     layers = hybrid.submodules
     return options(layers.gdn_layer), layers.mamba_layer.submodules.mixer.params
 
+def of_k(hybrid):
+    return options(hybrid.params["kda_layer"])
+
 config = TransformerConfig(
     num_layers=1, hidden_size=8, num_attention_heads=1, transformer_impl="local",
     experimental_attention_variant="gated_delta_net", linear_attention_freq=[1],
 )
 print(of_both(hybrid_stack_spec), options(gpt_block_spec(config, pp_rank=0).layer_specs[0]))
 print(of_both(hybrid_stack_spec("local", linear_cp_mode="headwise")))
+print(of_k(hybrid_stack_spec), of_k(hybrid_stack_spec("local", kda={"gate_lower_bound": -4.0})))
 """
 
 
 def test_the_specs_of_a_launch_take_them_and_calls_go_before_them(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "linear_cp_mode=chunkwise,recompute_qkv=True")
+    monkeypatch.setenv(
+        VARIABLE, "linear_cp_mode=chunkwise,recompute_qkv=True,gate_lower_bound=-5.0"
+    )
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     chunkwise = {"linear_cp_mode": "chunkwise"}
     launched = chunkwise | {"recompute_qkv": True}
     named = launched | {"linear_cp_mode": "headwise"}
-    assert ran.stdout.splitlines()[-2:] == [
+    assert ran.stdout.splitlines()[-3:] == [
         f"{(launched, chunkwise)} {launched}",
         f"{(named, {'linear_cp_mode': 'headwise'})}",
+        f"{chunkwise | {'gate_lower_bound': -5.0}} {chunkwise | {'gate_lower_bound': -4.0}}",
     ]
     assert f"{VARIABLE}: Gated DeltaNet layers are built with linear_cp_mode='chunkwise'" in (
         ran.stderr

@@ -13,9 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +31,7 @@ from ..init import device_for, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
+from .full_rows import Columns, full_rows
 from .sizes import KDADims
 
 _FIRST_DT = (0.001, 0.1)  # softplus(dt_bias) is drawn from this range, its logarithm uniformly
@@ -173,31 +172,12 @@ class KimiDeltaAttention(RecurrentMixer):
         The ranks share the columns of the narrow halves, and each computes its heads' part of the
         wide halves from all of them.
         """
-        narrow, _ = self.in_proj(hidden_states)
-        weights = {"f": self.f_b_weight, "z": self.z_b_weight}
-        low = {gate: x for gate, x in weights.items() if x is not None}
-        if not low:
-            return narrow
-        layout, tp = self.dims.in_proj_layout, self.tp_size
-        own = [narrow[..., layout.columns(f"{gate}_a")] for gate in low]
-        if tp > 1:
-            halves = all_gather_last_dim_from_tensor_parallel_region(
-                torch.cat(own, -1), group=self.tp_group
-            )
-            widths = [x.shape[-1] for x in own]
-            cut = halves.unflatten(-1, (tp, -1)).split(widths, -1)
-            own = [x.flatten(-2) for x in cut]
-        wide = {
-            f"{gate}_a": F.linear(x, weight)
-            for (gate, weight), x in zip(low.items(), own, strict=True)
-        }
-        return torch.cat(
-            [
-                wide[name] if name in wide else narrow[..., layout.columns(name)]
-                for name in layout.names
-            ],
-            -1,
-        )
+        rows, _ = self.in_proj(hidden_states)
+        weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
+        if not weights:
+            return rows
+        columns = Columns.of(self.dims.in_proj_layout, self.dims.layout)
+        return full_rows(rows, columns, self.tp_group, *weights)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         self.require_wide_gates()
