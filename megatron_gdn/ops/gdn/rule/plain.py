@@ -68,8 +68,9 @@ def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tenso
 
 class PlainForward:
     def __init__(
-        self, inputs: RuleInputs, documents: Documents | None, chunks: Callable[..., Chunks]
-    ) -> None:
+        self, inputs: RuleInputs, documents: Documents | None,
+        chunks: Callable[..., Chunks] = chunks_of,
+    ) -> None:  # fmt: skip
         self._rows = inputs.v.shape[:2]
         self._inputs, self._rule = _chunked(inputs, documents, chunks)
 
@@ -98,7 +99,7 @@ class PlainForward:
 class PlainBackward:
     def __init__(
         self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None,
-        chunks: Callable[..., Chunks],
+        chunks: Callable[..., Chunks] = chunks_of,
     ) -> None:  # fmt: skip
         self._rows = inputs.v.shape[:2]
         self._inputs, self._rule = _chunked(inputs, documents, chunks)
