@@ -121,5 +121,5 @@ def test_what_does_not_fit_is_refused_by_name():
     module = theirs.state_dict()
     with pytest.raises(ValueError, match=r"a layer of kimi_linear has .*missing \['A_log'"):
         kda_layer_from_hf(module, dims, kind)
-    with pytest.raises(ValueError, match="cannot split 4 heads"):
+    with pytest.raises(ValueError, match="cannot split 4 key heads"):
         kda_layer_from_hf(module, dims, kind, 3, in_files=False)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_gdn.hf import gates_in_fp32, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, VISION, VISION_MOE
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, VISION, VISION_MOE
+from tests.hf.drop_in.test_layer import bare
 from tests.parallel import assert_close
 
 
@@ -28,18 +29,20 @@ def test_a_saved_model_loads_in_transformers_and_comes_back_bit_for_bit(fresh, f
     model.load_state_dict(theirs.state_dict())
 
 
-def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path):
-    source = fresh(DENSE)
+@pytest.mark.parametrize("family", [DENSE, KIMI])
+def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path, family):
+    source = fresh(family)
     source.save_pretrained(tmp_path)
     with gates_in_fp32():
         model = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16)
     patch(model)
-    for ours, theirs in zip(model.model.layers[:3], source.model.layers[:3], strict=True):
-        assert ours.linear_attn.in_proj_z.weight.dtype == torch.bfloat16
-        for name in ("A_log", "dt_bias"):
-            assert torch.equal(getattr(ours.linear_attn, name), getattr(theirs.linear_attn, name))
+    held = {bare(name): p for name, p in model.named_parameters() if "_fp32_params" in name}
+    file = dict(source.named_parameters())
+    assert len(held) == 6 and all(torch.equal(p, file[name]) for name, p in held.items())
+    rest = {p.dtype for name, p in model.named_parameters() if "_fp32_params" not in name}
+    assert rest == {torch.bfloat16}
     rounded = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert rounded.model.layers[0].linear_attn.A_log.dtype == torch.bfloat16
+    assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])

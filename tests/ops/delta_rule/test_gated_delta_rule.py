@@ -66,6 +66,16 @@ def test_fp32_chunks_agree_with_the_fp64_recurrence(T, decay):
     assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
 
 
+@pytest.mark.parametrize("strength", [1.5, 2.0])
+@DECAYS
+def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(strength, decay):
+    """Of unit keys none makes a state longer: beta |k|^2 <= 2. At 2 all are reflections."""
+    inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay)]
+    inputs[4].mul_(strength) if strength < 2 else inputs[4].fill_(strength)
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
+    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, inputs), expected, FP32)
+
+
 @pytest.mark.parametrize(
     ("G", "H", "K", "V", "chunk_size"), [(1, 4, 5, 7, 64), (2, 2, 12, 3, 16), (2, 6, 8, 20, 7)]
 )

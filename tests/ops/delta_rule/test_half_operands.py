@@ -84,6 +84,13 @@ def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent):
         assert_close(name, got, exact)
 
 
+def test_write_strengths_up_to_2_are_as_exact():
+    inputs, d_o = make_inputs()
+    inputs = inputs._replace(beta=2 * inputs.beta)
+    for name, got, exact in zip(NAMES, run(inputs, d_o), exact_run(inputs, d_o), strict=True):
+        assert_close(name, got, exact)
+
+
 def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
     inputs, d_o = make_inputs()
     saved = rule.begin(inputs, None).run().saved
@@ -325,7 +332,7 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
 
     class Looks(InHalf):
         def begin_backward(self, d_o, inputs, saved, documents):
-            return LooksBackward(d_o, inputs, documents)
+            return LooksBackward(d_o, inputs, documents, self.chunks)
 
     monkeypatch.setattr(PerHead, "backward", remembered)
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
