@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -76,6 +77,11 @@ class ChunkTable:
     sequences: int
     groups: tuple[ChunkGroup, ...]
     slot: Tensor | None
+
+    @cached_property
+    def are_chunks(self) -> bool:
+        """Whether every chunk is a whole sequence, as in a decode step of an aligned mixer."""
+        return all(len(group.begins) == group.chunks for group in self.groups)
 
     @staticmethod
     def build(
