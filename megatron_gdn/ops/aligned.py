@@ -42,6 +42,7 @@ from torch import Tensor
 
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
+from .host_tables import cached_by_stream
 from .readout.base import Readout
 from .rules.base import on_tokens
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -63,7 +64,12 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
 
 def on_one_path(proj: Tensor, documents: Documents | None) -> Documents:
     """Boundaries for a Triton front, which has one path for all tokens of packed rows."""
-    return Documents((0, proj.shape[0]), proj.device) if documents is None else documents
+    return _one_document(proj.shape[0], proj.device) if documents is None else documents
+
+
+@cached_by_stream(32)
+def _one_document(tokens: int, device: torch.device) -> Documents:
+    return Documents((0, tokens), device)
 
 
 def rows_before(parameters: Parameters) -> int:
