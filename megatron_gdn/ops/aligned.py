@@ -164,20 +164,17 @@ class _Gathered:
         self._grid = grid
         # A parameter that every token shares stays as it is.
         self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
-        slots = 0 if self._shared is not None else grid.groups[-1].slots.stop
-        self._rows = like.new_empty(slots, *like.shape[2:])
+        self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
         if self._shared is None:
-            self._rows[group.slots].view(-1, STEP, *chunks.shape[2:]).copy_(chunks)
+            self._grid.put_tokens(self._rows, group, chunks)
 
     def tokens(self, rows: torch.Size) -> Tensor:
         """``[B, S, ...]``."""
         if self._shared is not None:
             return self._shared.expand(*rows, *self._shared.shape[2:])
-        slot = self._grid.slot
-        tokens = self._rows if slot is None else self._rows.index_select(0, slot)
-        return tokens.unflatten(0, rows)
+        return self._rows.unflatten(0, rows)
 
 
 class AlignedFront(FrontAround):
