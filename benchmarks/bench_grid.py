@@ -7,7 +7,7 @@
 Three parts. "train": forward and backward in deterministic mode and in batch-invariant mode, of one
 sequence and of packed documents. "forward": the same layer under ``torch.no_grad``, its time and
 its memory against forward and backward. "decode": a step of one token for each request, ordinary
-and in batch-invariant mode, eager.
+(in slots on the device) and in batch-invariant mode, eager.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def packed(lengths: list[int]):
     )  # fmt: skip
 
 
-def switch(layer, mode: str | None) -> None:
+def switch(layer, mode: str) -> None:
     """One mode on, the others off."""
     for name in MODES:
         setattr(layer.config, name, name == mode)
@@ -94,7 +94,7 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
     layer.train()
     for layout, boundaries in (("one sequence", None), ("packed", documents)):
         base = None
-        for mode in (None, *MODES):
+        for mode in MODES:
             switch(layer, mode)
 
             def forward(boundaries=boundaries):
@@ -111,12 +111,12 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
             with torch.no_grad():
                 forward()
                 alone, held = milliseconds(forward, repeats), peak_mib(forward)
-            base = total if mode == MODES[0] else base
+            base = base or total
             emit(
-                part="train", layout=layout, mode=mode or "usual", backend=layer.backend,
+                part="train", layout=layout, mode=mode, backend=layer.backend,
                 tokens=tokens, forward_backward_ms=total, forward_alone_ms=alone,
                 forward_alone_peak_mib=held, forward_backward_peak_mib=peak_mib(both),
-                to_deterministic=total / base if base and mode == MODES[1] else None,
+                to_deterministic=total / base,
             )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def decode(layer, batch: int, context: int, repeats: int, emit) -> None:
     hidden, weight = layer.config.hidden_size, layer.conv_weight
     layer.eval()
     base = None
-    for mode in (None, MODES[1]):
+    for mode in MODES:
         switch(layer, mode)
         pool = pool_for(layer, slots=batch)
         requests = [pool.allocate() for _ in range(batch)]
@@ -137,14 +137,16 @@ def decode(layer, batch: int, context: int, repeats: int, emit) -> None:
             torch.randn(context, batch, hidden, dtype=weight.dtype, device=PLACE),
             inference_context=feed,
         )
+        if mode == MODES[0]:
+            feed = RequestsContext(pool, slots=pool.index(requests))
         token = torch.randn(1, batch, hidden, dtype=weight.dtype, device=PLACE)
         step = milliseconds(
             lambda feed=feed, token=token: layer(token, inference_context=feed), repeats
         )
         base = base or step
         emit(
-            part="decode", batch=batch, mode=mode or "usual", backend=layer.backend, step_ms=step,
-            to_usual=step / base,
+            part="decode", batch=batch, mode=mode, backend=layer.backend, step_ms=step,
+            to_ordinary=step / base,
         )  # fmt: skip
 
 

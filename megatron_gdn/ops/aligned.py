@@ -42,6 +42,7 @@ from torch import Tensor
 
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
+from .host_tables import cached_by_stream
 from .readout.base import Readout
 from .rules.base import on_tokens
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -63,7 +64,12 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
 
 def on_one_path(proj: Tensor, documents: Documents | None) -> Documents:
     """Boundaries for a Triton front, which has one path for all tokens of packed rows."""
-    return Documents((0, proj.shape[0]), proj.device) if documents is None else documents
+    return _one_document(proj.shape[0], proj.device) if documents is None else documents
+
+
+@cached_by_stream(32)
+def _one_document(tokens: int, device: torch.device) -> Documents:
+    return Documents((0, tokens), device)
 
 
 def rows_before(parameters: Parameters) -> int:
@@ -158,20 +164,17 @@ class _Gathered:
         self._grid = grid
         # A parameter that every token shares stays as it is.
         self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
-        slots = 0 if self._shared is not None else grid.groups[-1].slots.stop
-        self._rows = like.new_empty(slots, *like.shape[2:])
+        self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
         if self._shared is None:
-            self._rows[group.slots].view(-1, STEP, *chunks.shape[2:]).copy_(chunks)
+            self._grid.put_tokens(self._rows, group, chunks)
 
     def tokens(self, rows: torch.Size) -> Tensor:
         """``[B, S, ...]``."""
         if self._shared is not None:
             return self._shared.expand(*rows, *self._shared.shape[2:])
-        slot = self._grid.slot
-        tokens = self._rows if slot is None else self._rows.index_select(0, slot)
-        return tokens.unflatten(0, rows)
+        return self._rows.unflatten(0, rows)
 
 
 class AlignedFront(FrontAround):

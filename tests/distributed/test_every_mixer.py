@@ -3,6 +3,9 @@
 Tolerances are with the mixers, largest difference over largest entry.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
 from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
@@ -24,6 +27,14 @@ each = pytest.mark.parametrize(
 def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mixers):
     lengths = ANY if packed and layout != "zigzag" else packed
     pools(2).run(parallel_equals_one_rank, mixers, 1, 2, lengths=lengths, layout=layout, mode=mode)
+
+
+@pytest.mark.parametrize("mixers", [GDN, MAMBA2], ids=["gdn", "mamba2"])
+@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_batch_invariant_mode_equals_one_rank(pools, mode, packed, mixers):
+    aligned = replace(mixers, config=partial(mixers.config, batch_invariant_mode=True))
+    pools(2).run(parallel_equals_one_rank, aligned, 1, 2, lengths=packed, mode=mode)
 
 
 @each

@@ -75,17 +75,24 @@ def test_what_a_backward_computes_again_costs_a_forward_alone_nothing(name):
     assert found[:2] == found[2:]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind):
+def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packed):
     """Beside its rows: once each, in the aligned form, whose intermediates are of one chunk."""
     layout, inputs = kind.layout, kind.layout.conv_width + 2 * kind.layout.state_heads
     out = layout.widths[layout.names.index("z")]
     wide = 4 * (inputs + out)
+
+    def lengths(tokens: int) -> tuple[int, ...] | None:
+        return (tokens // 2 - 3, tokens // 2 + 3) if packed else None
+
     found = {}
     for name, mode in (("alone", torch.no_grad), ("with a backward", nullcontext)):
         with mode():
             found[name] = bytes_per_token(
-                lambda tokens: kind.trained(kind.rows(tokens).requires_grad_(), aligned=True),
+                lambda tokens: kind.trained(
+                    kind.rows(tokens).requires_grad_(), lengths(tokens), aligned=True
+                ),
                 (6400, 12800),
             )
     rows = 4 * layout.width  # made inside, by the test

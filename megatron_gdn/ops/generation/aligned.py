@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,12 +76,16 @@ def prefill_on_grid(
     return mixed.transpose(0, 1).contiguous(), Carry(history, state)
 
 
-def decode_on_grid(row: Tensor, parts: Parts, carry: Carry, place: Tensor) -> tuple[Tensor, Carry]:
+def decode_on_grid(
+    row: Tensor, parts: Parts, carry: Carry, place: Tensor, ends: Sequence[int] | None = None
+) -> tuple[Tensor, Carry]:
     """One token of each of N sequences. The host does not wait for the device.
 
     Args:
         row: ``[1, N, P]``.
         place: int64 ``[N]``, how many tokens of its chunk each sequence has had, 0 to 63.
+        ends: the sequences whose place is 63; None if the device alone knows. Their states follow
+            in a call of their own, so that a step that ends no chunk computes no state.
 
     Returns:
         ``[1, N, H * V]``, and the carry after the token.
@@ -97,16 +101,30 @@ def decode_on_grid(row: Tensor, parts: Parts, carry: Carry, place: Tensor) -> tu
     inputs = on_tokens(
         inputs, lambda x: x.masked_fill(later.view(N, STEP, *(1,) * (x.dim() - 2)), 0)
     )
-    made = parts.rule.begin(inputs, None).run(carry.state, keep=False, final=True)
-    assert made.final is not None
+    made = parts.rule.begin(inputs, None).run(carry.state, keep=False, final=ends is None)
+    full = (place == STEP - 1)[:, None, None]
+    if made.final is not None:
+        state = torch.where(full[..., None], made.final.to(carry.state.dtype), carry.state)
+    else:
+        state = _after(parts, inputs, carry.state, ends or ())
     wanted = number * STEP + place
     mixed = _read_out(parts, made.o, rows_of_chunk, grid, wanted, (N, 1))
-    full = (place == STEP - 1)[:, None, None]
     next_chunk = torch.zeros_like(rows)
     next_chunk[:, :past] = rows[:, STEP:]
     history = torch.where(full, next_chunk, rows).mT.contiguous()
-    state = torch.where(full[..., None], made.final.to(carry.state.dtype), carry.state)
     return mixed.transpose(0, 1).contiguous(), Carry(history, state)
+
+
+def _after(parts: Parts, inputs: Any, state: Tensor, ends: Sequence[int]) -> Tensor:
+    """The states ``[N, H, K, V]`` with those of ``ends`` moved to the end of their chunks."""
+    if not ends:
+        return state
+    index = to_device(torch.tensor(ends, device="cpu"), state.device)
+    some = on_tokens(inputs, lambda x: x.index_select(0, index))
+    begun = parts.rule.begin(some, None)
+    final = begun.run(state.index_select(0, index), keep=False, final=True).final
+    assert final is not None
+    return state.index_copy(0, index, final.to(state.dtype))
 
 
 def _read_out(

@@ -118,12 +118,18 @@ def decode(
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
     parts.shape.check(carry, N, proj.dtype)
     mixed, after = [], []
-    place = _places(stands, N, proj.device) if parts.aligned else None
+    had = place = None
+    if isinstance(stands, Tensor):
+        place = stands
+    elif parts.aligned:
+        had = _stands(stands, N)
+        place = to_device(torch.tensor(list(had), device="cpu"), proj.device)
     for token, row in enumerate(proj.split(1)):
         if place is None:
             made, carry = _one_token(row, parts, carry)
         else:
-            made, carry = decode_on_grid(row, parts, carry, (place + token) % STEP)
+            ends = had and [n for n, tokens in enumerate(had) if (tokens + token + 1) % STEP == 0]
+            made, carry = decode_on_grid(row, parts, carry, (place + token) % STEP, ends)
         mixed.append(made)
         after.append(carry)
     return mixed[0] if s == 1 else torch.cat(mixed), after
@@ -136,13 +142,6 @@ def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
             f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
         )
     return stands
-
-
-def _places(stands: Sequence[int] | Tensor | None, sequences: int, device: torch.device) -> Tensor:
-    """int64 ``[N]`` on the device."""
-    if isinstance(stands, Tensor):
-        return stands
-    return to_device(torch.tensor(_stands(stands, sequences), device="cpu"), device)
 
 
 def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -44,6 +45,8 @@ class ChunkGroup:
         token: int64 ``[slots]``, the token in each; empty slots repeat some token. A slice when
             the tokens follow each other.
         empty: bool ``[slots]``, or None when no slot is empty.
+        tokens: the tokens of these chunks, which follow each other; None if the host does not know.
+        slot: int64, the slot of each of them, counted in the group; None when slots are tokens.
         begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
         begin_index, end_index: the same as two int64 tensors each, chunks and sequences; None when
             there are none.
@@ -53,6 +56,8 @@ class ChunkGroup:
     slots: slice
     token: Tensor | slice
     empty: Tensor | None
+    tokens: slice | None
+    slot: Tensor | None
     begins: dict[int, int]
     ends: dict[int, int]
     begin_index: tuple[Tensor, Tensor] | None
@@ -69,13 +74,18 @@ class ChunkTable:
     sequence depends on its neighbours.
 
     Attributes:
-        slot: int64 ``[T]``, the slot of each token; None when slots are tokens.
+        slot: int64 ``[T]``, the slot of each token; None where groups know their tokens.
     """
 
     chunk_size: int
     sequences: int
     groups: tuple[ChunkGroup, ...]
     slot: Tensor | None
+
+    @cached_property
+    def are_chunks(self) -> bool:
+        """Whether every chunk is a whole sequence, as in a decode step of an aligned mixer."""
+        return all(len(group.begins) == group.chunks for group in self.groups)
 
     @staticmethod
     def build(
@@ -118,15 +128,22 @@ class ChunkTable:
         return out.copy_(chunks)
 
     def rows_like(self, x: Tensor) -> Tensor:
-        """Room for every slot's row of a tensor like ``x``, to be filled by :meth:`put`."""
-        last = self.groups[-1].slots.stop if self.groups else 0
-        return x.new_empty(last, *x.shape[2:])
+        """Room for the rows of a tensor like ``x``, to be filled by :meth:`put`."""
+        last = self.groups[-1] if self.groups else None
+        count = 0 if last is None else (last.tokens or last.slots).stop
+        return x.new_empty(count, *x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's slots."""
-        tokens = rows[group.slots]
-        tokens = tokens.view(-1, self.chunk_size, *tokens.shape[1:])
-        tokens.copy_(chunks.unflatten(0, (-1, tokens.shape[2])).movedim(2, 1))
+        """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's rows."""
+        self.put_tokens(rows, group, chunks.unflatten(0, (-1, rows.shape[1])).movedim(2, 1))
+
+    def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
+        """As :meth:`put`, of ``[n, C, ...]``."""
+        if group.slot is not None:  # only this group is held twice
+            rows[group.tokens] = chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
+            return
+        to = rows[group.slots if group.tokens is None else group.tokens]
+        to.view(-1, self.chunk_size, *to.shape[1:]).copy_(chunks)
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
         """The rows of the tokens, in the shape of ``like``."""
@@ -174,14 +191,17 @@ def _build(
     for start in range(0, n, at_once):
         stop = min(start + at_once, padded)
         slots = slice(start * C, stop * C)
-        full = not empty[slots].any()
-        first, last = token[slots][0].item(), token[slots][-1].item()
+        of_tokens = (~empty[slots]).nonzero()[:, 0]
+        full, first = len(of_tokens) == stop * C - start * C, int(token[slots][0])
+        tokens = slice(first, first + len(of_tokens))
         first_chunks, last_chunks = begins[start // at_once], ends[start // at_once]
         groups.append(
             ChunkGroup(
                 slots=slots,
-                token=slice(first, last + 1) if full else to_device(token[slots], device),
+                token=tokens if full else to_device(token[slots], device),
                 empty=None if full else to_device(empty[slots], device),
+                tokens=tokens,
+                slot=None if full else to_device(of_tokens, device),
                 begins=first_chunks,
                 ends=last_chunks,
                 begin_index=_index(first_chunks, device),
@@ -189,5 +209,4 @@ def _build(
                 chunks=min(stop, n) - start,
             )
         )
-    identity = total == padded * C
-    return ChunkTable(C, len(lengths), tuple(groups), None if identity else to_device(slot, device))
+    return ChunkTable(C, len(lengths), tuple(groups), None)

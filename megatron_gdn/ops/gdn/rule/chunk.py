@@ -71,15 +71,19 @@ class ChunkedRule(NamedTuple):
             return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
         return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device, aligned)
 
-    def forward(self, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``."""
+    def forward(self, q, k, v, g, beta, state: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``.
+
+        Without ``last`` the final states may be left out: they have no meaning then.
+        """
         table = self._table(v, self.aligned)
+        walks = last or not table.are_chunks
         rows, final, carried = table.rows_like(v), _copy(state), None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
                 x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=True)
-                S, carried = x.walk(carried, *ends)
+                S, carried = x.walk(carried, *ends) if walks else (x.entering(ends[0]), None)
                 table.put(rows, group, x.output(S))
         return table.to_tokens(rows, v), final
 

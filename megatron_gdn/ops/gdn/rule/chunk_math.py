@@ -229,6 +229,18 @@ class Chunks:
         del self._written_k, self.v  # nobody needs them from here on
         return states[:-1].flatten(0, 1), at[self.group.chunks]
 
+    def entering(self, initial: Tensor) -> Tensor:
+        """The state before every chunk ``[b, K, V]`` where each begins a sequence.
+
+        Args:
+            initial: ``[N, G * R, K, V]``.
+        """
+        states = initial.new_zeros(len(self.beta) // initial.shape[1], *initial.shape[1:])
+        assert self.group.begin_index is not None
+        first, sequences = self.group.begin_index
+        states.index_copy_(0, first, initial.index_select(0, sequences))
+        return states.flatten(0, 1)
+
     def _states(self, like: Tensor) -> Tensor:
         """Room for the states before and after every chunk, ``[n + 1, G * R, K, V]``."""
         return like.new_empty(len(self.beta) // like.shape[1] + 1, *like.shape[1:])

@@ -104,7 +104,7 @@ class PlainForward:
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         inputs, rule = self._inputs, self._rule
-        o, last = rule.forward(*inputs, _state(rule, inputs, initial))
+        o, last = rule.forward(*inputs, _state(rule, inputs, initial), final)
         last_state = last.flatten(1, 2) if final else None
         return RuleOutput(in_rows(o, self._rows), last_state, Saved())
 

@@ -81,6 +81,8 @@ def _build(documents: StaticDocuments, C: int, at_once: int) -> ChunkTable:
                 slots=slots,
                 token=places.token[slots],
                 empty=places.empty[slots],
+                tokens=None,
+                slot=None,
                 begins={},
                 ends={},
                 begin_index=None,

@@ -132,7 +132,17 @@ def run_group(
     """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
     sums = x.g.cumsum(-1)
     entering, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
-    empty = [torch.zeros_like(carried)] * (x.x.shape[0] - len(entering))
+    return output_of_group(x, sums, entering), ends
+
+
+def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Tensor:
+    """``[n, G, R, T, V]``.
+
+    Args:
+        sums: of g, within each chunk.
+        entering: the states that enter the chunks; none for the empty chunks at the end.
+    """
+    empty = [torch.zeros_like(entering[0])] * (x.x.shape[0] - len(entering))
     tokens = sums.shape[-1]
     # A token's decay to itself is 1 and has no gradient. Computed as a difference of sums, it would
     # add the largest terms of the gradient of g twice, with opposite signs.
@@ -142,4 +152,4 @@ def run_group(
     scores = (x.C @ x.B.mT)[:, :, None] * (between + itself)
     inside = scores @ (x.dt[..., None] * x.x)
     before = (sums.exp()[..., None] * x.C[:, :, None]) @ torch.stack([*entering, *empty])
-    return inside + before + x.D * x.x, ends
+    return inside + before + x.D * x.x

@@ -22,6 +22,7 @@ from .base import SSDInputs, decays_of_sequences, sequence_lengths, wide_dtype
 from .chunked import (
     GroupInputs,
     group_inputs,
+    output_of_group,
     run_group,
     state_gradients_of_group,
     states_of_group,
@@ -121,9 +122,13 @@ class PlainForward:
         with full_fp32_matmul(inputs.x.device.type):
             for group in one.table.groups:
                 x = group_inputs(one.table, group, inputs)
-                o, ends = run_group(group, x, carried, _take(entering, group.begin_index))
-                _put(leaving, group.end_index, ends.final)
-                carried = ends.carried
+                first = _take(entering, group.begin_index)
+                if final or not one.table.are_chunks:
+                    o, ends = run_group(group, x, carried, first)
+                    _put(leaving, group.end_index, ends.final)
+                    carried = ends.carried
+                else:
+                    o = output_of_group(x, x.g.cumsum(-1), list(first))
                 one.table.put(rows, group, o.flatten(0, 2))
         o = one.table.to_tokens(rows, inputs.x)
         return RuleOutput(o, leaving.flatten(1, 2) if final else None, Saved())
