@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import gate_product
 from ..ops.first_derivative import first_derivative_only
-from ..ops.kernels.obstacles import why_not_triton
 
 
 class GateProduct(torch.autograd.Function):
@@ -45,13 +43,17 @@ class GateProduct(torch.autograd.Function):
         sequence_parallel: bool,
     ) -> Tensor:  # fmt: skip
         whole = _gathered(weight, group)
-        factor = whole if gamma is None else (whole * gamma).to(whole.dtype)
-        x_TD = x.flatten(0, 1).contiguous()
-        y, r_T = _kernels(x).forward(x_TD, factor, eps, gamma is not None)
-        ctx.save_for_backward(x, whole, factor, gamma, r_T, y)
+        x_TD, factor = x.flatten(0, 1), whole
+        r_T1 = None
+        if gamma is not None:
+            factor = (whole * gamma).to(whole.dtype)
+            squares = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=_wide(x)).square()
+            r_T1 = (squares / x.shape[-1] + eps).rsqrt()
+        y = _wide_product(x_TD, factor.t())
+        y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
+        ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.main_grad = getattr(weight, "main_grad", None)
-        y = y.unflatten(0, x.shape[:2])
         if sequence_parallel:
             return _to_columns(y, group)
         return y.chunk(group.size(), -1)[group.rank()].contiguous()
@@ -59,37 +61,46 @@ class GateProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_gates: Tensor) -> tuple[Tensor | None, ...]:
-        x, whole, factor, gamma, r_T, y = ctx.saved_tensors
+        x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
         group, split = ctx.group, ctx.sequence_parallel
         d_y = _to_tokens(d_gates, group) if split else _gathered_columns(d_gates, group)
-        x_TD, d_y = x.flatten(0, 1).contiguous(), d_y.flatten(0, 1).contiguous()
-        d_x, outer = _kernels(x).backward(x_TD, factor, d_y, y, r_T)
-        d_weight = d_gamma = None
-        if ctx.needs_input_grad[2]:
-            d_gamma = (whole * outer).sum(0).to(gamma.dtype)
-        if ctx.needs_input_grad[1]:
-            d_weight = outer if gamma is None else outer * gamma
-            if split:
-                d_weight = _summed_rows(d_weight, group)
-            else:
-                d_weight = d_weight.chunk(group.size())[group.rank()]
-            if ctx.main_grad is None:
-                d_weight = d_weight.to(whole.dtype)
-            else:
-                ctx.main_grad.add_(d_weight)
-                d_weight = None
-        return d_x.view(x.shape), d_weight, d_gamma, None, None, None
+        x_TD, d_y = x.flatten(0, 1), d_y.flatten(0, 1)
+        d_scaled = d_y if r_T1 is None else (d_y * r_T1).to(d_y.dtype)
+        d_x = d_weight = d_gamma = None
+        if ctx.needs_input_grad[0]:
+            d_x = d_scaled @ factor
+            if r_T1 is not None:  # of r: -r^2 / D (y . d_y) x
+                dot = (y.flatten(0, 1).to(r_T1.dtype) * d_y).sum(-1, keepdim=True)
+                along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
+                d_x = torch.addcmul(d_x, along, x_TD, value=-1)
+            d_x = d_x.view(x.shape)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            outer = _wide_product(d_scaled.t(), x_TD)
+            if ctx.needs_input_grad[2]:
+                d_gamma = (whole * outer).sum(0).to(gamma.dtype)
+            if ctx.needs_input_grad[1]:
+                d_weight = outer if gamma is None else outer * gamma
+                if split:
+                    d_weight = _summed_rows(d_weight, group)
+                else:
+                    d_weight = d_weight.chunk(group.size())[group.rank()]
+                if ctx.main_grad is None:
+                    d_weight = d_weight.to(whole.dtype)
+                else:
+                    ctx.main_grad.add_(d_weight)
+                    d_weight = None
+        return d_x, d_weight, d_gamma, None, None, None
 
 
-def _kernels(x: Tensor) -> Any:
-    """Triton's on a GPU, in 16 bits; else their twin in plain torch."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
-        return gate_product
-    if why_not_triton("cuda", x.dtype, 4) is not None:
-        return gate_product
-    from ..ops import gate_product_triton
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
-    return gate_product_triton
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, not rounded to 16 bits."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(_wide(a)) @ b.to(_wide(b))
 
 
 def _gathered(rows: Tensor, group: Any) -> Tensor:
