@@ -141,8 +141,8 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
     left = [
         layer
         for layer in model.modules()
-        if "cudagraph_manager" in vars(layer)["_modules"]
-        and any(isinstance(part, Attention) for part in layer.modules())
+        if hasattr(layer, "cudagraph_manager")
+        and isinstance(getattr(layer, "self_attention", None), Attention)
     ]
     for layer in left:
         del layer.cudagraph_manager

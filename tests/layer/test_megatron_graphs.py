@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -18,7 +20,7 @@ from megatron_gdn import (
     static_packed_seq_params,
 )
 from megatron_gdn.mixers.packing import static_documents_of
-from megatron_gdn.specs import gated_delta_net_spec
+from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec
 from tests.distributed.layer_laws import thd
 from tests.distributed.static_laws import (
     captured_arguments,
@@ -26,6 +28,7 @@ from tests.distributed.static_laws import (
     mismatches,
     static_mask_is_accepted,
 )
+from tests.graphs_on_cpu import graphs_on_cpu
 from tests.parallel import make_config
 
 one_rank = pytest.mark.usefixtures("one_rank")
@@ -104,6 +107,49 @@ def test_layers_with_attention_are_left_out_of_the_graphs():
     assert leave_attention_out_of_graphs(model) == [model[1]]
     assert [hasattr(layer, "cudagraph_manager") for layer in model] == [True, False]
     assert leave_attention_out_of_graphs(model) == []
+
+
+@one_rank
+def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
+    """Megatron records the first step and replays the others; documents change in every step."""
+    sets = ((5, 11), (16,), (1, 2, 0, 13), (4, 4, 4, 4))
+
+    def build(graphs: str) -> DistributedDataParallel:
+        config = make_config(
+            num_layers=5, cuda_graph_impl=graphs, attention_dropout=0.0, hidden_dropout=0.0
+        )
+        model = HybridModel(
+            config, hybrid_stack_spec("local"), vocab_size=32, max_sequence_length=16,
+            hybrid_layer_pattern="G-*G-", position_embedding_type="rope",
+        )  # fmt: skip
+        return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+    def step(model, tokens, packed) -> dict[str, torch.Tensor]:
+        model.zero_grad_buffer()
+        positions = torch.arange(16)[None]
+        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:],
+                     packed_seq_params=packed)  # fmt: skip
+        loss.sum().backward()
+        grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+        return {"loss": loss.detach().clone(), **grads}
+
+    with graphs_on_cpu():
+        eager, graphed = build("none"), build("local")
+        graphed.load_state_dict(eager.state_dict())
+        (attention,) = leave_attention_out_of_graphs(graphed)
+        assert isinstance(attention.self_attention, SelfAttention)
+        both = [static_packed_seq_params(16, 4, device="cpu") for _ in range(2)]
+        for lengths in sets:
+            tokens = torch.randint(32, (1, 17))
+            for packed in both:
+                set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
+            found, expected = step(graphed, tokens, both[0]), step(eager, tokens, both[1])
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (lengths, name)
+            cuda_graphs.create_cudagraphs()
+            assert cuda_graphs._CudagraphGlobalRecord.cudagraph_created
+        with pytest.raises(AssertionError, match="no matching cudagraph"):
+            step(graphed, tokens, both[1])
 
 
 @one_rank

@@ -1,0 +1,98 @@
+"""Megatron's local CUDA graphs of layers without a GPU: its own code, and graphs that run again.
+
+A capture runs the layer, and a replay runs it again on the graph's tensors. So what holds here is
+what Megatron does around graphs: which arguments a capture sees, what is copied before a replay,
+which step is refused. That a replay runs no Python is for ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from megatron.core.transformer import cuda_graphs
+
+_Runner = cuda_graphs._CudaGraphRunner
+_create_forward, _create_backward = _Runner.create_fwd_graph, _Runner.create_bwd_graph
+
+
+def _forward_of(runner: Any, *args: Any, **kwargs: Any) -> None:
+    _create_forward(runner, *args, **kwargs)
+
+    def replay() -> None:
+        given = runner.fwd_graph_input_surface[: runner.num_dgrads]
+        runner.leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in given]
+        leaves = iter(runner.leaves)
+        with _capturing(), torch.enable_grad():
+            args, kwargs = cuda_graphs.tree_map(
+                lambda x: next(leaves) if torch.is_tensor(x) else x,
+                [runner.fwd_graph_input_args, runner.fwd_graph_input_kwargs],
+            )
+            runner.made = runner.get_tensors(runner.func(*args, **kwargs))
+        for to, x in zip(runner.fwd_graph_output_surface, runner.made, strict=True):
+            to.data.copy_(x.data)
+
+    runner.fwd_graph.replay = replay
+
+
+def _backward_of(runner: Any) -> None:
+    _create_backward(runner)
+
+    def replay() -> None:
+        leaves = [x for x in runner.leaves if x.requires_grad]
+        grads = torch.autograd.grad(
+            [x for x in runner.made if x.requires_grad],
+            [*leaves, *runner.params_to_backprop],
+            [x for x in runner.static_grad_outputs if x is not None],
+            allow_unused=True,
+        )
+        for param, grad in zip(runner.params_to_backprop, grads[len(leaves) :], strict=True):
+            if grad is not None:
+                param.main_grad.add_(grad)
+        of_leaves = iter(grads)
+        for to in runner.static_grad_inputs:
+            if to is not None:
+                to.data.copy_(next(of_leaves))
+
+    runner.bwd_graph.replay = replay
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+@contextmanager
+def graphs_on_cpu() -> Iterator[None]:
+    """Models with ``cuda_graph_impl="local"`` are built and trained inside."""
+    on_cuda = {
+        "CUDAGraph": MagicMock, "Event": MagicMock, "Stream": MagicMock(),
+        "graph": lambda *_, **__: nullcontext(), "graph_pool_handle": lambda: 0,
+        "synchronize": lambda: None, "set_stream": lambda _: None,
+        "default_stream": lambda: None, "current_stream": MagicMock(),
+        "memory_stats": lambda: dict.fromkeys(
+            ("allocated_bytes.all.current", "reserved_bytes.all.current"), 0
+        ),
+    }  # fmt: skip
+    tracker = MagicMock(is_inference_rng_tracker=True)
+    with ExitStack() as stack:
+        for name, stand_in in on_cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        for name, stand_in in {
+            "alloc_tensor_from_graph_mempool": lambda described: described.zeros_like(),
+            "make_weakref": lambda x, inplace=True: x,
+            "get_all_rng_states": dict,
+            "get_cuda_rng_tracker": lambda: tracker,
+        }.items():
+            stack.enter_context(patch.object(cuda_graphs, name, stand_in))
+        stack.enter_context(patch.object(_Runner, "create_fwd_graph", _forward_of))
+        stack.enter_context(patch.object(_Runner, "create_bwd_graph", _backward_of))
+        stack.callback(cuda_graphs.delete_cuda_graphs)
+        yield
