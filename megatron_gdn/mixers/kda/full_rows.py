@@ -71,7 +71,8 @@ class _FullRows(torch.autograd.Function):
             rows[..., to] = narrow[..., source]
         lows = _gather([narrow[..., source] for source, _ in columns.gates], group)
         for low, (_, to), weight in zip(lows, columns.gates, weights, strict=True):
-            torch.mm(low.flatten(0, 1), weight.t(), out=rows.flatten(0, 1)[:, to])
+            # Not with out=: Megatron's batch_invariant_mode replaces mm, and not mm.out.
+            rows.flatten(0, 1)[:, to] = torch.mm(low.flatten(0, 1), weight.t())
         ctx.columns, ctx.group, ctx.width = columns, group, narrow.shape[-1]
         ctx.save_for_backward(*lows, *weights)
         return rows
