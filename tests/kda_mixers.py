@@ -8,7 +8,7 @@ from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.init import take_share
 from megatron_gdn.ops.layout import layout_of_in_proj
-from tests.parallel import group_of_one, make_config
+from tests.parallel import group_of_one, make_config, parallel
 
 LOCAL = KimiDeltaAttentionSubmodules(
     in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
@@ -65,3 +65,9 @@ def whole_mixer(config, **options) -> KimiDeltaAttention:
     mixer = build(config, groups, **options)
     randomise_(mixer)
     return mixer
+
+
+def parameters_of_kda(sizes) -> int:
+    """How many numbers a layer of these sizes has; run on a rank."""
+    with parallel():
+        return sum(p.numel() for p in whole_mixer(kda_config(**sizes)).parameters())

@@ -6,6 +6,7 @@ addition are two operations)
     projections    2 T weights                            every matrix that multiplies a token's row
     convolution    2 T W channels
     delta rule     2 T (H (3 K V + 2 C V) + 2 G C K)      in chunks of C = 64 tokens
+    KDA            2 T H (3 K V + 2 C V + 2 C K)          likewise
     Mamba2         2 T (H (2 K V + C V) + G C K)          likewise
     attention      2 n d (L_1^2 + L_2^2 + ...)            q k^T and p v, the causal half of each
     output         2 T D vocabulary
@@ -16,6 +17,7 @@ The products of a chunk of the delta rule, with S the state before it and A its 
     k S,  q S,  k^T x                                     C K V each, for every value head
     x = A (v - k S),  (q k^T) x                           C C V each, for every value head
 
+Kimi Delta Attention has the first line for every value head: gates lie between the factors.
 Mamba2 has no k k^T, k S and A. Each product has two gradients, which are products of its size, so
 a backward takes twice its forward and a step three. What is computed again (recomputed layers, the
 scores of attention, the states of chunks) is not counted, nor is what is no product: norms,
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..mixers.gdn.sizes import GDNDims
+from ..mixers.kda.sizes import KDADims
 from ..mixers.mamba2.sizes import Mamba2Dims
 
 CHUNK = 64  # tokens; all rules of this package
@@ -103,22 +106,23 @@ class Stack:
 
         Args:
             config: a ``TransformerConfig``, or what has its fields.
-            pattern: of 'G', 'M', '*', '-' and 'E', with '|' between pipeline stages and '/' before
-                each head of multi-token prediction.
+            pattern: of 'G', 'K', 'M', '*', '-' and 'E', with '|' between pipeline stages and '/'
+                before each head of multi-token prediction.
             wide_qk_norm: the norms of q and k are as wide as all heads together.
 
         Raises:
             ValueError: another symbol in the pattern.
         """
         main, *heads = pattern.replace("|", "").split("/")
-        unknown = sorted(set("".join([main, *heads])) - set("GM*-E"))
+        unknown = sorted(set("".join([main, *heads])) - set("GKM*-E"))
         if unknown:
             raise ValueError(
-                f"the pattern {pattern!r} has {unknown}; FLOPs are known of 'G', 'M', '*', '-' and "
-                f"'E' (and '|', '/' between them)."
+                f"the pattern {pattern!r} has {unknown}; FLOPs are known of 'G', 'K', 'M', '*', "
+                f"'-' and 'E' (and '|', '/' between them)."
             )
         build = {
             "G": lambda: _gdn(GDNDims.from_config(config)),
+            "K": lambda: _kda(KDADims.from_config(config)),
             "M": lambda: _mamba2(Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)),
             "*": lambda: _attention(config, wide_qk_norm),
             "-": lambda: _mlp(config),
@@ -189,6 +193,20 @@ def _gdn(dims: GDNDims) -> Layer:
         vectors=D + W * channels + 2 * H + V,  # A_log, dt_bias; out_norm
         convolution=W * channels,
         rule=H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K,
+        state_bytes=4 * H * K * V,
+        conv_bytes=2 * (W - 1) * channels,
+    )
+
+
+def _kda(dims: KDADims) -> Layer:
+    D, H, W = dims.hidden_size, dims.num_heads, dims.conv_kernel_dim
+    K, V, channels = dims.key_head_dim, dims.value_head_dim, dims.layout.conv_width
+    wide = H * (K * dims.forget_rank + V * dims.output_rank)
+    return Layer(
+        weights=D * (dims.in_proj_layout.width + H * V) + wide,
+        vectors=D + W * channels + H + H * K + V,  # A_log, dt_bias; out_norm
+        convolution=W * channels,
+        rule=H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K),
         state_bytes=4 * H * K * V,
         conv_bytes=2 * (W - 1) * channels,
     )

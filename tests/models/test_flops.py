@@ -9,9 +9,12 @@ from megatron_gdn.models import Stack, find, flops_per_step
 from megatron_gdn.models.catalogue import ENTRIES, Entry
 from megatron_gdn.models.model import Model
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.gdn.rule.base import RuleInputs
+from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
 from tests.hf.tiny_models import model_class
+from tests.kda_mixers import parameters_of_kda
 from tests.models.published import as_config, config_of
-from tests.models.twins import delta_rule, mamba2_rule
+from tests.models.twins import delta_rule, kda_rule, mamba2_rule
 
 TOKENS = 192
 GDN = {
@@ -65,6 +68,30 @@ def test_the_delta_rule_in_chunks_takes_its_equation_forward_and_twice_that_back
     inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, S)]
     rule = Stack.of(as_config(GDN), "G", 1, True).flops([TOKENS]).rule
     assert forward_and_step(delta_rule, inputs) == (rule, 3 * rule)
+
+
+def test_kda_in_chunks_takes_its_equation_forward_and_twice_that_back():
+    torch.manual_seed(1)
+    q, k = (F.normalize(draw(TOKENS, 2, 10), dim=-1) for _ in range(2))
+    v, g, beta = draw(TOKENS, 6, 14), -0.1 * draw(TOKENS, 6, 10).exp(), draw(TOKENS, 6).sigmoid()
+    S = draw(6, 10, 14)
+    o, final = kda_rule(q, k, v, g, beta, S)
+    expected, state = recurrent_kda(
+        RuleInputs(*(x[None] for x in (q, k, v, g, beta))), None, S[None]
+    )
+    torch.testing.assert_close(o * 10**-0.5, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(final, state[0], rtol=1e-4, atol=1e-4)
+
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, S)]
+    stack = Stack.of(as_config(GDN), "K", 1, True)
+    rule = stack.flops([TOKENS]).rule
+    assert forward_and_step(kda_rule, inputs) == (rule, 3 * rule)
+
+
+def test_the_parameters_of_kda_are_the_layers(pools):
+    (layer,) = Stack.of(as_config(GDN), "K", 1, True).layers
+    norm_before = 24
+    assert pools(1).run(parameters_of_kda, GDN) == [layer.weights + layer.vectors - norm_before]
 
 
 def test_mamba2_in_chunks_takes_its_equation_forward_and_twice_that_back():

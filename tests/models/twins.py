@@ -1,4 +1,4 @@
-"""The two rules in chunks, written as their equations, for counting their products."""
+"""The rules in chunks, written as their equations, for counting their products."""
 
 import torch
 from torch import Tensor
@@ -35,6 +35,27 @@ def delta_rule(
         P = of_values(q_ @ k_.mT) * gamma
         outputs.append((into * of_values(q_)) @ S + P @ x)
         S = into[:, -1:] * S + (out_of * of_values(k_)).mT @ x
+    return torch.cat(outputs, 1).transpose(0, 1), S
+
+
+def kda_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As :func:`delta_rule` with g ``[T, H, K]``, slow: no sum over a chunk is below -60."""
+    R, outputs = v.shape[1] // k.shape[1], []
+    for start in range(0, len(k), CHUNK):
+        part = slice(start, start + CHUNK)
+        q_, k_ = (x[part].transpose(0, 1).repeat_interleave(R, 0) for x in (q, k))
+        G, v_ = g[part].transpose(0, 1).cumsum(1), v[part].transpose(0, 1)
+        b, grown = beta[part].T[..., None], k_ * (-G).exp()
+        L = b * ((k_ * G.exp()) @ grown.mT).tril(-1)
+        written = b * (v_ - (k_ * G.exp()) @ S)
+        x = torch.linalg.solve_triangular(
+            L + torch.eye(CHUNK), written, upper=False, unitriangular=True
+        )
+        P = ((q_ * G.exp()) @ grown.mT).tril()
+        outputs.append((q_ * G.exp()) @ S + P @ x)
+        S = G[:, -1].exp()[..., None] * S + (k_ * (G[:, -1:] - G).exp()).mT @ x
     return torch.cat(outputs, 1).transpose(0, 1), S
 
 

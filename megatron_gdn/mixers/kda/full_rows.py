@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.first_derivative import first_derivative_only
@@ -71,8 +72,8 @@ class _FullRows(torch.autograd.Function):
             rows[..., to] = narrow[..., source]
         lows = _gather([narrow[..., source] for source, _ in columns.gates], group)
         for low, (_, to), weight in zip(lows, columns.gates, weights, strict=True):
-            # Not with out=: Megatron's batch_invariant_mode replaces mm, and not mm.out.
-            rows.flatten(0, 1)[:, to] = torch.mm(low.flatten(0, 1), weight.t())
+            # Not torch.mm(out=): Megatron's batch-invariant mode knows only products without out.
+            rows[..., to] = F.linear(low, weight)
         ctx.columns, ctx.group, ctx.width = columns, group, narrow.shape[-1]
         ctx.save_for_backward(*lows, *weights)
         return rows
