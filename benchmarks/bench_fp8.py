@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -186,56 +187,51 @@ def main() -> None:
             return True
         return False
 
+    times: list[list[str]] = []
     if not args.toy:
-        setting = {"environment": environment(), "tokens": args.tokens}
-        rows = [["shape", "recipe", "layer", "fwd ms", "fwd+bwd ms", "/ own bf16", "saved MiB"]]
-        for shape in args.shapes:
-            base: dict[str, float] = {}
-            for recipe in (None, *args.recipes):
-                for name in ("ours", "upstream"):
-                    if late(f"{shape} {recipe} {name}"):
-                        continue
-                    made = measure(name, shape, recipe, args)
-                    both = made["eager"]["median"]
-                    base.setdefault(name, both)
-                    write_lines(
-                        args.out,
-                        [{"shape": shape, "recipe": recipe, "layer": name, **made, **setting}],
-                    )
-                    rows.append(
-                        [
-                            shape,
-                            recipe or "bf16",
-                            name,
-                            f"{made['forward']['median']:.3f}",
-                            f"{both:.3f}",
-                            f"{both / base[name]:.3f}",
-                            f"{made['saved']:.0f}",
-                        ]
-                    )
-                    print("  ".join(rows[-1]), flush=True)
-        print(table(rows))
-    if args.no_errors:
-        return
-    rows = []
+        times = timed("ours", args, late)
+    if not args.no_errors:
+        measured_errors(args, late)
+    if not args.toy:  # last: megatron-core's kernels compile for a minute and more
+        times += timed("upstream", args, late)
+        print(table([TIMES, *times]))
+
+
+TIMES = ["shape", "recipe", "layer", "fwd ms", "fwd+bwd ms", "/ own bf16", "saved MiB"]
+
+
+def timed(name: str, args: Any, late: Callable[[str], bool]) -> list[list[str]]:
+    """Rows of the table of times."""
+    setting, rows = {"environment": environment(), "tokens": args.tokens}, []
+    for shape in args.shapes:
+        base = None
+        for recipe in (None, *args.recipes):
+            if late(f"{shape} {recipe} {name}"):
+                continue
+            made = measure(name, shape, recipe, args)
+            both = made["eager"]["median"]
+            base = base or both
+            record = {"shape": shape, "recipe": recipe, "layer": name, **made, **setting}
+            write_lines(args.out, [record])
+            rows.append([shape, recipe or "bf16", name, f"{made['forward']['median']:.3f}",
+                         f"{both:.3f}", f"{both / base:.3f}", f"{made['saved']:.0f}"])  # fmt: skip
+            print("  ".join(rows[-1]), flush=True)
+    return rows
+
+
+def measured_errors(args: Any, late: Callable[[str], bool]) -> None:
+    rows: list[list[str]] = []
     for gates in lib.GATES:
         for recipe in (None,) if args.toy else (None, *args.recipes):
             for name in ("ours",) if recipe is None else ("ours", "gates too"):
                 if late(f"errors {gates} {recipe} {name}"):
                     continue
                 found = errors(recipe, name, gates, args.toy)
-                write_lines(
-                    args.out, [{"gates": gates, "recipe": recipe, "layer": name, "errors": found}]
-                )
+                record = {"gates": gates, "recipe": recipe, "layer": name, "errors": found}
+                write_lines(args.out, [record])
                 rows = rows or [["gates", "recipe", "layer", *found]]
-                rows.append(
-                    [
-                        gates,
-                        recipe or "bf16",
-                        name,
-                        *(f"{found.get(k, 0):.1e}" for k in rows[0][3:]),
-                    ]
-                )
+                shown = [f"{found.get(key, 0):.1e}" for key in rows[0][3:]]
+                rows.append([gates, recipe or "bf16", name, *shown])
                 print("  ".join(rows[-1]), flush=True)
     print(table(rows))
 
