@@ -109,7 +109,7 @@ def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
     ``again``: with a second run of the forward before the backward.
     """
     rows = max(2, count) if part == "rows" else 1  # a single row counts as a sequence
-    tokens, documents = _LONG if part == "cut" else _SHORT, None
+    tokens, documents = _LONG if part in ("cut", "aligned") else _SHORT, None
     if part in ("uncut", "states", "aligned"):
         offsets = [n * tokens // count for n in range(count + 1)]
         documents = Documents.from_cu_seqlens(offsets, tokens, device="cpu")

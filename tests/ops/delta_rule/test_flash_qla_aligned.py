@@ -12,9 +12,10 @@ import torch
 
 from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.ops.rules.again import kept_to_run_again, run_again
 
 from . import test_flash_qla_wiring as wiring
-from .states import NAMES, Oracle, by_key_head, documents_of, run_whole
+from .states import NAMES, Oracle, backward_of, by_key_head, documents_of, run_whole
 
 stand_ins = wiring.rule  # the fixture
 aligned = pytest.mark.parametrize("stand_ins", [(False, (0, 64, 128))], indirect=True)
@@ -36,16 +37,27 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(stand_in
                 assert plan.cut.are_sequences and not plan.context.is_intra
 
 
-@aligned
-@pytest.mark.parametrize("lengths", [(300,), (64, 1, 130)], ids=str)
-def test_the_rule_and_its_backward_are_those_of_the_definition(stand_ins, lengths):
+CUTS = {(300,): (0, 64, 192, 300), (64, 1, 130): (0, 64, 65, 129, 195), (50,): (0, 50)}
+
+
+@pytest.mark.parametrize(
+    ("stand_ins", "lengths"), [((False, c), n) for n, c in CUTS.items()], ids=str,
+    indirect=["stand_ins"],
+)  # fmt: skip
+def test_the_rule_and_its_backward_in_parts_are_those_of_the_definition(stand_ins, lengths):
     rule, S = FlashQlaRule(aligned=True), sum(lengths)
     inputs, d_o = wiring.random_inputs(S)
     oracle = Oracle(inputs, lengths)
     exact = [oracle.forward()[0], *by_key_head(oracle.backward(d_o)[0], wiring.HEADS[0])]
     documents = None if len(lengths) == 1 else documents_of(lengths)
     for name, a, b in zip(NAMES, run_whole(rule, inputs, d_o, documents), exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)  # states are fp32
+    o, _, saved = rule.begin(inputs, documents).run()
+    again = run_again(rule, inputs, kept_to_run_again(rule, saved), documents, None)
+    grads = backward_of(rule, inputs, d_o, again.saved, documents).run()
+    assert torch.equal(again.o, o)
+    for name, a, b in zip(NAMES[1:], by_key_head(grads, wiring.HEADS[0]), exact[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @aligned

@@ -11,8 +11,9 @@ import torch
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 
+from ..test_gpu_mixer import errors
 from .states import documents_of, run_whole
-from .test_gpu_states import DECAYS, NEIGHBOURS, make_inputs, part, rule_named
+from .test_gpu_states import DECAYS, NEIGHBOURS, exact_run, make_inputs, part, rule_named
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,3 +86,15 @@ def test_neighbours_change_no_bit(name, length):
             whole[:, start : start + length] = x
         among = rule.begin(around, documents_of(lengths, "cuda")).run().o
         assert torch.equal(alone, among[:, start : start + length]), place
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_backward_is_as_exact_as_that_of_deterministic_mode_and_repeats(decay):
+    inputs, d_o = make_inputs(4500, decay=decay)
+    exact = exact_run(inputs, d_o)
+    usual = errors(run_whole(rule_named("flash_qla", batch_invariant=True), inputs, d_o), exact)
+    found = [run_whole(rule_of("flash_qla"), inputs, d_o) for _ in range(2)]
+    assert all(map(torch.equal, *found))
+    ours = errors(found[0], exact)
+    print(usual, ours)
+    assert all(a <= 1.2 * b for a, b in zip(ours, usual, strict=True))

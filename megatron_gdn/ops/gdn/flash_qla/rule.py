@@ -17,7 +17,12 @@ from ...layout import Layout
 from ...rules.base import RuleOutput, Saved
 from ...rules.obstacles import why_not_heads
 from ...rules.rows import in_one_row, in_rows
-from ...state_maps.fold import compose, initial_gradients, leaving_gradients
+from ...state_maps.fold import (
+    compose,
+    entering_states,
+    initial_gradients,
+    leaving_gradients,
+)
 from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
 from ..rule.base import RuleGrads, RuleInputs, inputs_in_one_row
@@ -44,7 +49,8 @@ class FlashQlaRule:
             which is faster where long and short sequences share it.
         aligned: cut no sequence, so that a token's bits depend on its sequence alone, see
             :mod:`....aligned`: a block walks from chunk to chunk with the state in fp32, and can
-            go on from the state of any chunk.
+            go on from the state of any chunk. The backward, which generation does not have, cuts
+            as ``batch_invariant`` does.
     """
 
     name = "flash_qla"
@@ -97,6 +103,9 @@ class FlashQlaRule:
         plan: Plan = kept.plan.plan
         expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         flat = inputs if plan.parts is None else inputs_in_one_row(inputs)
+        if isinstance(kept.plan, flash_qla_states.WholeSequences):
+            o, _, saved = flash_qla_states.forward_whole(flat, initial, plan, keep=True)
+            return RuleOutput(in_rows(o, rows), None, saved)
         if isinstance(kept.plan, flash_qla_states.Carried):
             o, saved = flash_qla_states.run_again(flat, initial, kept.tensors, plan)
             return RuleOutput(in_rows(o, rows), None, saved)
@@ -112,9 +121,21 @@ class FlashQlaRule:
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> UncarriedBackward | CarriedBackward:
+        if isinstance(saved.plan, flash_qla_states.WholeSequences):
+            saved = self._in_parts(inputs, saved, documents)
         if isinstance(saved.plan, flash_qla_states.Carried):
             return CarriedBackward(d_o, inputs, saved)
         return UncarriedBackward(self, d_o, inputs, saved, documents)
+
+    def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
+        """What a forward in parts would have saved, after one of whole sequences from zero."""
+        (rows, tokens), (heads, device) = inputs.k.shape[:2], (inputs.v.shape[2], inputs.v.device)
+        offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
+        plan = plan_of(offsets, heads, True, device)
+        maps = flash_qla_states.part_maps(inputs_in_one_row(inputs), plan, saved.tensors)
+        entering = entering_states(maps.local, maps.through, plan.cut, None)
+        kept = flash_qla_states.saved_tensors(maps, entering)
+        return Saved(kept, flash_qla_states.Carried(plan))
 
 
 class Uncarried(NamedTuple):

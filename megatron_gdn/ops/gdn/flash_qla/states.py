@@ -48,6 +48,13 @@ class Carried:
     plan: Plan
 
 
+@dataclass(frozen=True, eq=False)
+class WholeSequences:
+    """The plan of :func:`forward_whole`; it saved g_sum and A."""
+
+    plan: Plan
+
+
 def part_maps(
     inputs: RuleInputs, plan: Plan, known: tuple[Tensor, Tensor] | None = None
 ) -> PartMaps:
@@ -126,7 +133,7 @@ def forward_whole(
         initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=parts.offsets,
         cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
     )  # fmt: skip
-    return o, last, Saved((g_sum, A) if keep else (), Carried(plan))
+    return o, last, Saved((g_sum, A) if keep else (), WholeSequences(plan))
 
 
 def run_again(
