@@ -74,8 +74,8 @@ class MicroBatch:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front takes the rows as in_proj wrote them: not exchanged, not in steps."""
-        return not self.scheme.moves_rows and not getattr(self.rule, "in_steps", False)
+        """Whether the front takes the rows as in_proj wrote them: not exchanged, not on a grid."""
+        return not self.scheme.moves_rows and not getattr(self.rule, "aligned", False)
 
     def local_positions(self) -> Tensor | range:
         """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""

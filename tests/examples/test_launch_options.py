@@ -26,7 +26,7 @@ def test_names_and_values_are_read(text, options):
     ("text", "said"),
     [
         ("cp_layuot=zigzag", "cp_layout"),
-        ("layer_number=3", "the names A_init_range, backend"),
+        ("layer_number=3", "the names A_init_range, allow_neg_eigval"),
         ("chunkwise", "it must be name=value"),
         ("recompute_qkv=true", "recompute_qkv='true'; it must be True or False"),
     ],

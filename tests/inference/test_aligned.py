@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_gdn.inference import decode, prefill
 from megatron_gdn.ops.gdn.sizes import HeadSizes
-from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, mamba2_kind
+from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, kda_kind, mamba2_kind
 
 # No multiple of a vector's width, so that elementwise kernels have ends to treat otherwise.
 assert all(kind.layout.width % 16 and kind.layout.conv_width % 32 for kind in KINDS)
@@ -82,7 +82,11 @@ def test_a_sequence_that_goes_on_must_say_where_it_stands(kind):
             decode(kind.rows(4, 2), mixer, carry, stands=stands)
 
 
-WIDE = {"gdn": gdn_kind(HeadSizes(3, 9, 40, 56)), "mamba2": mamba2_kind(8, 2, 72, 40)}
+WIDE = {
+    "gdn": gdn_kind(HeadSizes(3, 9, 40, 56)),
+    "kda": kda_kind(HeadSizes(3, 9, 40, 56)),
+    "mamba2": mamba2_kind(8, 2, 72, 40),
+}
 
 
 def test_any_cut_has_the_bits_of_training_on_two_threads(kind):

@@ -55,7 +55,7 @@ def kda_parts(
     again = tuple(name for name in ("g",) if name in rule.reads_again)
     front = KDAFront.of(
         device, rows.dtype, taps, layout, lower_bound, rule.batch_invariant, again, kernels,
-        getattr(rule, "in_steps", False),
+        getattr(rule, "aligned", False),
     )  # fmt: skip
     readout, gamma = norm, None
     if isinstance(readout, GatedNorm):
