@@ -75,8 +75,10 @@ def build_ours(args: argparse.Namespace) -> nn.Module:
         in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
     )
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-    bound = args.lower_bound
-    mixer = KimiDeltaAttention(config, local, pg_collection=groups, gate_lower_bound=bound)
+    mixer = KimiDeltaAttention(
+        config, local, pg_collection=groups, gate_lower_bound=args.lower_bound,
+        backend="fla" if DEVICE == "cuda" else "reference",
+    )  # fmt: skip
     return mixer.to(DEVICE)
 
 

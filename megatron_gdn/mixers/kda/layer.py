@@ -53,7 +53,7 @@ class KimiDeltaAttentionSubmodules:
 
 
 class KimiDeltaAttention(RecurrentMixer):
-    """Kimi Delta Attention as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
+    """Kimi Delta Attention as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
         q, k, v, f_a, z_a, b = in_proj(x)
         f, z    = f_a W_f^T, z_a W_z^T                           the gates in full width

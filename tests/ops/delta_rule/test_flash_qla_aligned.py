@@ -60,6 +60,25 @@ def test_the_rule_and_its_backward_in_parts_are_those_of_the_definition(stand_in
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("stand_ins", [(False, (0, 64, 192, 300))], indirect=True)
+def test_the_backward_in_parts_begins_from_the_states_that_entered(stand_ins):
+    rule = FlashQlaRule(aligned=True)
+    inputs, d_o = wiring.random_inputs(300)
+    oracle = Oracle(inputs, (300,))
+    initial, d_final = torch.randn(2, *oracle.zeros().shape)
+    exact, _ = oracle.backward(d_o, initial, d_final)
+    _, _, saved = rule.begin(inputs, None).run(initial)
+    begun = backward_of(rule, inputs, d_o, saved)
+    torch.testing.assert_close(
+        begun.d_initial(), oracle.backward(d_o, initial)[1], rtol=1e-5, atol=1e-5,
+        check_dtype=False,
+    )  # fmt: skip
+    exact = by_key_head(exact, wiring.HEADS[0])
+    grads = by_key_head(begun.run(initial, d_final), wiring.HEADS[0])
+    for name, a, b in zip(NAMES[1:], grads, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+
+
 @aligned
 def test_a_sequence_goes_on_from_the_state_of_any_chunk(stand_ins):
     rule, state, made = FlashQlaRule(aligned=True), None, []

@@ -128,12 +128,13 @@ class FlashQlaRule:
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
     def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
-        """What a forward in parts would have saved, after one of whole sequences from zero."""
+        """What a forward in parts would have saved, after one of whole sequences."""
+        g_sum, A, *initial = saved.tensors
         (rows, tokens), (heads, device) = inputs.k.shape[:2], (inputs.v.shape[2], inputs.v.device)
         offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
         plan = plan_of(offsets, heads, True, device)
-        maps = flash_qla_states.part_maps(inputs_in_one_row(inputs), plan, saved.tensors)
-        entering = entering_states(maps.local, maps.through, plan.cut, None)
+        maps = flash_qla_states.part_maps(inputs_in_one_row(inputs), plan, (g_sum, A))
+        entering = entering_states(maps.local, maps.through, plan.cut, *initial or (None,))
         kept = flash_qla_states.saved_tensors(maps, entering)
         return Saved(kept, flash_qla_states.Carried(plan))
 

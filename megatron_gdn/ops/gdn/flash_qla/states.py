@@ -50,7 +50,7 @@ class Carried:
 
 @dataclass(frozen=True, eq=False)
 class WholeSequences:
-    """The plan of :func:`forward_whole`; it saved g_sum and A."""
+    """The plan of :func:`forward_whole`; it saved g_sum, A, and the initial states if given."""
 
     plan: Plan
 
@@ -124,6 +124,7 @@ def forward_whole(
     States always enter and leave, so that training and generation run one compiled kernel.
     """
     parts, (H, V), K = plan.cut, inputs.v.shape[2:], inputs.k.shape[3]
+    given = () if initial is None else (initial,)
     if initial is None:
         sequences = len(parts.owner)
         initial = torch.zeros(sequences, H, K, V, dtype=torch.float32, device=inputs.v.device)
@@ -133,7 +134,7 @@ def forward_whole(
         initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=parts.offsets,
         cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
     )  # fmt: skip
-    return o, last, Saved((g_sum, A) if keep else (), WholeSequences(plan))
+    return o, last, Saved((g_sum, A, *given) if keep else (), WholeSequences(plan))
 
 
 def run_again(

@@ -11,6 +11,7 @@ from ...state_maps.state_map import StateShape
 from .plain import PlainKDA
 
 RULES = ("fla", "reference")
+_UNTRIED = "the laws of fla's kernels ran in Triton's interpreter alone; backend='fla' takes them"
 
 
 def _why_not_fla(device: torch.device, dtype: torch.dtype, key_dim: int) -> Obstacle | None:
@@ -37,7 +38,8 @@ def resolve_kda(
 
     Args:
         backend: ``"fla"`` (its ``kda`` kernels), ``"reference"`` (plain torch) or ``"auto"``, the
-            first of these that fits. A name is never replaced by another.
+            reference until the laws of fla's kernels have run on a GPU. A name is never
+            replaced by another.
         lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: the reference. fla is refused, since it picks its kernels by timing.
@@ -67,17 +69,16 @@ def resolve_kda(
         return Choice(PlainKDA(), "deterministic mode")
     device = torch.device(device)
     obstacle = _why_not_fla(device, dtype, key_dim)
-    if obstacle is None:
+    if backend == "fla":
+        if obstacle is not None:
+            raise obstacle.error(f"backend='fla': {obstacle.why}.")
         from .fla import FlaKDA
 
-        return Choice(
-            FlaKDA(lower_bound), "requested" if backend == "fla" else f"{dtype} on this GPU"
-        )
-    if backend == "fla":
-        raise obstacle.error(f"backend='fla': {obstacle.why}.")
+        return Choice(FlaKDA(lower_bound), "requested")
+    why = _UNTRIED if obstacle is None else obstacle.why
     if device.type == "cuda":
-        say_once(f"Kimi Delta Attention takes the plain-torch rule ({obstacle.why}).", device.type)
-    return Choice(PlainKDA(), f"not fla: {obstacle.why}")
+        say_once(f"Kimi Delta Attention takes the plain-torch rule ({why}).", device.type)
+    return Choice(PlainKDA(), f"not fla: {why}")
 
 
 def choose_kda(
