@@ -109,6 +109,12 @@ class RecurrentMixer(
         cp_layout: str | SequenceLayout = AUTO,
     ) -> None:
         super().__init__(config)
+        if getattr(config, "fp4", None):
+            raise NotImplementedError(
+                f"fp4={config.fp4!r}: the gates of {type(self).__name__} would pass through 4-bit "
+                f"products, and the recurrence compounds their error. Switch fp4 off; fp8 keeps "
+                f"the gates of GatedDeltaNet and Mamba2Mixer in bf16."
+            )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
@@ -184,6 +190,8 @@ class RecurrentMixer(
         with span(self, "in_proj"):
             if context is None and self.takes_gates_apart and isinstance(self.in_proj, GatesApart):
                 rows, gates = self.in_proj(hidden_states, together=False)
+                # Megatron's padding for FP8 inference crops the first tensor of a linear alone.
+                gates = None if gates is None else gates[: len(rows)]
             else:
                 rows = self.project(hidden_states)
         if context is not None:
@@ -235,8 +243,9 @@ class RecurrentMixer(
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
             log_once(
-                "GatedDeltaNet: recompute_norm_out drops nothing where saved-tensor hooks are on "
-                "(a checkpoint with use_reentrant=False, an offload): they keep what is saved."
+                f"{type(self).__name__}: recompute_norm_out drops nothing where saved-tensor hooks "
+                f"are on (a checkpoint with use_reentrant=False, an offload): they keep what is "
+                f"saved."
             )
             recompute = False
         refilled = RefilledOutput() if recompute else None

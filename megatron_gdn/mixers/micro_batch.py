@@ -304,6 +304,13 @@ class MicroBatches:
         device: torch.device,
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
+        aligned = self._config.batch_invariant_mode
+        if aligned and isinstance(documents, StaticDocuments):
+            raise NotImplementedError(
+                "documents in fixed buffers run without batch_invariant_mode: its chunks "
+                "lie where the documents of one micro-batch begin. Switch it off, or give "
+                "ordinary packed documents outside of graphs."
+            )
         if isinstance(documents, TreeDocuments):
             return self._of_trees(schemes)
         only = schemes.only()
@@ -313,6 +320,9 @@ class MicroBatches:
         assert schemes.headwise is not None and group is not None
         if isinstance(documents, StaticDocuments):
             self._announce(schemes.headwise, "the one that runs documents in fixed buffers")
+            return schemes.headwise
+        if aligned:
+            self._announce(schemes.headwise, "the one that keeps batch_invariant_mode's bits")
             return schemes.headwise
         lengths = None if documents is None else documents.lengths
         per_machine = ranks_per_machine(group, self._per_machine, device)
@@ -338,7 +348,7 @@ class MicroBatches:
         if self._config.batch_invariant_mode:
             raise NotImplementedError(
                 "documents that continue others run without config.batch_invariant_mode: its "
-                "steps of tokens begin anew in every document. Switch it off, or pack the "
+                "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
                 "sequences separately."
             )
         scheme = schemes.whole or schemes.headwise

@@ -299,7 +299,7 @@ def _as_gates(rows):
 
 
 def where_rows_must_be_whole_they_are_joined(mixer: str) -> None:
-    """In aligned steps, in generation and across context-parallel ranks; else in place."""
+    """On the grid of batch-invariant mode."""
     layer = whole(mixer, Fp8NormedColumn)
     x = inputs(layer)
     with fp8_on():

@@ -56,3 +56,27 @@ def test_a_copied_layer_computes_the_same():
     x = torch.randn(16, 1, 24)
     with fp8_on():
         assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0])
+
+
+def test_a_checkpoint_of_the_whole_layer_is_refused():
+    """Megatron's checkpoint runs it again outside of its FP8 context."""
+    settings = {"recompute_granularity": "selective", "recompute_modules": ["gdn"]}
+    with pytest.raises(NotImplementedError, match="gdn with fp8: .* Take 'gdn' out"):
+        layer_of(settings=settings)
+
+
+def test_fp4_is_refused():
+    with pytest.raises(NotImplementedError, match="fp4='e2m1': the gates of GatedDeltaNet"):
+        layer_of(settings={"fp8": None, "fp4": "e2m1"})
+
+
+def test_tokens_that_were_padded_for_fp8_leave_no_gates_behind():
+    """Megatron's padding for inference crops the first tensor of a linear alone."""
+    layer = layer_of()
+    x = torch.randn(12, 2, 24)
+    with fp8_on():
+        expected, _ = layer(x)
+        rows, gates = layer.in_proj(x, together=False)
+        longer = torch.cat([gates, torch.ones(4, *gates.shape[1:])])
+        layer.in_proj.forward = lambda *_, **__: (rows, longer)
+        assert torch.equal(layer(x)[0], expected)

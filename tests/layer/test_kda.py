@@ -230,3 +230,36 @@ def test_narrow_halves_that_ranks_cannot_share_are_refused():
     assert dims.shard(2).in_proj_layout.widths == (5, 5, 12, 3, 12, 2)
     with pytest.raises(ValueError, match="use one of 1, 2"):
         dims.shard(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fp8": "hybrid"}, "KimiDeltaAttention under fp8"),
+        ({"fp4": "e2m1"}, "the gates of KimiDeltaAttention"),
+        ({"linear_allow_neg_eigval": True}, "allow_neg_eigval to the GatedDeltaNet layers alone"),
+        ({"delay_wgrad_compute": True}, "the gradients of its gates' weights at once"),
+    ],
+)
+def test_settings_that_other_mixers_take_are_refused(changes, said):
+    config = kda_config()
+    vars(config).update(changes)
+    with pytest.raises(NotImplementedError, match=said):
+        whole_mixer(config)
+
+
+def test_what_it_does_not_read_is_named(caplog):
+    config = kda_config()
+    modules = {"recompute_granularity": "selective", "recompute_modules": ["gdn_qkv"]}
+    vars(config).update(modules, linear_something_new=3)
+    with caplog.at_level("INFO"):
+        whole_mixer(config)
+    assert "KimiDeltaAttention: config.linear_something_new=3 has no effect" in caplog.text
+    assert "KimiDeltaAttention: q, k and v are kept" in caplog.text
+
+
+def test_packed_documents_that_a_graph_of_the_layer_would_replay_are_refused():
+    mixer = whole_mixer(kda_config())
+    vars(mixer.config).update(cuda_graph_impl="local")
+    with pytest.raises(NotImplementedError, match="boundaries of the first micro-batch"):
+        mixer(torch.randn(9, 1, 20), packed_seq_params=thd((4, 5)))

@@ -57,9 +57,15 @@ class SSMGate(Fp32Parameters, nn.Module):
         when it ends, and the mixer reads them after that.
 
         Raises:
-            ValueError: a parameter is narrower than fp32.
+            ValueError: a parameter is narrower than fp32; ``a`` for a Kimi Delta Attention, whose
+                gate is another one.
         """
         self.require_wide_gates()
+        if a is not None and self.A_log.shape != self.dt_bias.shape:
+            raise ValueError(
+                "this holds the gate of a Kimi Delta Attention, one decay for each channel; call "
+                "it without a tensor and compute the gate from A_log and dt_bias."
+            )
         if a is None:
             return self.A_log.clone(), self.dt_bias.clone()
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]

@@ -35,6 +35,11 @@ def dims_of(config: Any) -> KDADims:
 
 
 def rule_of(module: Any, dims: KDADims, options: Any) -> ChooseRule:
+    if options.rule_operands != "fp16" or options.recompute_qkv:
+        raise ValueError(
+            f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
+            f"Kimi Delta Attention has neither option. Leave both out."
+        )
     return partial(choose_kda, options.backend, dims.state, lower_bound_of(module))
 
 

@@ -243,7 +243,8 @@ def patch(
             (DualChunkSwap of the whole row, as torch and Megatron do with one sequence),
             ``"contiguous"``, or ``"zigzag"`` (DualChunkSwap of every document).
         linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
-        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`.
+        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; for Kimi
+            Delta Attentions the first alone.
         unpacked: what runs a batch that is not packed on one rank: ``"transformers"``, its own
             forward with its bits, or ``"fused"``, the mixer of this package.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism

@@ -91,7 +91,7 @@ def recomputed_parts(config: TransformerConfig) -> set[str]:
     return parts
 
 
-def name_ignored_offloads(config: TransformerConfig) -> None:
+def name_ignored_offloads(config: TransformerConfig, mixer: str = "GatedDeltaNet") -> None:
     """One log line for the parts of ``--offload-modules`` that this layer does not have."""
     if not config.fine_grained_activation_offloading:
         return
@@ -99,6 +99,6 @@ def name_ignored_offloads(config: TransformerConfig) -> None:
     without = [name for name in asked if name in _OF_ATTENTION or name.startswith("gdn")]
     if without:
         log_once(
-            f"GatedDeltaNet: --offload-modules {' '.join(without)} has no effect on this layer: "
+            f"{mixer}: --offload-modules {' '.join(without)} has no effect on this layer: "
             f"what its backward needs stays on the GPU."
         )

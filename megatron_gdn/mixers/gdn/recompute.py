@@ -36,6 +36,7 @@ def computed_again(
 
     Raises:
         ValueError: an unknown level, an option that is no bool, settings that contradict.
+        NotImplementedError: the whole layer, under FP8.
     """
     if recompute is not None and recompute not in LEVELS:
         legal = ", ".join(repr(level) for level in LEVELS)
@@ -59,4 +60,10 @@ def computed_again(
             f"the modules."
         )
     asked |= of_modules
+    if "whole" in asked and config.fp8:
+        raise NotImplementedError(
+            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
+            "FP8, so the backward would be of another function. Take 'gdn' out of the modules; "
+            "recompute='full' saves most of that memory."
+        )
     return frozenset({"whole"} if "whole" in asked else asked)

@@ -19,14 +19,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from ...compat.observe import log_once
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...ops.kda.parts import kda_parts
 from ...ops.kda.rule.resolve import choose_kda
 from ...ops.parts import Parts
 from ..base import RecurrentMixer
+from ..gdn.newer_config import GDN_FIELDS, name_ignored_offloads, recomputed_parts
 from ..gdn.out_norm import norm_of
 from ..gdn.recompute import computed_again
+from ..graphs import in_layer_graph
+from ..ignored_fields import name_ignored_fields
 from ..init import device_for, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
@@ -50,6 +54,29 @@ class KimiDeltaAttentionSubmodules:
     in_proj: ModuleSpec | type = IdentityOp
     out_norm: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
+
+
+def _refuse(config: TransformerConfig) -> None:
+    """Refuse settings that other mixers take.
+
+    Raises:
+        NotImplementedError: ``fp8``, ``linear_allow_neg_eigval``, ``delay_wgrad_compute``.
+    """
+    if config.fp8:
+        raise NotImplementedError(
+            "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and "
+            "the recurrence compounds their error. Switch fp8 off, or take 'K' out of the pattern."
+        )
+    if getattr(config, "linear_allow_neg_eigval", False):
+        raise NotImplementedError(
+            "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. Give "
+            "allow_neg_eigval to the GatedDeltaNet layers alone, by their spec."
+        )
+    if getattr(config, "delay_wgrad_compute", False):
+        raise NotImplementedError(
+            "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' weights "
+            "at once. Switch it off."
+        )
 
 
 class KimiDeltaAttention(RecurrentMixer):
@@ -98,6 +125,8 @@ class KimiDeltaAttention(RecurrentMixer):
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
             layout, mode or level, a bad ``A_init_range``, ``gate_lower_bound`` or
             ``cp_ranks_per_machine``.
+        NotImplementedError: ``fp4``, ``fp8``, ``linear_allow_neg_eigval`` and
+            ``delay_wgrad_compute`` of the config.
         ImportError: the requested backend is not available.
     """
 
@@ -110,6 +139,7 @@ class KimiDeltaAttention(RecurrentMixer):
     out_norm: Any
 
     uses_attention_mask: ClassVar[bool] = False
+    in_layer_graphs: ClassVar[bool] = True
     split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
@@ -148,12 +178,13 @@ class KimiDeltaAttention(RecurrentMixer):
                 f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
                 f"-5, or None for the unbounded gate."
             )
-        if config.fp8:
-            raise NotImplementedError(
-                "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, "
-                "and the recurrence compounds their error. Switch fp8 off, or keep this layer out."
-            )
+        _refuse(config)
+        name_ignored_fields("KimiDeltaAttention", GDN_FIELDS, config)
+        name_ignored_offloads(config, "KimiDeltaAttention")
         again = computed_again(config, recompute)
+        if "qkv" in recomputed_parts(config):
+            log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
+        in_layer_graph(config)  # refuses what no graph of a layer takes
         dims = KDADims.from_config(config, forget_rank, output_rank)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         self.conv_init, self.A_init_range = conv_init, tuple(A_init_range)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
-from tests.hf.drop_in.conftest import DENSE, GLM, QWEN4
+from tests.hf.drop_in.conftest import DENSE, GLM, KIMI, QWEN4
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
 from tests.hf.tiny_models import build
@@ -120,3 +120,18 @@ def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
             context_parallel_share(batch | {name: x}, Mesh(2, 1), "contiguous")
     with pytest.raises(ValueError, match="no input_ids"):
         context_parallel_share({"labels": batch["labels"]}, Mesh(2, 1))
+
+
+@pytest.mark.parametrize("options", [{"rule_operands": "bf16"}, {"recompute_qkv": True}], ids=str)
+def test_options_that_kimi_delta_attention_does_not_have_are_refused(fresh, options):
+    with pytest.raises(ValueError, match="has neither option"):
+        patch(fresh(KIMI), **options)
+
+
+def test_the_holder_of_kimis_gates_computes_no_other_gate(fresh):
+    model = fresh(KIMI)
+    patch(model)
+    layer = next(m for m in model.modules() if hasattr(m, "drop_in"))
+    holder = next(m for m in layer.modules() if type(m).__name__ == "SSMGate")
+    with pytest.raises(ValueError, match="the gate of a Kimi Delta Attention"):
+        holder(torch.randn(1, 1, 8))

@@ -81,9 +81,9 @@ def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant
 
 
 def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(hopper):
-    def chosen(device="cuda", dtype=torch.bfloat16, sizes=SIZES):
+    def chosen(device="cuda", dtype=torch.bfloat16, sizes=SIZES, backend="auto"):
         rule, _ = resolve.choose_rule(
-            "auto", sizes, device, dtype, False, operands="fp16", normalise_qk=True, aligned=True
+            backend, sizes, device, dtype, False, operands="fp16", normalise_qk=True, aligned=True
         )
         assert rule.aligned and rule.batch_invariant and rule.operand_dtype is None
         return rule.name
@@ -91,6 +91,7 @@ def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain
     assert chosen() == "flash_qla"
     assert chosen("cpu") == chosen(dtype=torch.float32) == "reference"
     assert chosen(sizes=HeadSizes(16, 64, 128, 128)) == "reference"
+    assert chosen(backend="reference") == "reference"
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,11 @@ class FlashQlaRule:
     def __init__(self, batch_invariant: bool = False, aligned: bool = False) -> None:
         self.batch_invariant, self.aligned = batch_invariant or aligned, aligned
 
-    def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
+    def plan(
+        self, inputs: RuleInputs, documents: Documents | None, states: bool, maps: bool = False
+    ) -> Plan:
         plan = self._plan(inputs, documents, states)
-        part = "aligned" if self.aligned else plan.part(states)
+        part = "aligned" if self.aligned and not maps else plan.part(states)
         expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), part)
         return plan
 
@@ -153,7 +155,7 @@ class FlashQlaForward:
 
     def _part_maps(self) -> flash_qla_states.PartMaps:
         if self._maps is None:
-            plan = self._rule.plan(self._inputs, self._documents, states=True)
+            plan = self._rule.plan(self._inputs, self._documents, states=True, maps=True)
             self._maps = flash_qla_states.part_maps(inputs_in_one_row(self._inputs), plan)
         return self._maps
 

@@ -186,6 +186,8 @@ def choose_rule(
         why = why_not_aligned(backend)
         if why is not None:
             raise ValueError(why)
+        if backend == "reference":
+            return Choice(PlainRule(aligned=True), ON_GRID)
         return _aligned_choice(device, dtype, sizes)
     return resolve_rule(
         backend, device=device, dtype=dtype, sizes=sizes, deterministic=deterministic,
