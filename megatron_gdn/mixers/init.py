@@ -8,6 +8,7 @@ its sections.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,6 +72,20 @@ def init_share_(
             torch.default_generator.manual_seed(seed)
         init(whole)
     parameter.copy_(take_share(whole, dim, sections, rank, size))
+
+
+def first_dt_bias(low: float, high: float, floor: float = 0.0) -> Callable[[Tensor], object]:
+    """A method that fills a tensor so that ``softplus`` of it is ``exp U(log low, log high)``.
+
+    Args:
+        floor: the least value of softplus.
+    """
+
+    def fill(x: Tensor) -> None:
+        dt = x.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
+        x.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    return fill
 
 
 InitShare = Callable[[Tensor | None, Callable[[Tensor], object], int, Sequence[int]], None]

@@ -47,8 +47,6 @@ from .readout.base import Readout
 from .rules.base import on_tokens
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
-STEP = CHUNK
-
 
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
     """The grid of rows ``[B, S, ...]`` whose sequences begin here.
@@ -59,7 +57,7 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
     """
     B, S = rows.shape[:2]
     lengths = Documents.lengths_of(documents, S) * B
-    return ChunkTable.build(lengths, STEP, heads, rows.device, aligned=True)
+    return ChunkTable.build(lengths, CHUNK, heads, rows.device, aligned=True)
 
 
 def on_one_path(proj: Tensor, documents: Documents | None) -> Documents:
@@ -99,7 +97,7 @@ def front_on_grid(
     kind: Any = tuple
     triton = getattr(front, "triton", False)
     for group in grid.groups:
-        buffer = flat.new_empty(past + STEP, grid.chunks_in(group), rows.shape[-1])
+        buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill(buffer[past:], rows, grid, group)
         _fill_history(buffer[:past], flat, group, before)
         path = on_one_path(buffer, None) if triton else None
@@ -119,9 +117,9 @@ def readout_on_grid(
     gate, made = readout.gate, None
     for group in grid.groups:
         n = grid.chunks_in(group)
-        of_o = o.new_empty(n, STEP, *o.shape[2:])
+        of_o = o.new_empty(n, CHUNK, *o.shape[2:])
         _fill(of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
-        of_rows = rows.new_empty(STEP, n, rows.shape[-1])
+        of_rows = rows.new_empty(CHUNK, n, rows.shape[-1])
         _fill(of_rows[..., gate], rows[..., gate], grid, group)
         mixed = readout.forward(of_o, of_rows, gamma).transpose(0, 1)
         made = _Gathered(grid, mixed) if made is None else made
@@ -140,9 +138,9 @@ def _fill_history(buffer: Tensor, flat: Tensor, group: ChunkGroup, before: Tenso
     """Write the W - 1 rows before each chunk of the group to ``buffer`` ``[W - 1, n, P]``."""
     past = len(buffer)
     if isinstance(group.token, slice):
-        first = torch.arange(group.token.start, group.token.stop, STEP, device=flat.device)
+        first = torch.arange(group.token.start, group.token.stop, CHUNK, device=flat.device)
     else:
-        first = group.token[::STEP]
+        first = group.token[::CHUNK]
     place = first - torch.arange(past, 0, -1, device=flat.device)[:, None]
     torch.index_select(flat, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1))
     if group.begin_index is not None:

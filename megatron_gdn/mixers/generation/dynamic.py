@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.aligned import STEP
 from ...ops.documents import Documents
 from ...ops.generation.carry import Carry
 from ...ops.generation.step import decode, last_rows, prefill
 from ...ops.parts import Parts
+from ...ops.rules.chunk_table import CHUNK
 
 
 class SlotBuffers(NamedTuple):
@@ -184,7 +184,7 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
 def _window(carry: Carry, place: Tensor, like: Tensor) -> Tensor:
     """The windows of an aligned mixer, in the dtype of ``like``; ``place`` ``[N]``."""
     column = torch.zeros_like(like[..., :1])
-    column[:, 0, 0] = place % STEP
+    column[:, 0, 0] = place % CHUNK
     return torch.cat([column, carry.history.to(like.dtype)], 2)
 
 

@@ -6,7 +6,6 @@ of a row, H heads, K key dim, V value dim, R columns of a gate's narrow half.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from ..gdn.out_norm import norm_of
 from ..gdn.recompute import computed_again
 from ..graphs import in_layer_graph
 from ..ignored_fields import name_ignored_fields
-from ..init import device_for, init_shares_of
+from ..init import device_for, first_dt_bias, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
@@ -289,10 +288,5 @@ class KimiDeltaAttention(RecurrentMixer):
         init(self.f_b_weight, method, 0, (heads * K,))
         init(self.z_b_weight, method, 0, (heads * V,))
 
-        def first_dt_bias(x: Tensor) -> None:
-            low, high = (math.log(bound) for bound in _FIRST_DT)
-            dt = x.uniform_(low, high).exp_()
-            x.copy_(dt + torch.log(-torch.expm1(-dt)))
-
         init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, (heads,))
-        init(self.dt_bias, first_dt_bias, 0, (heads * K,))
+        init(self.dt_bias, first_dt_bias(*_FIRST_DT), 0, (heads * K,))

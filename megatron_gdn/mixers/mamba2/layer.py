@@ -6,7 +6,6 @@ of the projection, H heads, G groups, V head dim, K state dim.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -32,7 +31,7 @@ from ...ops.readout.grouped import GateOnly, grouped_rms_norm
 from ..base import RecurrentMixer
 from ..hooks import wait_for_parameters
 from ..ignored_fields import name_ignored_fields
-from ..init import device_for, init_shares_of
+from ..init import device_for, first_dt_bias, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
@@ -221,12 +220,6 @@ class Mamba2Mixer(RecurrentMixer):
         """
         whole, layout = self.global_dims, self.global_dims.layout
         init = init_shares_of(self.tp_group)
-
-        def first_dt_bias(x: Tensor) -> None:
-            low, high = (math.log(bound) for bound in self.dt_init_range)
-            dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
-            x.copy_(dt + torch.log(-torch.expm1(-dt)))
-
         self._init_projections(init)
         bound = self.d_conv**-0.5
         of_weight = bound if self.conv_init is None else self.conv_init
@@ -234,7 +227,7 @@ class Mamba2Mixer(RecurrentMixer):
         init(self.conv1d_bias, lambda x: x.uniform_(-bound, bound), 0, layout.conv_widths)
         heads = (whole.num_heads,)
         init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
-        init(self.dt_bias, first_dt_bias, 0, heads)
+        init(self.dt_bias, first_dt_bias(*self.dt_init_range, self.dt_init_floor), 0, heads)
         with torch.no_grad():
             for parameter in (self.D, self.norm.weight if self.rmsnorm else None):
                 if parameter is not None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..aligned import STEP, front_on_grid, grid_of, readout_on_grid
+from ..aligned import front_on_grid, grid_of, readout_on_grid
 from ..documents import Documents
 from ..host_tables import to_device
 from ..readout.base import Apart
 from ..rules.base import on_tokens
-from ..rules.chunk_table import ChunkTable
+from ..rules.chunk_table import CHUNK, ChunkTable
 from .carry import Carry
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def prefill_on_grid(
     """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
     lengths = (new.shape[1],) * new.shape[0] if documents is None else documents.lengths
-    held = [n % STEP + more for n, more in zip(stands, lengths, strict=True)]
-    tables = _Tables.of([n % STEP for n in stands], held, past)
+    held = [n % CHUNK + more for n, more in zip(stands, lengths, strict=True)]
+    tables = _Tables.of([n % CHUNK for n in stands], held, past)
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
     known = torch.cat([carry.history.mT.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
@@ -55,8 +55,8 @@ def prefill_on_grid(
 
     # First the full chunks, which move the state, then what is left of each sequence.
     o, state = None, carry.state
-    whole = [n // STEP * STEP for n in held]
-    for tokens, counts in ((full, whole), (tail, [n % STEP for n in held])):
+    whole = [n // CHUNK * CHUNK for n in held]
+    for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
         filled = [n for n, count in enumerate(counts) if count]
         if not filled:
             continue
@@ -97,20 +97,20 @@ def decode_on_grid(
     before, rows_of_chunk = rows[:, :past], rows[:, past:]
     grid = grid_of(rows_of_chunk, None, parts.state.heads)
     inputs = front_on_grid(parts.front, parts.of_front, rows_of_chunk, grid, before)
-    later = torch.arange(STEP, device=row.device) > place[:, None]
+    later = torch.arange(CHUNK, device=row.device) > place[:, None]
     inputs = on_tokens(
-        inputs, lambda x: x.masked_fill(later.view(N, STEP, *(1,) * (x.dim() - 2)), 0)
+        inputs, lambda x: x.masked_fill(later.view(N, CHUNK, *(1,) * (x.dim() - 2)), 0)
     )
     made = parts.rule.begin(inputs, None).run(carry.state, keep=False, final=ends is None)
-    full = (place == STEP - 1)[:, None, None]
+    full = (place == CHUNK - 1)[:, None, None]
     if made.final is not None:
         state = torch.where(full[..., None], made.final.to(carry.state.dtype), carry.state)
     else:
         state = _after(parts, inputs, carry.state, ends or ())
-    wanted = number * STEP + place
+    wanted = number * CHUNK + place
     mixed = _read_out(parts, made.o, rows_of_chunk, grid, wanted, (N, 1))
     next_chunk = torch.zeros_like(rows)
-    next_chunk[:, :past] = rows[:, STEP:]
+    next_chunk[:, :past] = rows[:, CHUNK:]
     history = torch.where(full, next_chunk, rows).mT.contiguous()
     return mixed.transpose(0, 1).contiguous(), Carry(history, state)
 
@@ -166,7 +166,7 @@ class _Tables(NamedTuple):
     def of(cls, places: Sequence[int], held: Sequence[int], past: int) -> _Tables:
         """From the tokens of each sequence's chunks, old ones and all of them."""
         old, count = torch.tensor([places, held], dtype=torch.int64, device="cpu")
-        size, more = past + STEP, count - old
+        size, more = past + CHUNK, count - old
         start = len(held) * size + more.cumsum(0) - more  # of the new rows
 
         def known(n: Tensor, token: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class _Tables(NamedTuple):
         number = torch.arange(len(held), device="cpu")
         n = number.repeat_interleave(count)
         token = torch.arange(len(n), device="cpu") - (count.cumsum(0) - count)[n]
-        whole = count // STEP * STEP
+        whole = count // CHUNK * CHUNK
         in_full = token < whole[n]
         next_token = whole[:, None] - past + torch.arange(size, device="cpu")
         empty = next_token >= count[:, None]

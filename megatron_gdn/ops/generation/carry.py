@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..aligned import STEP
 from ..layout import Layout
+from ..rules.chunk_table import CHUNK
 from ..state_maps.state_map import StateShape
 
 
@@ -61,7 +61,7 @@ class CarryShape(NamedTuple):
     ) -> CarryShape:
         """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
         sections = layout.widths if aligned else layout.conv_widths
-        past = taps - 1 + (STEP if aligned else 0)
+        past = taps - 1 + (CHUNK if aligned else 0)
         return cls(sum(sections), past, *state[:3], sections, rank, ranks)
 
     @property

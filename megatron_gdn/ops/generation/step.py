@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..aligned import STEP
 from ..documents import Documents
 from ..front.edges import HistoryTable
 from ..front.history import Arrived, ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
+from ..rules.chunk_table import CHUNK
 from .aligned import decode_on_grid, prefill_on_grid
 from .carry import Carry
 
@@ -128,8 +128,8 @@ def decode(
         if place is None:
             made, carry = _one_token(row, parts, carry)
         else:
-            ends = had and [n for n, tokens in enumerate(had) if (tokens + token + 1) % STEP == 0]
-            made, carry = decode_on_grid(row, parts, carry, (place + token) % STEP, ends)
+            ends = had and [n for n, tokens in enumerate(had) if (tokens + token + 1) % CHUNK == 0]
+            made, carry = decode_on_grid(row, parts, carry, (place + token) % CHUNK, ends)
         mixed.append(made)
         after.append(carry)
     return mixed[0] if s == 1 else torch.cat(mixed), after
