@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..mixers.fp8 import dequantised
+
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by the names that they have without adapters; those of adapters left out."""
@@ -24,8 +26,9 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
     """A function from a parameter of `base_parameters` to the tensor that an export writes.
 
-    It is the parameter itself or, of a wrapped linear, the merged weight on this rank. To merge is
-    a collective over the tensor-parallel ranks.
+    It is the parameter itself, the values of one that Transformer Engine stores in FP8, or, of a
+    wrapped linear, the merged weight on this rank. To merge is a collective over the
+    tensor-parallel ranks.
 
     Raises:
         NotImplementedError: a wrapper does not tell its merged weight, as Bridge's DoRA.
@@ -44,7 +47,8 @@ def with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
     @torch.no_grad()
     def merged(parameter: nn.Parameter) -> Tensor:
         wrapper = wrappers.get(parameter)
-        return (parameter if wrapper is None else cast(Tensor, wrapper.weight)).detach()
+        weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
+        return dequantised(weight.detach())
 
     return merged
 

@@ -305,9 +305,15 @@ def _local_piece(
 
 @torch.no_grad()
 def _copy(param: nn.Parameter, piece: Tensor) -> bool:
-    """Copy ``piece``; return whether the parameter's dtype kept every value."""
+    """Copy ``piece``; return whether the parameter's dtype kept every value.
+
+    A weight that is stored in FP8 keeps its first values apart, for the optimizer's fp32 copy.
+    """
     cast = piece.to(param.dtype)
     param.copy_(cast)
+    first = getattr(param, "get_high_precision_init_val", lambda: None)()
+    if first is not None:
+        first.copy_(cast)
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..mixers.fp8 import dequantised
 from ..mixers.init import take_share
 
 
@@ -147,11 +148,12 @@ class TensorMap:
         return shard(full, ranks, self.shard_dim, self.sections, self.name)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the ranks' shards.
+        """The full tensor from the ranks' shards, dequantised if they are stored in FP8.
 
         Raises:
             ValueError: a tensor that every rank holds whole differs between ranks.
         """
+        shards = [dequantised(shard) for shard in shards]
         if self.shard_dim is not None:
             return unshard(shards, self.shard_dim, self.sections)
         for rank, other in enumerate(shards[1:], start=1):

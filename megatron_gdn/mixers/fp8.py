@@ -72,6 +72,13 @@ def runs_in_fp8(linear: Any) -> bool:
     return _fp8_is_on() if decides is None else decides(_fp8_is_on())
 
 
+def dequantised(tensor: Tensor) -> Tensor:
+    """The values of a weight that Transformer Engine stores in FP8; any other tensor itself."""
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+    return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor
+
+
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
     """Let ``linear`` save the very tensor that it is given, so that this can be computed again.
 
