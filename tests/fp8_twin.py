@@ -9,6 +9,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine as te_linears
+from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor, nn
 
@@ -23,6 +26,13 @@ def fp8_on():
         yield
     finally:
         _on.pop()
+
+
+def recipe(pattern: str, **settings) -> RecipeConfig:
+    """Megatron's quantization recipe with these settings for the modules of a name."""
+    config = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": settings}
+    matchers = {"only": {"type": "glob", "pattern": pattern, "config": "only", "enabled": True}}
+    return RecipeConfig.from_config_dict({"configs": {"only": config}, "matchers": matchers})
 
 
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
@@ -82,12 +92,21 @@ class Fp8Column(ColumnParallelLinear):
         super().__init__(*args, config=config, **options)
         self.fp8_meta, self.fuse_wgrad_accumulation = {}, False
         self.sequence_parallel = config.sequence_parallel and self.tp_group.size() > 1
+        self.finish_init(get_quant_config_or_none(options.get("name"), config.quant_recipe))
+
+    def finish_init(self, quantization_config) -> None:
+        self.te_quant_params = None
+        if quantization_config is not None:
+            parse = te_linears.TEQuantizationParams.parse_from_config
+            self.te_quant_params = parse(quantization_config)
 
     def will_execute_quantized(self, is_context_quantized: bool) -> bool:
-        return _on[-1]
+        return te_linears._get_should_context_be_quantized_params(
+            self.te_quant_params, self.training, is_context_quantized or _on[-1]
+        )
 
     def forward(self, x, *args, **options):
-        if not _on[-1]:
+        if not self.will_execute_quantized(False):
             return super().forward(x, *args, **options)
         fused = self.fuse_wgrad_accumulation
         y = _Product.apply(x, self.weight, self.tp_group, self.sequence_parallel, fused)

@@ -29,7 +29,13 @@ from ..ops.rules.base import Rule
 from ..ops.uncompiled import uncompiled
 from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
-from .fp8 import GatesApart, keep_gates_apart, wide_parameters
+from .fp8 import (
+    GatesApart,
+    keep_gates_apart,
+    quantises,
+    refuse_fp8_weight,
+    wide_parameters,
+)
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -122,7 +128,8 @@ class RecurrentMixer(
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
-        if config.fp8:
+        # A recipe decides by module, and may keep these columns out of FP8.
+        if config.fp8 and getattr(config, "quant_recipe", None) is None:
             from megatron.core.fp8_utils import get_fp8_align_size
 
             recipe: Any = config.fp8_recipe
@@ -332,7 +339,8 @@ class RecurrentMixer(
                 name=None if name is None else f"{name}.in_proj",
             )
         mark_packed(self.in_proj, layout_of_in_proj(self.dims).widths, self.use_muon)
-        if self.config.fp8:
+        if quantises(self.config):
+            refuse_fp8_weight(self.in_proj)
             keep_gates_apart(self.in_proj, layout_of_in_proj(self.dims), self.tp_group)
 
     def _build_out_proj(
@@ -355,6 +363,8 @@ class RecurrentMixer(
                 tp_group=self.tp_group,
                 name=None if name is None else f"{name}.out_proj",
             )
+        if quantises(self.config):
+            refuse_fp8_weight(self.out_proj)
 
     def _init_projections(self, init: InitShare) -> None:
         """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""

@@ -7,6 +7,9 @@ FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds
 sequence. The width without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16,
 12352 / 8 is not.
 
+Whether a linear runs in FP8 is asked at each call: Megatron's quantization recipe
+(``--te-precision-config-file``) switches linears on and off by their names.
+
 The weight stays one parameter: checkpoints, optimizers, Muon and adapters see no difference. For
 the call alone the linear holds a view of its first rows, and a view of its rows in ``main_grad``.
 """
@@ -38,17 +41,18 @@ def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
         group: the tensor-parallel group.
 
     Raises:
-        NotImplementedError: weight gradients that are computed later (``delay_wgrad_compute``).
+        NotImplementedError: see :meth:`GatesApart.refuse_settings`.
     """
     if not hasattr(in_proj, "fp8_meta") or layout.main_width == layout.width:
         return
-    if getattr(in_proj.config, "delay_wgrad_compute", False):
-        raise NotImplementedError(
-            "delay_wgrad_compute with FP8: in_proj computes its gates outside of FP8, and their "
-            "weight gradient at once. Switch one of the two off."
-        )
     in_proj.__class__ = _apart(type(in_proj))
     vars(in_proj).update(_main_rows=layout.main_width, _gates_group=group)
+    in_proj.refuse_settings()
+
+
+def quantises(config: Any) -> bool:
+    """Whether a linear of a model with this config may run in FP8."""
+    return bool(config.fp8) or getattr(config, "quant_recipe", None) is not None
 
 
 def wide_parameters(config: Any) -> AbstractContextManager[Any]:
@@ -62,6 +66,22 @@ def wide_parameters(config: Any) -> AbstractContextManager[Any]:
     from transformer_engine.pytorch import fp8_model_init  # pyright: ignore[reportMissingImports]
 
     return fp8_model_init(enabled=False)
+
+
+def refuse_fp8_weight(linear: Any) -> None:
+    """Refuse a weight that a quantization recipe stores in FP8, see :func:`wide_parameters`.
+
+    Raises:
+        NotImplementedError: it is.
+    """
+    weight = getattr(linear, "weight", None)
+    if weight is not None and dequantised(weight) is not weight:
+        raise NotImplementedError(
+            "the quantization recipe stores a projection of this layer in FP8 (fp8_param: true). "
+            "Rows of such a weight have no bf16 values for the rule's gates, and its first values "
+            "are not this layer's. Set fp8_param to false for in_proj and out_proj; their products "
+            "are in FP8 all the same."
+        )
 
 
 def runs_in_fp8(linear: Any) -> bool:
@@ -88,9 +108,9 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
     Returns:
         whether the linear's backward will read its input.
     """
-    if not config.fp8 or not hasattr(linear, "fp8_meta"):
+    if not quantises(config) or not hasattr(linear, "fp8_meta"):
         return True
-    if config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
+    if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
         log_once(
             "GatedDeltaNet: out_proj keeps its input in FP8 (delayed scaling), so "
             "recompute_norm_out drops nothing; recompute_qkv and 'full' do the rest."
@@ -117,6 +137,34 @@ class GatesApart(nn.Module):
     _gates_group: Any
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool
+
+    def finish_init(self, quantization_config: Any) -> None:
+        """Take the recipe that a whole model gives its linears, by their names in it."""
+        super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
+        self.refuse_settings()
+
+    def refuse_settings(self) -> None:
+        """Refuse what the split cannot do.
+
+        Raises:
+            NotImplementedError: FP4 by the quantization recipe; weight gradients that are computed
+                later (``delay_wgrad_compute``).
+        """
+        linear: Any = self
+        of_module = getattr(linear, "te_quant_params", None)
+        if of_module is not None:
+            for recipe in (of_module.training_recipe, of_module.evaluation_recipe):
+                if recipe is not None and recipe.fp4_quantization_recipe is not None:
+                    raise NotImplementedError(
+                        "the quantization recipe computes in_proj in FP4, which was never run "
+                        "beside gates in bf16. Give in_proj an FP8 recipe, or none."
+                    )
+        delayed = getattr(linear.config, "delay_wgrad_compute", False)
+        if delayed and linear.will_execute_quantized(bool(linear.config.fp8)):
+            raise NotImplementedError(
+                "delay_wgrad_compute with FP8: in_proj computes its gates outside of FP8, and "
+                "their weight gradient at once. Switch one of the two off."
+            )
 
     def forward(
         self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any

@@ -6,8 +6,8 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn.specs import gated_delta_net_spec
-from tests.fp8_twin import Fp8Column, fp8_on
+from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
+from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -21,12 +21,12 @@ class Row(RowParallelLinear):
         self.fp8_meta, self.save_original_input = {}, False
 
 
-def layer_of(recipe="tensorwise", settings=(), **options):
+def layer_of(recipe="tensorwise", settings=(), name=None, **options):
     config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe[recipe])
     vars(config).update(settings)
     spec = gated_delta_net_spec("local", **options)
     spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
-    return build_module(spec, config, layer_number=1)
+    return build_module(spec, config, layer_number=1, name=name)
 
 
 @pytest.mark.parametrize(("recipe", "drops"), [("tensorwise", True), ("delayed", False)])
@@ -80,3 +80,80 @@ def test_tokens_that_were_padded_for_fp8_leave_no_gates_behind():
         longer = torch.cat([gates, torch.ones(4, *gates.shape[1:])])
         layer.in_proj.forward = lambda *_, **__: (rows, longer)
         assert torch.equal(layer(x)[0], expected)
+
+
+# By Megatron's quantization recipe, of linears by their names
+FP8_TOO = {"fp8_quantization_recipe": Fp8Recipe.tensorwise, "override_nonquantized_autocast": True}
+
+
+def rows_of(layer):
+    """Of the whole in_proj: as it is, and in the weights' dtype."""
+    x = torch.randn(16, 1, 24)
+    return layer.in_proj(x)[0], x @ layer.in_proj.weight.t(), x
+
+
+def test_a_recipe_that_keeps_in_proj_out_of_fp8_is_followed():
+    """Also by 1 / 4 of the heads, whose columns FP8 refuses."""
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    settings = {"quant_recipe": recipe("*.in_proj"), **sizes}
+    layer = layer_of(settings=settings, name="decoder.layers.0.self_attention")
+    with fp8_on():
+        found, exact, _ = rows_of(layer)
+    assert torch.equal(found, exact)
+
+
+def test_gates_stay_apart_where_only_a_recipe_switches_fp8_on():
+    settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
+    layer = layer_of(settings=settings, name="decoder.layers.0.self_attention")
+    found, exact, x = rows_of(layer)
+    first = layer.dims.layout.main_width
+    assert torch.equal(found[..., first:], exact[..., first:])
+    fp8 = rounded(x) @ rounded(layer.in_proj.weight[:first].detach()).t()
+    assert torch.equal(found[..., :first], fp8)
+
+
+def test_a_recipe_counts_that_a_whole_model_gives_its_linears_afterwards():
+    """GPTModel builds layers without names, and names them when they are there."""
+    from megatron.core.quantization.utils import get_quant_config_or_none
+
+    settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
+    layer = layer_of(settings=settings)
+    found, exact, _ = rows_of(layer)
+    assert torch.equal(found, exact)
+    config = get_quant_config_or_none("decoder.in_proj", layer.config.quant_recipe)
+    layer.in_proj.finish_init(config)
+    found, exact, _ = rows_of(layer)
+    first = layer.dims.layout.main_width
+    assert torch.equal(found[..., first:], exact[..., first:])
+    assert not torch.equal(found, exact)
+
+
+def test_out_proj_keeps_its_input_where_a_recipe_quantises_it():
+    settings = {"fp8": None, "quant_recipe": recipe("*.out_proj", **FP8_TOO)}
+    assert layer_of(settings=settings, recompute="light").out_proj.save_original_input
+
+
+def test_settings_of_a_recipe_that_the_split_cannot_follow_are_refused(monkeypatch):
+    name = "decoder.layers.0.self_attention"
+    fp4 = recipe("*.in_proj", fp4_quantization_recipe="nvfp4")
+    with pytest.raises(NotImplementedError, match="computes in_proj in FP4"):
+        layer_of(settings={"fp8": None, "quant_recipe": fp4}, name=name)
+    late = {"fp8": None, "delay_wgrad_compute": True}
+    with pytest.raises(NotImplementedError, match="delay_wgrad_compute with FP8"):
+        layer_of(settings={**late, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=name)
+    layer_of(settings={**late, "quant_recipe": recipe("*.linear_fc1", **FP8_TOO)}, name=name)
+    monkeypatch.setattr("megatron_gdn.mixers.fp8.dequantised", torch.clone)
+    with pytest.raises(NotImplementedError, match="fp8_param: true.* Set fp8_param to false"):
+        layer_of(settings={"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}, name=name)
+
+
+def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8():
+    for fp8, of_in_proj, runs in (("hybrid", {}, True), (None, FP8_TOO, False)):
+        config = make_config(fp8=fp8, quant_recipe=recipe("*.in_proj", **of_in_proj))
+        spec = kimi_delta_attention_spec("local")
+        spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
+        layer = build_module(spec, config, layer_number=1, name="decoder.layers.0.self_attention")
+        says = pytest.raises(NotImplementedError, match="KimiDeltaAttention under fp8.* by a quant")
+        with fp8_on() if runs else says:
+            out, _ = layer(torch.randn(16, 1, 24))
+            assert out.isfinite().all()

@@ -25,6 +25,7 @@ from ...ops.kda.parts import kda_parts
 from ...ops.kda.rule.resolve import choose_kda
 from ...ops.parts import Parts
 from ..base import RecurrentMixer
+from ..fp8 import runs_in_fp8
 from ..gdn.newer_config import GDN_FIELDS, name_ignored_offloads, recomputed_parts
 from ..gdn.out_norm import norm_of
 from ..gdn.recompute import computed_again
@@ -55,17 +56,21 @@ class KimiDeltaAttentionSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
+_IN_FP8 = (
+    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and the "
+    "recurrence compounds their error. Switch fp8 off, keep its in_proj out of it by a "
+    "quantization recipe, or take 'K' out of the pattern."
+)
+
+
 def _refuse(config: TransformerConfig) -> None:
     """Refuse settings that other mixers take.
 
     Raises:
         NotImplementedError: ``fp8``, ``linear_allow_neg_eigval``, ``delay_wgrad_compute``.
     """
-    if config.fp8:
-        raise NotImplementedError(
-            "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and "
-            "the recurrence compounds their error. Switch fp8 off, or take 'K' out of the pattern."
-        )
+    if config.fp8 and getattr(config, "quant_recipe", None) is None:
+        raise NotImplementedError(_IN_FP8)
     if getattr(config, "linear_allow_neg_eigval", False):
         raise NotImplementedError(
             "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. Give "
@@ -207,6 +212,8 @@ class KimiDeltaAttention(RecurrentMixer):
         The ranks share the columns of the narrow halves, and each computes its heads' part of the
         wide halves from all of them.
         """
+        if runs_in_fp8(self.in_proj):
+            raise NotImplementedError(_IN_FP8)
         rows, _ = self.in_proj(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
         if not weights:
