@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..mixers.attention.self_attention import TorchSelfAttention
+from .fp8 import padded_for_fp8
 
 _SEQUENCE_PARALLEL = (
     "sequence_parallel",
@@ -136,11 +137,11 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and no sequence parallelism; restore both afterwards."""
+    """Set evaluation mode and no sequence parallelism, pad for FP8; undo that afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with without_sequence_parallel(model):
+        with without_sequence_parallel(model), padded_for_fp8(unwrap_model([model])[0]):
             yield
     finally:
         for module in training:

@@ -150,10 +150,11 @@ def test_a_row_of_few_heads_is_aligned_without_its_gates():
 @pytest.mark.parametrize("recompute", ["light", "full"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_what_is_computed_again_changes_no_gradient(recipe, recompute):
+    """With the plain rule; FlashQLA rounds states elsewhere under "full"."""
     found = []
     for level in ("none", recompute):
         layer = layer_of("gdn", recipe)
-        spec = gated_delta_net_spec("te", recompute=level)
+        spec = gated_delta_net_spec("te", recompute=level, backend="reference")
         torch.manual_seed(3)
         layer = build_module(spec, layer.config, layer_number=1).cuda()
         ddp = wrapped(layer)
@@ -162,5 +163,8 @@ def test_what_is_computed_again_changes_no_gradient(recipe, recompute):
         with get_fp8_context(layer.config):
             out, _ = ddp(x)
         out.backward(d_out)
-        found.append((out.detach(), layer.out_proj.weight.main_grad.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        grads = {name: p.main_grad.clone() for name, p in layer.named_parameters()}
+        assert all(grad.any() for grad in grads.values())
+        found.append({"out": out.detach(), "x": x.grad, **grads})
+    for name, tensor in found[0].items():
+        assert torch.equal(found[1][name], tensor), name
