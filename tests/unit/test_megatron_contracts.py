@@ -121,3 +121,15 @@ def test_the_layers_have_what_megatron_looks_up_on_them(core):
     assert {name for name in names if not hasattr(Mamba2Mixer, name)} <= {
         name for name in names if f"self.{name} =" in source
     }
+
+
+def test_fp8_linears_have_what_the_split_and_the_padding_read(core):
+    """Where Transformer Engine is missing, Megatron does not define them."""
+    linears = core / "extensions/transformer_engine.py"
+    for name in ("TELinear", "TELayerNormColumnParallelLinear"):
+        methods = {node.name for node in class_of(linears, name).body if hasattr(node, "name")}
+        assert {"finish_init", "will_execute_quantized"} <= methods
+        assert "self.te_quant_params" in linears.read_text()
+    names = {ast.unparse(node) for node in ast.walk(tree_of(core / "fp8_utils.py"))}
+    assert {"_fp8_inference_wrapped_modules.add(module)", "TE_LINEAR_TYPES"} <= names
+    assert "module.forward = padded_forward" in names
