@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..mixers.attention.self_attention import TorchSelfAttention
+from ..mixers.fp8 import quantises
 from .fp8 import padded_for_fp8
 
 _SEQUENCE_PARALLEL = (
@@ -84,7 +85,6 @@ def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContex
     return logits
 
 
-@torch.inference_mode()
 def generate(
     model: nn.Module,
     prompt: Tensor,
@@ -120,7 +120,10 @@ def generate(
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
-    with evaluating(model), active:
+    # What delayed scaling makes in its first forward must not be tensors of inference mode.
+    config = unwrap_model([model])[0].config
+    without_gradients = torch.no_grad if quantises(config) else torch.inference_mode
+    with without_gradients(), evaluating(model), active:
         fed = 0
         for _ in range(count):
             for piece in tokens[:, fed:].split(chunk or tokens.shape[1], dim=1):
