@@ -6,6 +6,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -16,6 +18,7 @@ from megatron_gdn.mixers.fp8 import GatesApart
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import fp8_twin, mamba_mixers, parallel
 from tests.distributed.layer_laws import randomise_, thd
+from tests.distributed.mixer_laws import in_a_shared_folder
 from tests.fp8_twin import Fp8Column, Fp8NormedColumn, fp8_on, rounded
 from tests.mamba_mixers import alone
 from tests.parallel import assert_close, make_config
@@ -269,6 +272,38 @@ def files_and_marks_are_those_of_a_launch_without_fp8(mixer: str) -> None:
     fp8.load_state_dict(theirs)
     with fp8_on():
         assert not torch.equal(fp8(inputs(fp8))[0], expected)
+
+
+def a_checkpoint_moves_between_fp8_and_bf16(mixer: str) -> None:
+    """From two ranks in FP8 to one that is not, and back: each weight to the bit, by all keys."""
+
+    def load(layer, folder: str) -> None:
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+        every = StrictHandling.RAISE_ALL
+        state = dist_checkpointing.load(layer.sharded_state_dict(), folder, strict=every)
+        layer.load_state_dict(state)
+
+    def there_and_back(folder: str, other: str) -> None:
+        with parallel.parallel(tp=2):
+            of = whole(mixer)
+            layer, share_of = share(mixer, of, Fp8Column, False)
+            dist_checkpointing.save(layer.sharded_state_dict(), folder)
+        with parallel.parallel(tp=1):
+            plain = whole(mixer, fp8=False)
+            load(plain, folder)
+            assert not isinstance(plain.in_proj, GatesApart)
+            for name, parameter in plain.named_parameters():
+                assert torch.equal(parameter, of.get_parameter(name)), name
+            dist_checkpointing.save(plain.sharded_state_dict(), other)
+        with parallel.parallel(tp=2):
+            layer, _ = share(mixer, of, Fp8Column, False)
+            load(layer, other)
+            for name, parameter in layer.named_parameters():
+                assert torch.equal(parameter, share_of(name, of.get_parameter(name), layer)), name
+
+    in_a_shared_folder(lambda one: in_a_shared_folder(lambda two: there_and_back(one, two)))
 
 
 def gates_beside_the_rows_are_gates_in_the_rows(mixer: str, packed: bool) -> None:

@@ -56,6 +56,11 @@ def test_files_and_marks_are_those_of_a_launch_without_fp8(pools, mixer):
     pools(2).run(laws.files_and_marks_are_those_of_a_launch_without_fp8, mixer)
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_checkpoint_moves_between_fp8_and_bf16(pools, mixer):
+    pools(2).run(laws.a_checkpoint_moves_between_fp8_and_bf16, mixer)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_gates_beside_the_rows_are_gates_in_the_rows(pools, mixer, packed):
