@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import fp8_utils
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
@@ -94,9 +95,7 @@ def runs_in_fp8(linear: Any) -> bool:
 
 def dequantised(tensor: Tensor) -> Tensor:
     """The values of a weight that Transformer Engine stores in FP8; any other tensor itself."""
-    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-
-    return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor
+    return fp8_utils.dequantize_fp8_tensor(tensor) if fp8_utils.is_float8tensor(tensor) else tensor
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
@@ -121,13 +120,9 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
 
 
 def _fp8_is_on() -> bool:
-    try:
-        from transformer_engine.pytorch.fp8 import (  # pyright: ignore[reportMissingImports]
-            FP8GlobalStateManager,
-        )
-    except ImportError:
-        return False
-    return FP8GlobalStateManager.is_fp8_enabled()
+    """Whether Megatron's FP8 context is open; without Transformer Engine it has none."""
+    manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
+    return manager is not None and manager.is_fp8_enabled()
 
 
 class GatesApart(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, fp8_utils
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
@@ -48,9 +48,7 @@ def trusted(monkeypatch):
 
 def model_of(recipe: str | None, seed: int = 5, **changes) -> HybridModel:
     """Its rule is plain torch, so that bits repeat."""
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()  # as in a process of its own
+    fp8_utils.FP8GlobalStateManager.reset()  # as in a process of its own
     settings = {
         "num_layers": 4, "ffn_hidden_size": 512, "bf16": True, "params_dtype": torch.bfloat16,
         "use_cpu_initialization": False, "init_method_std": 0.06, "add_bias_linear": False,

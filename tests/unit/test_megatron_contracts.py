@@ -131,5 +131,5 @@ def test_fp8_linears_have_what_the_split_and_the_padding_read(core):
         assert {"finish_init", "will_execute_quantized"} <= methods
         assert "self.te_quant_params" in linears.read_text()
     names = {ast.unparse(node) for node in ast.walk(tree_of(core / "fp8_utils.py"))}
-    assert {"_fp8_inference_wrapped_modules.add(module)", "TE_LINEAR_TYPES"} <= names
+    assert {"_fp8_inference_wrapped_modules.add(module)", "FP8GlobalStateManager"} <= names
     assert "module.forward = padded_forward" in names
