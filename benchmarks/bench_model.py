@@ -30,6 +30,7 @@ from megatron_gdn import (
     set_documents,
     static_packed_seq_params,
 )
+from megatron_gdn.ops.gdn.flash_qla.plan import stages
 
 VOCABULARY, MICRO_BATCHES = 32768, 2
 PATTERN = "G-G-G-*-"
@@ -94,6 +95,8 @@ def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
         fp8="hybrid" if args.fp8_recipe else None,
         fp8_recipe=args.fp8_recipe or "delayed",
     )
+    if bf16:
+        stages()  # fences FlashQLA's kernels for upstream's layers too
     torch.manual_seed(args.seed)
     spec = upstream if mixer == "upstream" else hybrid_stack_spec(args.modules)
     model = HybridModel(

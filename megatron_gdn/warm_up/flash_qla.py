@@ -134,3 +134,7 @@ def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
     else:
         backward.run()
         rule.begin(inputs, documents).run(keep=False)
+    if part == "cut":  # other documents may continue this one, see ops.trees
+        continued = rule.begin(inputs, documents).run(final=True)
+        backward = rule.begin_backward(v, inputs, continued.saved, documents)
+        backward.run(None, continued.final)
