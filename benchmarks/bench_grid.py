@@ -26,6 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.bench_decode import SIZES, build_layer  # noqa: E402
+from benchmarks.lib.measure import time_ms  # noqa: E402
 
 SMALL = {
     "gdn": {
@@ -42,8 +43,13 @@ PLACE = "cuda" if ON_GPU else "cpu"
 MODES = ("deterministic_mode", "batch_invariant_mode")
 
 
+def in_a_queue(run: Callable[[], object], repeats: int) -> float:
+    """The median of calls whose launches queue up behind each other, as those of training do."""
+    return time_ms(run, repeats=repeats)["median"] if ON_GPU else milliseconds(run, repeats)
+
+
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """The median of single calls that follow each other."""
+    """The median of single calls, each begun when the one before has ended, as in decoding."""
     times = []
     for _ in range(repeats + 2):
         if ON_GPU:
@@ -107,10 +113,10 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
                 forward().backward(d_out)
 
             both()
-            total = milliseconds(both, repeats)
+            total = in_a_queue(both, repeats)
             with torch.no_grad():
                 forward()
-                alone, held = milliseconds(forward, repeats), peak_mib(forward)
+                alone, held = in_a_queue(forward, repeats), peak_mib(forward)
             base = base or total
             emit(
                 part="train", layout=layout, mode=mode, backend=layer.backend,
