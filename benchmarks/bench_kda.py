@@ -3,8 +3,9 @@
     python3 benchmarks/bench_kda.py --out results.jsonl      1 x 8192 and packed, on a GPU
     python3 benchmarks/bench_kda.py --tiny                  a few tokens of ours, on any machine
 
-Both layers project, convolve, gate, run fla's recurrence, norm and project back, in bf16 with local
-linears; their weights differ. Every case's times are printed as soon as they are known.
+Both layers project, convolve, gate, run the recurrence, norm and project back, in bf16 with local
+linears; their weights differ. Ours runs fla's kernels of the recurrence or cuDNN's. Every case's
+times are printed as soon as they are known.
 
 Legend: S seq, B batch, D hidden, H heads, K head dim.
 """
@@ -36,6 +37,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--lower-bound", type=float, help="of the gate; -5 is usual")
+    parser.add_argument("--backends", nargs="+", choices=("fla", "cudnn"), default=["fla"],
+                        help="of our layer; without a GPU plain torch")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument(
         "--configurations", type=int, help="of each of fla's kernels to tune over; default all"
@@ -49,7 +52,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def build_ours(args: argparse.Namespace) -> nn.Module:
+def build_ours(args: argparse.Namespace, backend: str) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -77,7 +80,7 @@ def build_ours(args: argparse.Namespace) -> nn.Module:
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
     mixer = KimiDeltaAttention(
         config, local, pg_collection=groups, gate_lower_bound=args.lower_bound,
-        backend="fla" if DEVICE == "cuda" else "reference",
+        backend=backend,
     )  # fmt: skip
     return mixer.to(DEVICE)
 
@@ -151,7 +154,8 @@ def main() -> None:
     args, began = arguments(), time.monotonic()
     start_megatron()
     torch.manual_seed(0)
-    ours = build_ours(args)
+    backends = args.backends if DEVICE == "cuda" else ["reference"]
+    ours = {f"ours, {backend}": build_ours(args, backend) for backend in backends}
     theirs = build_theirs(args) if DEVICE == "cuda" else None
     if args.configurations is not None:
         tune_over(args.configurations)
@@ -164,7 +168,10 @@ def main() -> None:
         x = torch.randn(case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16)
         x.requires_grad_()
         packed = thd(offsets)
-        runs = {"ours": (ours, lambda x=x, p=packed: ours(x, packed_seq_params=p)[0])}
+        runs: dict[str, Any] = {
+            whose: (layer, lambda x=x, p=packed, layer=layer: layer(x, packed_seq_params=p)[0])
+            for whose, layer in ours.items()
+        }
         if theirs is not None:
             rows_of = x.detach().transpose(0, 1).contiguous().requires_grad_()
             cut = None if offsets is None else torch.tensor(offsets, device=DEVICE)
@@ -172,18 +179,18 @@ def main() -> None:
             runs["fla's"] = (theirs, run)
         found = {}
         for whose, (module, run) in runs.items():
-            leaf = x if whose == "ours" else rows_of
+            leaf = x if whose in ours else rows_of
             found[whose] = made = measured(run, module, leaf, args.repeats)
             forward, both = made["forward"]["median"], made["both"]["median"]
             kept = f"{made['kept_mib']:.0f}" if "kept_mib" in made else ""
             rows.append([case.name, whose, f"{forward:.3f}", f"{both:.3f}", kept, ""])
             print(*rows[-1], f"after {time.monotonic() - began:.0f} s", flush=True)
-        if theirs is not None:
-            ratio = found["ours"]["both"]["median"] / found["fla's"]["both"]["median"]
-            rows[-2][-1] = f"{ratio:.2f}"
+        for row in rows[-len(runs) :] if theirs is not None else ():
+            ratio = found[row[1]]["both"]["median"] / found["fla's"]["both"]["median"]
+            row[-1] = f"{ratio:.2f}"
         sizes = [args.hidden, args.heads, args.head_dim, args.lower_bound]
         setting = environment() if DEVICE == "cuda" else {"gpu": "none"}
-        record = {"case": case.name, "sizes": sizes, "backend": ours.backend, **found}
+        record = {"case": case.name, "sizes": sizes, **found}
         write_lines(args.out, [{**record, "environment": setting}])
     print(table(rows))
 

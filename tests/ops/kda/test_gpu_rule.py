@@ -1,4 +1,4 @@
-"""fla's kernels as the KDA rule on a GPU: output, states and every gradient against fp64.
+"""fla's and cuDNN's kernels of KDA on a GPU: output, states and every gradient against fp64.
 
 Operands of the products are bf16: a result has some four roundings of 2^-9 in a row behind it,
 which are independent of each other, so their root mean square stays below 2^-7. The gradient of g
@@ -22,6 +22,7 @@ G, H, K, V = 32, 32, 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
 NAMES = ("o", "final", "final by the map", "d_initial", "q", "k", "v", "g", "beta")
 GATES = {
+    "still": (lambda u: -1e-6 * u, None),
     "slow": (lambda u: -1e-3 * u, None),
     "usual": (lambda u: -(u**4), None),
     "bounded": (lambda u: -5 * u, -5.0),
@@ -40,10 +41,15 @@ def run(rule, inputs, d_o, documents, initial, d_final):
 
 
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("packed", [True, False], ids=["documents", "rows"])
-def test_kernels_give_what_fp64_gives(packed, gates):
+@pytest.mark.parametrize("rows", [1, 2], ids=["documents", "rows"])
+@pytest.mark.parametrize("backend", ["cudnn", "fla"])
+def test_kernels_give_what_fp64_gives(backend, rows, gates):
+    """Documents of a few tokens; rows of 4,096 where nothing decays, else of 200."""
+    if backend == "cudnn":
+        pytest.importorskip("cudnn")
     torch.manual_seed(0)
-    rows, tokens = (1, sum(LENGTHS)) if packed else (2, 200)
+    packed = rows == 1
+    tokens = sum(LENGTHS) if packed else 4096 if gates == "still" else 200
     log_decay, bound = GATES[gates]
     shape, kind = (rows, tokens, H), {"device": "cuda"}
     inputs = RuleInputs(
@@ -57,7 +63,7 @@ def test_kernels_give_what_fp64_gives(packed, gates):
     count = len([n for n in LENGTHS if n]) if packed else rows
     initial, d_final = torch.randn(2, count, H, K, V, **kind)
     rule = resolve_kda(
-        "fla", device="cuda", dtype=torch.bfloat16, key_dim=K, lower_bound=bound
+        backend, device="cuda", dtype=torch.bfloat16, key_dim=K, lower_bound=bound
     ).rule
     found = run(rule, inputs, d_o, documents, initial, d_final)
     exact = run(

@@ -1,0 +1,91 @@
+"""What the cuDNN rule makes of its kernels' results: layouts, boundaries, state maps.
+
+The kernels run on Hopper alone. Here two functions with their signatures and layouts stand for
+them, made of the plain rule in fp64, so that equality is to fp64's rounding.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.gdn.rule.base import RuleInputs
+from megatron_gdn.ops.kda.rule import cudnn
+from megatron_gdn.ops.kda.rule.plain import PlainKDA
+from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.ops.static_documents import StaticDocuments
+from tests.ops.delta_rule.states import documents_of
+from tests.ops.kda.test_gpu_rule import NAMES, run
+
+H, K = 2, cudnn.HEAD_DIM
+
+
+def kda_fwd(
+    q, k, v, g, beta, offsets, scale, initial_state=None, output_final_state=False, plan_name=None
+):
+    assert scale == K**-0.5 and plan_name == "kda_hopper_cuda"
+    documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
+    begun = PlainKDA().begin(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents)
+    made = begun.run(None if initial_state is None else initial_state.mT, final=True)
+    last = made.final.mT.contiguous() if output_final_state else q.new_empty(0)
+    return made.o[0], last, q.new_empty(0)
+
+
+def kda_bwd(
+    d_o, q, k, v, g, beta, offsets, scale, initial_state=None, d_final_state=None, plan_name=None
+):
+    documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
+    inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
+    initial = None if initial_state is None else initial_state.mT
+    d_final = None if d_final_state is None else d_final_state.mT
+    rule = PlainKDA()
+    saved = rule.begin(inputs, documents).run(initial).saved
+    begun = rule.begin_backward(d_o[None].clone(), inputs, saved, documents)
+    d_initial = begun.d_initial()
+    if d_final is not None:
+        d_initial = rule.begin(inputs, documents).state_map().transposed(d_initial).apply(d_final)
+    grads = rule.begin_backward(d_o[None].clone(), inputs, saved, documents).run(initial, d_final)
+    empty = q.new_empty(0)
+    d_initial = empty if initial is None else d_initial.mT.contiguous()
+    return (*(x[0] for x in grads[:5]), d_initial, empty, empty)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.setattr(cudnn, "_calls", lambda: SimpleNamespace(kda_fwd=kda_fwd, kda_bwd=kda_bwd))
+
+
+def inputs_of(rows, tokens):
+    shape = rows, tokens, H
+    q, k, v = torch.randn(3, *shape, K, dtype=torch.float64)
+    g, beta = -torch.rand(*shape, K, dtype=torch.float64), torch.rand(*shape, dtype=torch.float64)
+    return RuleInputs(l2norm(q), l2norm(k), v, g, beta)
+
+
+@pytest.mark.parametrize("lengths", [(1, 63, 0, 65), None], ids=["documents", "rows"])
+def test_it_gives_what_the_plain_rule_gives(lengths):
+    torch.manual_seed(0)
+    inputs = inputs_of(1, sum(lengths)) if lengths else inputs_of(2, 70)
+    documents = documents_of(lengths, "cpu") if lengths else None
+    d_o = torch.randn_like(inputs.v)
+    initial, d_final = torch.randn(2, 3 if lengths else 2, H, K, K, dtype=torch.float64)
+    found, exact = (
+        run(rule, inputs, d_o, documents, initial, d_final)
+        for rule in (cudnn.CudnnKDA(), PlainKDA())
+    )
+    for name, a, b in zip(NAMES, found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_fewer_key_heads_are_refused():
+    inputs = inputs_of(1, 9)
+    inputs = inputs._replace(q=inputs.q[:, :, :1], k=inputs.k[:, :, :1])
+    with pytest.raises(NotImplementedError, match="as many key heads as value heads, not 1 and 2"):
+        cudnn.CudnnKDA().begin(inputs, None)
+
+
+def test_documents_in_fixed_buffers_are_refused():
+    documents = StaticDocuments(9, 2)
+    with pytest.raises(NotImplementedError, match="backend='cudnn' and documents in fixed buffers"):
+        cudnn.CudnnKDA().begin(inputs_of(1, 9), documents)
