@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mixers.fp8 import dequantised
+from ..compat.fp8_weights import dequantised
 from ..mixers.init import take_share
 
 

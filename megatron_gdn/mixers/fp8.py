@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from megatron.core import fp8_utils
 from torch import Tensor, nn
 
+from ..compat.fp8_weights import dequantised
 from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
 from ..ops.layout import Layout
@@ -91,11 +92,6 @@ def runs_in_fp8(linear: Any) -> bool:
         return False
     decides = getattr(linear, "will_execute_quantized", None)
     return _fp8_is_on() if decides is None else decides(_fp8_is_on())
-
-
-def dequantised(tensor: Tensor) -> Tensor:
-    """The values of a weight that Transformer Engine stores in FP8; any other tensor itself."""
-    return fp8_utils.dequantize_fp8_tensor(tensor) if fp8_utils.is_float8tensor(tensor) else tensor
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
