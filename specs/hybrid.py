@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
-from megatron_gdn.ops.mamba2.rule.resolve import RULES
 
 from .kda_stack import KDAHybridStack, know_letter
 from .launch_options import kda_launch_options, with_launch_options
@@ -49,6 +48,7 @@ from .local import (
 from .mtp import checked_mtp_spec, local_mtp_spec
 
 _OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
+_BACKENDS_OF_ALL = ("fla", "reference")
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
@@ -126,7 +126,7 @@ def _upstream() -> HybridStackSubmodules:
 def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
     """Of GatedDeltaNet's options those that mean the same in the other mixers."""
     shared = {k: v for k, v in options.items() if k in _OF_BOTH}
-    if options.get("backend") in RULES:
+    if options.get("backend") in _BACKENDS_OF_ALL:
         shared["backend"] = options["backend"]
     return shared
 

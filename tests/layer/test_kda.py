@@ -213,7 +213,7 @@ def test_output_and_every_gradient_are_those_of_the_recurrence(options, lengths)
         ({"gate_lower_bound": 5.0}, {}, "gate_lower_bound=5.0 must be below 0"),
         ({"A_init_range": (0, 1)}, {}, "0 < low <= high"),
         ({"forget_rank": -1}, {}, "forget_rank=-1 is not a size; it must be an integer"),
-        ({"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of KDA"),
+        ({"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Kimi Delta Attention"),
         ({"backend": "fla"}, {}, "fla runs on a GPU"),
         ({"backend": "fla"}, {"deterministic_mode": True}, "in deterministic mode use 'auto'"),
         ({}, {"linear_num_key_heads": 3}, "cannot share 3 key heads evenly"),

@@ -10,12 +10,12 @@ from megatron_gdn.ops.kda.rule.resolve import resolve_kda
 GPU = {"device": "cuda", "dtype": torch.bfloat16, "key_dim": 128}
 
 
-def test_auto_is_plain_torch_where_fla_could_run(monkeypatch):
-    """Until the laws of fla's kernels have run on a GPU."""
+def test_auto_is_fla_where_it_runs(monkeypatch):
     monkeypatch.setattr(resolve, "_why_not_fla", lambda *_: None)
-    choice = resolve_kda("auto", **GPU)
-    assert type(choice.rule) is PlainKDA and "backend='fla'" in choice.reason
-    assert resolve_kda("fla", **GPU).rule.name == "fla"
+    assert resolve_kda("auto", **GPU).rule.name == "fla"
+    monkeypatch.undo()
+    choice = resolve_kda("auto", **{**GPU, "device": "cpu"})
+    assert type(choice.rule) is PlainKDA and "runs on a GPU" in choice.reason
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -47,7 +47,7 @@ def test_cudnn_is_taken_by_name_alone(monkeypatch):
     monkeypatch.setattr(resolve, "_why_not_fla", lambda *_: None)
     monkeypatch.setattr(resolve, "why_not_cudnn", lambda *_: None)
     assert resolve_kda("cudnn", **GPU).rule.name == "cudnn"
-    assert resolve_kda("auto", **GPU).rule.name != "cudnn"
+    assert resolve_kda("auto", **GPU).rule.name == "fla"
 
 
 def test_another_cudnn_frontend_is_refused_with_what_to_install(monkeypatch):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ...once import say_once
-from ...rules.choice import ON_GRID, Choice, why_not_aligned
+from ...rules.base import Rule
+from ...rules.choice import Choice, Kernels, kernels_or_plain
 from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
 from ...state_maps.state_map import StateShape
 from .plain import PlainSSD
-
-RULES = ("fla", "reference")
 
 
 def _why_not_fla(
@@ -44,45 +42,25 @@ def resolve_ssd(
 
     Args:
         backend: ``"fla"`` (its ``simple_gla`` kernels), ``"reference"`` (plain torch) or
-            ``"auto"``, the first of these that fits. A name is never replaced by another.
+            ``"auto"``, fla where it runs.
         state_dim, head_dim: rows and columns of a state.
-        deterministic: results repeat bit for bit and a sequence's do not depend on the others of
-            its batch: the reference. fla is refused, since it picks its kernels by timing.
-        aligned: training and generation give a token the same bits, see :mod:`..aligned`: the
-            reference on a grid.
-
-    Raises:
-        ValueError: an unknown name, or one that the dtype, the device, ``deterministic`` or
-            ``aligned`` rule out.
-        ImportError: fla is missing, too old, or known to compute wrong results here.
+        deterministic, aligned: see :func:`megatron_gdn.ops.rules.choice.kernels_or_plain`, which
+            has the errors too.
     """
-    if backend not in ("auto", *RULES):
-        legal = ", ".join(repr(name) for name in RULES)
-        raise ValueError(f"unknown backend {backend!r} of Mamba2; use 'auto' or one of {legal}.")
-    if aligned:
-        why = why_not_aligned(backend)
-        if why is not None:
-            raise ValueError(why)
-        return Choice(PlainSSD(aligned=True), ON_GRID)
-    if backend == "reference":
-        return Choice(PlainSSD(), "requested")
-    if deterministic:
-        if backend == "fla":
-            raise ValueError(
-                f"backend='fla': {FLA_IS_TIMED}; in deterministic mode use 'auto' or 'reference'."
-            )
-        return Choice(PlainSSD(), "deterministic mode")
     device = torch.device(device)
-    obstacle = _why_not_fla(device, dtype, state_dim, head_dim)
-    if obstacle is None:
+
+    def fla() -> Rule:
         from .fla import FlaSSD
 
-        return Choice(FlaSSD(), "requested" if backend == "fla" else f"{dtype} on this GPU")
-    if backend == "fla":
-        raise obstacle.error(f"backend='fla': {obstacle.why}.")
-    if device.type == "cuda":
-        say_once(f"Mamba2 takes the plain-torch rule ({obstacle.why}).", device.type)
-    return Choice(PlainSSD(), f"not fla: {obstacle.why}")
+        return FlaSSD()
+
+    def why_not() -> Obstacle | None:
+        return _why_not_fla(device, dtype, state_dim, head_dim)
+
+    return kernels_or_plain(
+        backend, "Mamba2", PlainSSD, {"fla": Kernels(why_not, fla, FLA_IS_TIMED)},
+        device=device, deterministic=deterministic, aligned=aligned,
+    )  # fmt: skip
 
 
 def choose_ssd(
