@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from lib.layers import DEVICE, Case, start_megatron, thd
-from lib.measure import environment, table, time_ms, write_lines
+from lib.measure import environment, table, time_of, write_lines
 from torch import nn
 
 from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
@@ -119,16 +119,6 @@ def tune_over(most: int) -> None:
                 kernel = kernel.fn
             if isinstance(getattr(kernel, "configs", None), list):
                 kernel.configs = kernel.configs[:most]
-
-
-def time_of(run, repeats: int) -> dict[str, float]:
-    if DEVICE == "cuda":
-        return time_ms(run, repeats=repeats)
-    run()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
 
 
 def measured(run, module: nn.Module, x: torch.Tensor, repeats: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import time
 
 import torch
 from lib.layers import DEVICE, Case, start_megatron, thd
-from lib.measure import copy_bandwidth, environment, table, time_ms, write_lines
+from lib.measure import copy_bandwidth, environment, table, time_of, write_lines
 from torch import nn
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
@@ -83,16 +83,6 @@ def build(args: argparse.Namespace, dtype: torch.dtype, backend: str) -> Mamba2M
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
     )
     return mixer.to(DEVICE)
-
-
-def time_of(run, repeats: int) -> dict[str, float]:
-    if DEVICE == "cuda":
-        return time_ms(run, repeats=repeats)
-    run()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
 
 
 def with_backward(run, module: nn.Module, x: torch.Tensor):
