@@ -4,6 +4,9 @@
 #   benchmarks/on_gpus.sh check     one GPU: the kernels, the mixer, states, determinism, padding
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
 #   benchmarks/on_gpus.sh shapes    one GPU, Transformer Engine: the shapes that users run
+#   benchmarks/on_gpus.sh grid      one GPU: training and generation with the same bits, shared prefixes
+#   benchmarks/on_gpus.sh fp8       one GPU, Transformer Engine: layers and runs under FP8
+#   benchmarks/on_gpus.sh kda       one GPU: Kimi Delta Attention beside fla's layer
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
 #   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange
 #   benchmarks/on_gpus.sh laws      four GPUs: the laws of layers in parallel, and the repeats
@@ -16,7 +19,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, shapes, repeats, parallel, laws or models}
+part=${1:?check, measure, shapes, grid, fp8, kda, repeats, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -106,6 +109,27 @@ measure)
 shapes)
   bench users_shapes 565 users_shapes --seconds 550 || failed=1
   ;;
+grid)
+  compile compile 240 16:32 || failed=1
+  laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py \
+    tests/ops/delta_rule/test_gpu_aligned.py || failed=1
+  bench grid 120 bench_grid || failed=1
+  step shared-prefix 120 python3 benchmarks/bench_shared_prefix.py || failed=1
+  ;;
+fp8)
+  beside compile compile 240 16:32 16:64
+  beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32 64
+  finish
+  beside laws fp8 200 tests/gpu/test_fp8.py
+  beside laws fp8-runs 200 tests/gpu/test_fp8_runs.py
+  finish
+  bench fp8 150 bench_fp8 --seconds 130 || failed=1
+  bench curves 150 fp8_curves --seconds 120 || failed=1
+  ;;
+kda)
+  laws kda 240 tests/ops/kda/test_gpu_rule.py || failed=1
+  bench kda 320 bench_kda --backends fla cudnn --configurations 2 --seconds 300 || failed=1
+  ;;
 repeats)
   compile compile 200 16:32 16:16 16:64 --operands bf16 --parts cut states || failed=1
   bits
@@ -139,7 +163,7 @@ models)
   bench model 120 bench_model --graphs none local --cases batch packed || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, shapes, repeats, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, grid, fp8, kda, repeats, parallel, laws and models" >&2
   exit 2
   ;;
 esac
