@@ -41,7 +41,7 @@ def test_a_document_among_others_is_the_document_alone(layer, lengths):
     offsets = torch.tensor((0, *lengths)).cumsum(0)
     y = layer(x, cu_seqlens=offsets)
     for start, end in zip(offsets, offsets[1:], strict=False):
-        assert_close("alone", y[:, start:end], layer(x[:, start:end]), 1e-6)
+        assert_close("alone", y[:, start:end], layer(x[:, start:end]), 1e-5)
         others = torch.randn_like(x)
         others[:, start:end] = x[:, start:end]
         assert torch.equal(layer(others, cu_seqlens=offsets)[:, start:end], y[:, start:end])
@@ -98,7 +98,7 @@ def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
     y = layer(x, attention_mask=mask)
     assert not y[padding].any()
     for row, start, end in SPANS:
-        assert_close("alone", y[row, start:end], layer(x[row : row + 1, start:end])[0], 1e-6)
+        assert_close("alone", y[row, start:end], layer(x[row : row + 1, start:end])[0], 1e-5)
         others = torch.where(mask[..., None] == mask[row, start], x, torch.randn_like(x))
         others[1 - row] = torch.randn(7, 24)
         others[row, start:end] = x[row, start:end]
@@ -108,7 +108,7 @@ def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
     assert not x.grad[padding].any()
     alone = x.detach()[1:, 2:5].requires_grad_()
     layer(alone).square().sum().backward()
-    assert_close("gradient", x.grad[1:, 2:5], alone.grad, 1e-6)
+    assert_close("gradient", x.grad[1:, 2:5], alone.grad, 1e-5)
 
 
 def test_a_row_of_nothing_but_padding_is_zero(layer):
