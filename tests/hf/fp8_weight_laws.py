@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core import fp8_utils
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from megatron_gdn.compat import fp8_weights
 from megatron_gdn.hf import (
     load_hf_weights,
     megatron_state,
@@ -64,7 +66,12 @@ def loaded(folder: Path):
         "FP8_TENSOR_CLASS": StoredInFP8,
         "is_te_min_version": lambda _: True,
     }
-    with parallel(), patch.multiple(fp8_utils, create=True, **names):
+    engine = {"transformer_engine.pytorch.tensor": SimpleNamespace(QuantizedTensor=StoredInFP8)}
+    with (
+        parallel(),
+        patch.multiple(fp8_utils, create=True, **names),
+        patch.object(fp8_weights, "sys", SimpleNamespace(modules=engine)),
+    ):
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
         linear = model.decoder.layers[1].mlp.linear_fc2
         first = linear.weight.detach().clone()
