@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .maps.model_map import Architecture
 from .model_config import HFModelConfig, read_hf_config
-from .model_map import Architecture
 
 
 def build_model(

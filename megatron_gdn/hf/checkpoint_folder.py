@@ -16,23 +16,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint_files import (
+from .files.checkpoint_files import (
     RELEASE,
     TRACKER,
     CheckpointReader,
     TensorToWrite,
     write_checkpoint,
 )
-from .checkpoint_keys import StoredPart, extra_state_keys, joined, stored_parts
+from .files.checkpoint_keys import StoredPart, extra_state_keys, joined, stored_parts
+from .files.safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
+from .files.safetensors_writer import new_folder, write_hf_files
 from .legal_weights import check_dtypes, read_pieces
+from .maps.model_map import Architecture
+from .maps.tensor_map import TensorMap
 from .megatron_arguments import megatron_arguments
 from .model_config import read_hf_config
-from .model_map import Architecture
 from .plan import check_aliases
 from .progress import progress_bar
-from .safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
-from .safetensors_writer import new_folder, write_hf_files
-from .tensor_map import TensorMap
 from .view import HFView, SourceRecord
 
 # Megatron's own saves hold these: how a model of this version shards its state.

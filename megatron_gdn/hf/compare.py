@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .checkpoint_files import is_checkpoint
 from .checkpoint_folder import CheckpointWeights
+from .files.checkpoint_files import is_checkpoint
+from .files.safetensors_reader import SafetensorsFolder
+from .maps.tensor_map import bits_of
 from .progress import progress_bar
-from .safetensors_reader import SafetensorsFolder
-from .tensor_map import bits_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .files.safetensors_reader import SafetensorsFolder
+from .maps.tensor_map import HFRef, TensorMap
 from .plan import Plan
-from .safetensors_reader import SafetensorsFolder
-from .tensor_map import HFRef, TensorMap
 
 
 def check_dtypes(folder: SafetensorsFolder, plan: Plan) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from .maps.model_map import Architecture
 from .model_config import HFModelConfig
-from .model_map import Architecture
 
 # Flags whose attribute has another name or the opposite value.
 _ATTRIBUTES = {

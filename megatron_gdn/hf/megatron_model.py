@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import base_parameters, with_adapters_merged
+from .files.safetensors_reader import SafetensorsFolder
+from .files.safetensors_writer import new_folder, refuse_existing, write_hf_files
 from .legal_weights import check_dtypes, read_pieces
+from .maps.model_map import Architecture
+from .maps.tensor_map import TensorMap
 from .model_config import HFModelConfig
-from .model_map import Architecture
 from .plan import Plan, check_aliases
 from .progress import progress_bar
-from .safetensors_reader import SafetensorsFolder
-from .safetensors_writer import new_folder, refuse_existing, write_hf_files
-from .tensor_map import TensorMap
 from .view import HFView, SourceRecord
 
 logger = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .files.safetensors_reader import SafetensorsFolder, TensorSpec
+from .maps.model_map import LM_HEAD, Architecture, model_maps
+from .maps.tensor_map import TensorMap
 from .model_config import HFModelConfig
-from .model_map import LM_HEAD, Architecture, model_maps
-from .safetensors_reader import SafetensorsFolder, TensorSpec
-from .tensor_map import TensorMap
 
 # Multi-token prediction and vision weights: an export copies them, they are never loaded.
 PASSTHROUGH_PREFIXES = ("mtp.", "model.visual.", "visual.")

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .files.safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
 from .fp32_contract import is_gated_delta_net_fp32_param_key
+from .maps.model_map import Architecture
+from .maps.tensor_map import HFRef, TensorMap
 from .model_config import HFModelConfig, read_hf_config
-from .model_map import Architecture
 from .plan import Plan, make_plan
-from .safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
-from .tensor_map import HFRef, TensorMap
 
 logger = logging.getLogger(__name__)
 

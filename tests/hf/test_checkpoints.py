@@ -16,7 +16,7 @@ from megatron_gdn.hf import (
     megatron_flags,
     read_hf_config,
 )
-from megatron_gdn.hf.checkpoint_files import CheckpointReader
+from megatron_gdn.hf.files.checkpoint_files import CheckpointReader
 from tests.hf.megatron_models import build_megatron
 from tests.hf.model_laws import checkpoint_loads, load_and_save
 from tests.parallel import parallel

@@ -22,9 +22,9 @@ from megatron_gdn.hf import (
     state_dict_to_hf,
 )
 from megatron_gdn.hf.__main__ import main
-from megatron_gdn.hf.checkpoint_files import CheckpointReader
 from megatron_gdn.hf.compare import open_weights
-from megatron_gdn.hf.safetensors_reader import SafetensorsFolder
+from megatron_gdn.hf.files.checkpoint_files import CheckpointReader
+from megatron_gdn.hf.files.safetensors_reader import SafetensorsFolder
 from tests.hf.model_laws import load_and_save
 from tests.hf.tiny_models import FOLDERS
 

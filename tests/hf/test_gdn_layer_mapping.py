@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gdn.hf.gdn_layer import (
+from megatron_gdn.hf.maps.gdn_layer import (
     fuse_interleaved,
     gdn_layer_from_hf,
     gdn_layer_maps,
     gdn_layer_to_hf,
     unfuse_interleaved,
 )
-from megatron_gdn.hf.tensor_map import shard, unshard
+from megatron_gdn.hf.maps.tensor_map import shard, unshard
 from megatron_gdn.mixers.gdn.sizes import GDNDims
 
 BF16, F32 = torch.bfloat16, torch.float32

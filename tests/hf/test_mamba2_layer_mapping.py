@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
-from megatron_gdn.hf.mamba2_layer import mamba2_layer_maps
+from megatron_gdn.hf.maps.mamba2_layer import mamba2_layer_maps
 from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
 
 DIMS = Mamba2Dims(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gdn_layer import ba_rows, qkvz_rows
+from ..maps.gdn_layer import ba_rows, qkvz_rows
 from .families import LinearAttention, family_of
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from .tensor_map import TensorMap
+from ..maps.tensor_map import TensorMap
 
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight\d+$")
 # Modules with an ``_extra_state``: Megatron's linears, or Transformer Engine's linears, norms and

@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from .progress import progress_bar
+from ..progress import progress_bar
 from .safetensors_reader import INDEX_NAME, FileSpec
 
 # The format wants tensor data to start on this boundary.

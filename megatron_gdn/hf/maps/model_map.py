@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..model_config import HFModelConfig
 from .gdn_layer import gdn_layer_maps
-from .model_config import HFModelConfig
 from .tensor_map import HFRef, TensorMap
 
 Architecture = Literal["hybrid", "gpt"]

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..mixers.kda.sizes import KDADims
+from ...mixers.kda.sizes import KDADims
 from .gdn_layer import conv_map
 from .layer_maps import hf_from_ranks, ranks_from_hf
 from .tensor_map import HFRef, TensorMap

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compat.fp8_weights import dequantised
-from ..mixers.init import take_share
+from ...compat.fp8_weights import dequantised
+from ...mixers.init import take_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..mixers.gdn.sizes import GDNDims
-from ..ops.layout import Layout
+from ...mixers.gdn.sizes import GDNDims
+from ...ops.layout import Layout
 from .layer_maps import hf_from_ranks, ranks_from_hf
 from .tensor_map import HFRef, TensorMap
 

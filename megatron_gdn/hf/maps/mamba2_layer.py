@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..mixers.mamba2.sizes import Mamba2Dims
+from ...mixers.mamba2.sizes import Mamba2Dims
 from .layer_maps import hf_from_ranks, ranks_from_hf
 from .tensor_map import HFRef, TensorMap
 

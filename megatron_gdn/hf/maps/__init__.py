@@ -1,0 +1,1 @@
+"""Which Megatron tensor is which Hugging Face tensors: of a tensor, a layer, a model."""
