@@ -99,10 +99,11 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
+    of_k_in_launch = kda_launch_options(options)
     modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
     mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
-    kda = {**_options_of_both(options), **kda_launch_options(), **(kda or {})}
+    kda = {**_options_of_both(options), **of_k_in_launch, **(kda or {})}
     delta = kimi_delta_attention_spec(modules, **kda)
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":

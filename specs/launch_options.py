@@ -3,7 +3,7 @@
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \\
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-Options that KimiDeltaAttention alone has reach 'K' layers, such as gate_lower_bound.
+An option reaches 'G' and 'K' layers if their mixer has it: recompute both, gate_lower_bound 'K'.
 The specs read the variable once, when they are imported. Every process of a launch must have the
 same value. An option that a call in Python gives overrides the variable's.
 """
@@ -14,6 +14,7 @@ import ast
 import inspect
 import os
 import re
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -39,20 +40,22 @@ def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
     return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
 
 
-def kda_launch_options() -> dict[str, Any]:
-    """The options of the launch that are KimiDeltaAttention's alone; errors as above."""
-    known = _options_of(GatedDeltaNet)
-    return {name: value for name, value in _of_launch().items() if name not in known}
+def kda_launch_options(named: Collection[str]) -> dict[str, Any]:
+    """The options of the launch that KimiDeltaAttention has; errors as above.
+
+    Args:
+        named: those that a call gives to GatedDeltaNet.
+    """
+    own = _options_of(KimiDeltaAttention).keys() - {"backend", *named}
+    return {name: value for name, value in _of_launch().items() if name in own}
 
 
 @cache
 def _of_launch() -> dict[str, Any]:
     options = parse_options(os.environ.get(VARIABLE, ""))
-    known = _options_of(GatedDeltaNet)
-    for layers, of_these in (("Gated DeltaNet", True), ("Kimi Delta Attention", False)):
-        said = ", ".join(f"{n}={v!r}" for n, v in options.items() if (n in known) is of_these)
-        if said:
-            log_once(f"{VARIABLE}: {layers} layers are built with {said}")
+    if options:
+        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        log_once(f"{VARIABLE}: layers are built with {said}, each with those that it has")
     return options
 
 
