@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_gdn.ops.gdn.flash_qla import builds as flash_qla_builds
-from megatron_gdn.ops.gdn.flash_qla import cache as flash_qla_cache
 from megatron_gdn.ops.gdn.flash_qla.builds import Heads, expect, watch_builds
 from megatron_gdn.ops.gdn.flash_qla.cache import CacheEntry
 
@@ -32,8 +31,7 @@ class Kernel:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    for module in (flash_qla_builds, flash_qla_cache):
-        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(flash_qla_builds, "cache_is_used", lambda: True)
     monkeypatch.setattr(flash_qla_builds, "_capability", lambda: (9, 0))
     monkeypatch.setenv("MEGATRON_GDN_COMPILE_AHEAD", "0")
