@@ -98,7 +98,6 @@ def why_not_aligned(backend: str) -> str | None:
     if backend in ("auto", "reference"):
         return None
     return (
-        f"backend={backend!r} and config.batch_invariant_mode: the mode chooses kernels by itself, "
-        f"FlashQLA where its bits were tested. Use 'auto' or 'reference' (plain torch, slower), or "
-        f"leave the mode off."
+        f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose bits "
+        f"were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode off."
     )

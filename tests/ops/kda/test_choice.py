@@ -8,6 +8,7 @@ from megatron_gdn.ops.kda.rule.plain import PlainKDA
 from megatron_gdn.ops.kda.rule.resolve import resolve_kda
 
 GPU = {"device": "cuda", "dtype": torch.bfloat16, "key_dim": 128}
+BOUNDED = {**GPU, "value_dim": 128, "lower_bound": -5.0}
 
 
 def test_auto_is_fla_where_it_runs(monkeypatch):
@@ -30,33 +31,41 @@ def test_fla_is_refused_by_name_where_bits_are_promised(given, said):
 @pytest.mark.parametrize("given", [{"deterministic": True}, {"aligned": True}], ids=str)
 def test_cudnn_is_refused_by_name_where_bits_are_promised(given):
     with pytest.raises(ValueError, match="backend='cudnn'"):
-        resolve_kda("cudnn", **GPU, **given)
+        resolve_kda("cudnn", **BOUNDED, **given)
 
 
 @pytest.mark.parametrize(("changed", "said"), [
     ({"device": "cpu"}, "runs on a GPU, not on cpu"),
     ({"dtype": torch.float16}, "takes bf16, not torch.float16"),
     ({"key_dim": 64}, "takes heads of 128, not 64"),
+    ({"value_dim": 64}, "takes heads of 128, not 64"),
+    ({"lower_bound": None}, "returns NaN .* gate_lower_bound=None. A layer with .*=-5.0"),
+    ({"lower_bound": -6.0}, "returns NaN .* gate_lower_bound=-6.0"),
+    ({}, "compute capability 9.0"),
 ])  # fmt: skip
-def test_cudnn_says_which_heads_it_takes(changed, said):
+def test_cudnn_says_what_it_takes(monkeypatch, changed, said):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     with pytest.raises(ValueError, match=f"backend='cudnn'.*{said}"):
-        resolve_kda("cudnn", **{**GPU, **changed})
+        resolve_kda("cudnn", **{**BOUNDED, **changed})
 
 
 def test_cudnn_is_taken_by_name_alone(monkeypatch):
     monkeypatch.setattr(resolve, "_why_not_fla", lambda *_: None)
     monkeypatch.setattr(resolve, "why_not_cudnn", lambda *_: None)
-    assert resolve_kda("cudnn", **GPU).rule.name == "cudnn"
+    assert resolve_kda("cudnn", **BOUNDED).rule.name == "cudnn"
     assert resolve_kda("auto", **GPU).rule.name == "fla"
 
 
-def test_another_cudnn_frontend_is_refused_with_what_to_install(monkeypatch):
+@pytest.mark.parametrize(("installed", "said"), [
+    ("1.31.0", r"1\.31\.0 is not known here \(pip install"), (None, r"not installed \(pip install"),
+])  # fmt: skip
+def test_another_cudnn_frontend_is_refused_with_what_to_install(monkeypatch, installed, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(cudnn, "find_spec", lambda *_: object())
-    monkeypatch.setattr(cudnn, "installed_version", lambda *_: "1.31.0")
+    monkeypatch.setattr(cudnn, "installed_version", lambda *_: installed)
     cudnn._package.cache_clear()
     try:
-        with pytest.raises(ImportError, match=r"1\.31\.0 is not known here \(pip install"):
-            resolve_kda("cudnn", **GPU)
+        with pytest.raises(ImportError, match=said):
+            resolve_kda("cudnn", **BOUNDED)
     finally:
         cudnn._package.cache_clear()

@@ -25,11 +25,11 @@ def kda_fwd(
     q, k, v, g, beta, offsets, scale, initial_state=None, output_final_state=False, plan_name=None
 ):
     assert scale == K**-0.5 and plan_name == "kda_hopper_cuda"
+    assert initial_state is not None and output_final_state, "cuDNN keeps a buffer for each"
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     begun = PlainKDA().begin(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents)
-    made = begun.run(None if initial_state is None else initial_state.mT, final=True)
-    last = made.final.mT.contiguous() if output_final_state else q.new_empty(0)
-    return made.o[0], last, q.new_empty(0)
+    made = begun.run(initial_state.mT, final=True)
+    return made.o[0], made.final.mT.contiguous(), q.new_empty(0)
 
 
 def kda_bwd(
@@ -37,18 +37,15 @@ def kda_bwd(
 ):
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
-    initial = None if initial_state is None else initial_state.mT
-    d_final = None if d_final_state is None else d_final_state.mT
+    initial, d_final = initial_state.mT, d_final_state.mT
     rule = PlainKDA()
     saved = rule.begin(inputs, documents).run(initial).saved
     begun = rule.begin_backward(d_o[None].clone(), inputs, saved, documents)
-    d_initial = begun.d_initial()
-    if d_final is not None:
-        d_initial = rule.begin(inputs, documents).state_map().transposed(d_initial).apply(d_final)
+    maps = rule.begin(inputs, documents).state_map()
+    d_initial = maps.transposed(begun.d_initial()).apply(d_final)
     grads = rule.begin_backward(d_o[None].clone(), inputs, saved, documents).run(initial, d_final)
     empty = q.new_empty(0)
-    d_initial = empty if initial is None else d_initial.mT.contiguous()
-    return (*(x[0] for x in grads[:5]), d_initial, empty, empty)
+    return (*(x[0] for x in grads[:5]), d_initial.mT.contiguous(), empty, empty)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +73,19 @@ def test_it_gives_what_the_plain_rule_gives(lengths):
     )
     for name, a, b in zip(NAMES, found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_without_states_it_begins_from_zeros_and_returns_none():
+    torch.manual_seed(0)
+    inputs = inputs_of(2, 70)
+    d_o, found = torch.randn_like(inputs.v), []
+    for rule in (cudnn.CudnnKDA(), PlainKDA()):
+        made = rule.begin(inputs, None).run()
+        assert made.final is None
+        backward = rule.begin_backward(d_o.clone(), inputs, made.saved, None)
+        found.append((made.o, *backward.run()[:5]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_fewer_key_heads_are_refused():

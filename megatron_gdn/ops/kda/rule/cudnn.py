@@ -8,7 +8,12 @@ gates leave more, and a piece then begins at the sequence's start. They take:
     g, beta and their gradients       fp32
     states                            fp32, ``[N, H, V, K]``: transposed at each call
 
-NVRTC compiles them at the first call, and a graph of cuDNN is built for each number of tokens.
+NVRTC compiles them at the first call, and a graph of cuDNN is built and kept for each number of
+tokens and of sequences. In 1.32.0 a graph keeps a buffer for every state that a call leaves out,
+which adds up to GiB where the number of documents varies: each call gives and takes all states.
+
+The kernels divide by the decay of 16 tokens, which is 0 in fp32 from a log-decay of some -5.5 per
+token on, and then return NaN. So they are refused unless the gate has a lower bound of -5 or more.
 
 Legend: B batch, S seq, N sequences, T tokens of all, H heads, K key dim, V value dim.
 """
@@ -31,18 +36,31 @@ from ...state_maps.state_map import StateMap
 from ...static_documents import StaticDocuments
 
 HEAD_DIM = 128
+LEAST_LOG_DECAY = -5.0
 _KNOWN = (1, 32)
 _PLAN = "kda_hopper_cuda"
 
 
-def why_not_cudnn(device: torch.device, dtype: torch.dtype, key_dim: int) -> Obstacle | None:
+def why_not_cudnn(
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int | None,
+    lower_bound: float | None,
+) -> Obstacle | None:
     """Why cuDNN's kernels cannot train these heads here, and the fix; None when they can."""
     if device.type != "cuda":
         return Obstacle(f"cuDNN runs on a GPU, not on {device}")
     if dtype != torch.bfloat16:
         return Obstacle(f"cuDNN's KDA takes bf16, not {dtype}")
-    if key_dim != HEAD_DIM:
-        return Obstacle(f"cuDNN's KDA takes heads of {HEAD_DIM}, not {key_dim}")
+    for dim in (key_dim, value_dim):
+        if dim not in (HEAD_DIM, None):
+            return Obstacle(f"cuDNN's KDA takes heads of {HEAD_DIM}, not {dim}")
+    if lower_bound is None or lower_bound < LEAST_LOG_DECAY:
+        return Obstacle(
+            f"cuDNN's KDA returns NaN for log-decays below -5.5, and gate_lower_bound="
+            f"{lower_bound}. A layer with gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
+        )
     if torch.cuda.get_device_capability(device) != (9, 0):
         return Obstacle("cuDNN's KDA was built for compute capability 9.0 here")
     return _package()
@@ -92,8 +110,8 @@ class _Call:
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         if isinstance(documents, StaticDocuments):
             raise NotImplementedError(
-                "backend='cudnn' and documents in fixed buffers: cuDNN builds a graph for each "
-                "number of documents. Use backend='fla' or 'auto'."
+                "backend='cudnn' and documents in fixed buffers: it was never run with boundaries "
+                "that change on the device. Use backend='fla' or 'auto'."
             )
         if inputs.k.shape[2] != inputs.v.shape[2]:
             raise NotImplementedError(
@@ -118,31 +136,29 @@ class _Call:
 
 
 class CudnnForward(_Call):
-    def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor]:
+    def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         q, k, _, g, beta = self.tokens
         o, last, _ = _calls().kda_fwd(
             q, k, v, g, beta, self.offsets, self.scale, initial_state=initial,
-            output_final_state=final, plan_name=_PLAN,
+            output_final_state=True, plan_name=_PLAN,
         )  # fmt: skip
-        return o, last
+        return o, last.mT.contiguous()
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
         """Two runs: without a state what is written, and without values what becomes of I."""
         v = self.tokens[2]
-        _, local = self._run(v, None, True)
+        _, local = self._run(v, self.states())
         unit = torch.eye(HEAD_DIM, device=v.device)  # K = V
-        _, through = self._run(torch.zeros_like(v), self.states(unit), True)
-        return StateMap(local.mT.contiguous(), through.mT.contiguous())
+        _, through = self._run(torch.zeros_like(v), self.states(unit))
+        return StateMap(local, through)
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        entering = None if initial is None else self.states(initial)
-        o, last = self._run(self.tokens[2], entering, final)
-        leaving = last.mT.contiguous() if final else None
-        return RuleOutput(in_rows(o[None], self.rows), leaving, Saved())
+        o, last = self._run(self.tokens[2], self.states(initial))
+        return RuleOutput(in_rows(o[None], self.rows), last if final else None, Saved())
 
 
 class CudnnBackward(_Call):
@@ -152,18 +168,16 @@ class CudnnBackward(_Call):
 
     def _run(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, ...]:
         return _calls().kda_bwd(
-            self._d_o, *self.tokens, self.offsets, self.scale, initial_state=initial,
-            d_final_state=d_final, plan_name=_PLAN,
+            self._d_o, *self.tokens, self.offsets, self.scale,
+            initial_state=self.states(initial), d_final_state=self.states(d_final),
+            plan_name=_PLAN,
         )  # fmt: skip
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # It does not depend on the states that enter, but cuDNN gives it only if some do.
-        return self._run(self.states(), None)[5].mT.contiguous()
+        return self._run(None, None)[5].mT.contiguous()  # of any states that enter
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        entering = None if initial is None else self.states(initial)
-        leaving = None if d_final is None else self.states(d_final)
-        dq, dk, dv, dg, dbeta, *_ = self._run(entering, leaving)
+        dq, dk, dv, dg, dbeta, *_ = self._run(initial, d_final)
         return RuleGrads(*(in_rows(x[None], self.rows) for x in (dq, dk, dv, dg, dbeta)))

@@ -30,6 +30,7 @@ def resolve_kda(
     device: torch.device | str,
     dtype: torch.dtype,
     key_dim: int,
+    value_dim: int | None = None,
     lower_bound: float | None = None,
     deterministic: bool = False,
     aligned: bool = False,
@@ -39,7 +40,9 @@ def resolve_kda(
     Args:
         backend: ``"fla"`` (its ``kda`` kernels), ``"cudnn"`` (cudnn-frontend's for Hopper),
             ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
-        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels.
+        key_dim, value_dim: rows and columns of a state.
+        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels; cuDNN takes
+            no other.
         deterministic, aligned: see :func:`megatron_gdn.ops.rules.choice.kernels_or_plain`, which
             has the errors too.
     """
@@ -52,8 +55,11 @@ def resolve_kda(
 
     kernels = {
         "fla": Kernels(lambda: _why_not_fla(device, dtype, key_dim), fla, FLA_IS_TIMED),
-        "cudnn": Kernels(lambda: why_not_cudnn(device, dtype, key_dim), CudnnKDA, _CUT_BY_ALL),
-    }
+        "cudnn": Kernels(
+            lambda: why_not_cudnn(device, dtype, key_dim, value_dim, lower_bound),
+            CudnnKDA, _CUT_BY_ALL,
+        ),
+    }  # fmt: skip
     return kernels_or_plain(
         backend, "Kimi Delta Attention", PlainKDA, kernels,
         device=device, deterministic=deterministic, aligned=aligned,
@@ -72,6 +78,6 @@ def choose_kda(
 ) -> Choice:
     """:func:`resolve_kda` for a mixer, which learns device and dtype last."""
     return resolve_kda(
-        backend, device=device, dtype=dtype, key_dim=state.rows, lower_bound=lower_bound,
-        deterministic=deterministic, aligned=aligned,
+        backend, device=device, dtype=dtype, key_dim=state.rows, value_dim=state.columns,
+        lower_bound=lower_bound, deterministic=deterministic, aligned=aligned,
     )  # fmt: skip
