@@ -48,7 +48,7 @@ from .local import (
 from .mtp import checked_mtp_spec, local_mtp_spec
 
 _OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
-_BACKENDS_OF_ALL = ("fla", "reference")
+_BACKENDS = {"mamba2": ("fla", "reference"), "kda": ("fla", "cudnn", "reference")}
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
@@ -102,8 +102,8 @@ def _hybrid_stack_spec(
     of_k_in_launch = kda_launch_options(options)
     modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
-    mamba2 = mamba2_spec(modules, **{**_options_of_both(options), **(mamba or {})})
-    kda = {**_options_of_both(options), **of_k_in_launch, **(kda or {})}
+    mamba2 = mamba2_spec(modules, **{**_options_of_both(options, "mamba2"), **(mamba or {})})
+    kda = {**_options_of_both(options, "kda"), **of_k_in_launch, **(kda or {})}
     delta = kimi_delta_attention_spec(modules, **kda)
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
@@ -124,10 +124,10 @@ def _upstream() -> HybridStackSubmodules:
     return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
 
-def _options_of_both(options: dict[str, Any]) -> dict[str, Any]:
-    """Of GatedDeltaNet's options those that mean the same in the other mixers."""
+def _options_of_both(options: dict[str, Any], mixer: str) -> dict[str, Any]:
+    """Of GatedDeltaNet's options those that mean the same in another mixer."""
     shared = {k: v for k, v in options.items() if k in _OF_BOTH}
-    if options.get("backend") in _BACKENDS_OF_ALL:
+    if options.get("backend") in _BACKENDS[mixer]:
         shared["backend"] = options["backend"]
     return shared
 

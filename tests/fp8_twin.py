@@ -28,9 +28,10 @@ def fp8_on():
         _on.pop()
 
 
-def recipe(pattern: str, **settings) -> RecipeConfig:
+def recipe(pattern: str, when: str = "training_recipe", **settings) -> RecipeConfig:
     """Megatron's quantization recipe with these settings for the modules of a name."""
-    config = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": settings}
+    config = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    config[when] = settings
     matchers = {"only": {"type": "glob", "pattern": pattern, "config": "only", "enabled": True}}
     return RecipeConfig.from_config_dict({"configs": {"only": config}, "matchers": matchers})
 

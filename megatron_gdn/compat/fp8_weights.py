@@ -8,15 +8,13 @@ from typing import Any
 from torch import Tensor
 
 
-def dequantised(tensor: Tensor) -> Tensor:
-    """The values of a weight that Transformer Engine (2.0 and newer) stores in FP8.
-
-    Any other tensor is returned itself.
-    """
+def stored_in_fp8(tensor: Tensor) -> bool:
+    """Whether Transformer Engine (2.0 and newer) stores this weight in FP8."""
     # Where nobody imported it, no tensor is of its class.
     engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
-    stored = getattr(engine, "QuantizedTensor", ())
-    for held in (tensor, tensor.data):  # a parameter may hold it as its data
-        if isinstance(held, stored):
-            return held.dequantize()
-    return tensor
+    return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
+
+
+def dequantised(tensor: Tensor) -> Tensor:
+    """The values of a weight that is stored in FP8; any other tensor itself."""
+    return tensor.dequantize() if stored_in_fp8(tensor) else tensor

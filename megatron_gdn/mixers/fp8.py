@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from megatron.core import fp8_utils
 from torch import Tensor, nn
 
-from ..compat.fp8_weights import dequantised
+from ..compat.fp8_weights import stored_in_fp8
 from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
 from ..ops.layout import Layout
@@ -77,7 +77,7 @@ def refuse_fp8_weight(linear: Any) -> None:
         NotImplementedError: it is.
     """
     weight = getattr(linear, "weight", None)
-    if weight is not None and dequantised(weight) is not weight:
+    if weight is not None and stored_in_fp8(weight):
         raise NotImplementedError(
             "the quantization recipe stores a projection of this layer in FP8 (fp8_param: true). "
             "Rows of such a weight have no bf16 values for the rule's gates, and its first values "
@@ -107,8 +107,8 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
         return True
     if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
         log_once(
-            "GatedDeltaNet: out_proj keeps its input in FP8 (delayed scaling), so "
-            "recompute_norm_out drops nothing; recompute_qkv and 'full' do the rest."
+            "out_proj keeps its input in FP8 (delayed scaling, or an older Transformer Engine), so "
+            "recompute_norm_out, part of recompute='light', drops nothing."
         )
         return False
     linear.save_original_input = True

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from megatron.core import fp8_utils
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -61,17 +60,8 @@ class StoredInFP8(Tensor):
 @contextmanager
 def loaded(folder: Path):
     """The model and its record."""
-    names = {
-        "HAVE_TE_FP8_TENSOR_CLASS": True,
-        "FP8_TENSOR_CLASS": StoredInFP8,
-        "is_te_min_version": lambda _: True,
-    }
     engine = {"transformer_engine.pytorch.tensor": SimpleNamespace(QuantizedTensor=StoredInFP8)}
-    with (
-        parallel(),
-        patch.multiple(fp8_utils, create=True, **names),
-        patch.object(fp8_weights, "sys", SimpleNamespace(modules=engine)),
-    ):
+    with parallel(), patch.object(fp8_weights, "sys", SimpleNamespace(modules=engine)):
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
         linear = model.decoder.layers[1].mlp.linear_fc2
         first = linear.weight.detach().clone()

@@ -8,6 +8,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
+from tests.fp8_twin import recipe as quantization_recipe
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -129,22 +130,53 @@ def test_a_recipe_counts_that_a_whole_model_gives_its_linears_afterwards():
 
 
 def test_out_proj_keeps_its_input_where_a_recipe_quantises_it():
+    """Whatever recipe the config names for FP8 that is off."""
     settings = {"fp8": None, "quant_recipe": recipe("*.out_proj", **FP8_TOO)}
-    assert layer_of(settings=settings, recompute="light").out_proj.save_original_input
+    for named in ("tensorwise", "delayed"):
+        layer = layer_of(named, settings=settings, recompute="light")
+        assert layer.out_proj.save_original_input
 
 
-def test_settings_of_a_recipe_that_the_split_cannot_follow_are_refused(monkeypatch):
-    name = "decoder.layers.0.self_attention"
-    fp4 = recipe("*.in_proj", fp4_quantization_recipe="nvfp4")
+NAME = "decoder.layers.0.self_attention"
+FP4 = {"fp4_quantization_recipe": "nvfp4"}
+
+
+@pytest.mark.parametrize("when", ["training_recipe", "evaluation_recipe"])
+@pytest.mark.parametrize("named", ["when it is built", "afterwards"])
+def test_fp4_of_in_proj_by_a_recipe_is_refused(when, named):
+    from megatron.core.quantization.utils import get_quant_config_or_none
+
+    given = recipe("*.in_proj", when, **FP4)
+    name = NAME if named == "when it is built" else None
     with pytest.raises(NotImplementedError, match="computes in_proj in FP4"):
-        layer_of(settings={"fp8": None, "quant_recipe": fp4}, name=name)
+        layer = layer_of(settings={"fp8": None, "quant_recipe": given}, name=name)
+        layer.in_proj.finish_init(get_quant_config_or_none(f"{NAME}.in_proj", given))
+
+
+def test_late_weight_gradients_are_refused_where_a_recipe_quantises_in_proj():
     late = {"fp8": None, "delay_wgrad_compute": True}
     with pytest.raises(NotImplementedError, match="delay_wgrad_compute with FP8"):
-        layer_of(settings={**late, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=name)
-    layer_of(settings={**late, "quant_recipe": recipe("*.linear_fc1", **FP8_TOO)}, name=name)
-    monkeypatch.setattr("megatron_gdn.mixers.fp8.dequantised", torch.clone)
+        layer_of(settings={**late, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=NAME)
+    layer_of(settings={**late, "quant_recipe": recipe("*.linear_fc1", **FP8_TOO)}, name=NAME)
+
+
+@pytest.mark.parametrize("linear", ["in_proj", "out_proj"])
+def test_a_weight_that_a_recipe_stores_in_fp8_is_refused(monkeypatch, linear):
+    shape = getattr(layer_of(), linear).weight.shape
+    monkeypatch.setattr("megatron_gdn.mixers.fp8.stored_in_fp8", lambda w: w.shape == shape)
     with pytest.raises(NotImplementedError, match="fp8_param: true.* Set fp8_param to false"):
-        layer_of(settings={"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}, name=name)
+        layer_of(settings={"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}, name=NAME)
+
+
+class Adapted(torch.nn.Module):
+    """As Bridge's adapters: the linear is a child."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.to_wrap = linear
+
+    def forward(self, x):
+        return self.to_wrap(x)
 
 
 def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8():
@@ -153,7 +185,20 @@ def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8()
         spec = kimi_delta_attention_spec("local")
         spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
         layer = build_module(spec, config, layer_number=1, name="decoder.layers.0.self_attention")
-        says = pytest.raises(NotImplementedError, match="KimiDeltaAttention under fp8.* by a quant")
-        with fp8_on() if runs else says:
-            out, _ = layer(torch.randn(16, 1, 24))
-            assert out.isfinite().all()
+        for in_proj in (layer.in_proj, Adapted(layer.in_proj)):
+            layer.in_proj = in_proj
+            says = pytest.raises(NotImplementedError, match="KimiDeltaAttention under fp8.* by a q")
+            with fp8_on() if runs else says:
+                out, _ = layer(torch.randn(16, 1, 24))
+                assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(("recipe", "drops"), [("tensorwise", True), ("delayed", False)])
+def test_out_proj_of_kimi_delta_attention_keeps_its_input_too(recipe, drops):
+    config = make_config(
+        fp8="hybrid", fp8_recipe=Fp8Recipe[recipe], quant_recipe=quantization_recipe("*.in_proj")
+    )
+    spec = kimi_delta_attention_spec("local", recompute="light")
+    spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
+    layer = build_module(spec, config, layer_number=1, name=NAME)
+    assert layer.recompute_norm_out == layer.out_proj.save_original_input == drops

@@ -25,7 +25,7 @@ from ...ops.kda.parts import kda_parts
 from ...ops.kda.rule.resolve import choose_kda
 from ...ops.parts import Parts
 from ..base import RecurrentMixer
-from ..fp8 import runs_in_fp8
+from ..fp8 import keep_unquantised_input, runs_in_fp8
 from ..gdn.newer_config import GDN_FIELDS, name_ignored_offloads, recomputed_parts
 from ..gdn.out_norm import norm_of
 from ..gdn.recompute import computed_again
@@ -200,6 +200,8 @@ class KimiDeltaAttention(RecurrentMixer):
         )  # fmt: skip
         self._build(submodules, conv_bias, name)
         self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
+        if self.recompute_norm_out:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.recompute_rule = "rule" in again
         self.reset_parameters()
 
@@ -213,7 +215,7 @@ class KimiDeltaAttention(RecurrentMixer):
         The ranks share the columns of the narrow halves, and each computes its heads' part of the
         wide halves from all of them.
         """
-        if runs_in_fp8(self.in_proj):
+        if any(map(runs_in_fp8, self.in_proj.modules())):  # an adapter holds the linear
             raise NotImplementedError(_IN_FP8)
         rows, _ = self.in_proj(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
