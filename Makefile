@@ -35,8 +35,9 @@ test-shapes: $(VENV)/.ready
 	BITS_BY_SHAPE=1 ATEN_CPU_CAPABILITY=default TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor-default \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
-test-all: test-kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The slow tests start processes of their own, so one of them runs at a time.
+test-all: test-kernels test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu and not nightly"
 
 test-kernels: $(VENV)/.ready
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels

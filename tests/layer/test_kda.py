@@ -20,6 +20,7 @@ from megatron_gdn.ops.kda.gates import channel_gates
 from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
 from megatron_gdn.ops.norm import l2norm
 from tests.distributed.layer_laws import thd
+from tests.hf.tiny_models import model_class
 from tests.kda_mixers import kda_config, whole_mixer
 from tests.parallel import assert_close
 
@@ -36,10 +37,8 @@ FULL = {"forget_rank": 0, "output_rank": 0}
 
 
 def kimi_linear():
-    from transformers.models.kimi_linear import modeling_kimi_linear as module
-    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
-
-    config = KimiLinearConfig(
+    module = sys.modules[model_class("KimiLinearForCausalLM").__module__]
+    config = module.KimiLinearConfig(
         hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
         linear_conv_kernel_dim=4, layer_types=["linear_attention"],
     )  # fmt: skip
@@ -47,10 +46,8 @@ def kimi_linear():
 
 
 def glm5_next(bound=-5.0):
-    from transformers.models.glm5_next import modeling_glm5_next as module
-    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
-
-    config = Glm5NextTextConfig(
+    module = sys.modules[model_class("Glm5NextForConditionalGeneration").__module__]
+    config = module.Glm5NextTextConfig(
         hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
         linear_conv_kernel_dim=4, linear_lower_bound=bound, layer_types=["linear_attention"],
     )  # fmt: skip
@@ -58,10 +55,8 @@ def glm5_next(bound=-5.0):
 
 
 def bailing_hybrid(safe=True):
-    from transformers.models.bailing_hybrid import modeling_bailing_hybrid as module
-    from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
-
-    config = BailingHybridConfig(
+    module = sys.modules[model_class("BailingHybridForCausalLM").__module__]
+    config = module.BailingHybridConfig(
         hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
         linear_conv_kernel_dim=4, kda_safe_gate=safe, kda_lower_bound=-5.0,
         layer_types=["linear_attention"],

@@ -32,11 +32,9 @@ def parameters_of(name: str) -> int:
 
 
 def vision_parameters(hidden_size: int) -> int:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
-
     config = transformers.Qwen3_5Config(vision_config=VISION | {"out_hidden_size": hidden_size})
     with torch.device("meta"):
-        model = Qwen3_5VisionModel(config.vision_config)
+        model = model_class("Qwen3_5VisionModel")(config.vision_config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
