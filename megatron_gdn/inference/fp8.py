@@ -35,10 +35,10 @@ def padded_for_fp8(model: Any) -> Iterator[None]:
     padded_before = set(padded)
     before = [{n: vars(m)[n] for n in (*_KEPT, "forward") if n in vars(m)} for m in linears]
     histories = [None if (h := _amax_history(m)) is None else h.clone() for m in linears]
-    for linear in linears:
-        linear._fp8_workspaces = {}
-    utils.prepare_model_for_fp8_inference(model)
     try:
+        for linear in linears:
+            linear._fp8_workspaces = {}
+        utils.prepare_model_for_fp8_inference(model)
         yield
     finally:  # padding that stays would gather a sequence-parallel input of training twice
         for linear, kept, history in zip(linears, before, histories, strict=True):
