@@ -189,11 +189,10 @@ class GatesApart(nn.Module):
         held = {"weight": main_weight}
         if bias is not None:
             held["bias"] = bias[: self._main_rows]
+        of_gates = self._norm_before(x, gate_weight)
+        gates, handed = GateProduct.apply(*of_gates, self._gates_group, self.sequence_parallel)
         with self._holding(held):
-            out, _ = super().forward(x, *args, **kwargs)
-        gates = GateProduct.apply(
-            *self._norm_before(x, gate_weight), self._gates_group, self.sequence_parallel
-        )
+            out, _ = super().forward(handed if of_gates[0] is x else x, *args, **kwargs)
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
