@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once, span
 from ..context_parallel import LinearCpMode, SequenceLayout
+from ..ops.fp8_rows import WIDE, Fp8Operands
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
 from ..ops.parts import Parts
@@ -31,9 +32,11 @@ from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
 from .fp8 import (
     GatesApart,
+    fp8_rows_of,
     keep_gates_apart,
     quantises,
     refuse_fp8_weight,
+    runs_in_fp8,
     wide_parameters,
 )
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
@@ -82,6 +85,9 @@ class RecurrentMixer(
         takes_gates_apart: :meth:`parts` takes the rule's gates as a tensor beside the rows
             (``gates=``), as FP8 makes them.
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
+        fp8_operands: under delayed scaling the kernels write in FP8 what these linears read:
+            "in_proj" the gradient of its rows, "out_proj" its input. None, until that was measured
+            on a GPU.
         gates_own_rows: the readout runs after all heads are back on this rank, and reads this
             rank's own rows.
         recompute_whole: keep nothing but the input in training, and run the forward again in the
@@ -100,6 +106,7 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = False
     takes_gates_apart: ClassVar[bool] = False
+    fp8_operands: tuple[str, ...] = ()
     gates_own_rows: bool = False
     recompute_whole: bool = False
     recompute_norm_out: bool = False
@@ -260,7 +267,10 @@ class RecurrentMixer(
             self.norm_out_checkpoint = refilled
         apart = {} if gates is None else {"gates": gates}
         parts = self.parts(rows, batch, **apart)
-        mixed = mix(rows, parts, batch.passage.neighbours, refilled)
+        fp8 = WIDE
+        if self.fp8_operands and batch.rows_stay:
+            fp8 = self._fp8_rows(rows.dtype, gates is not None, refilled is not None)
+        mixed = mix(rows, parts, batch.passage.neighbours, refilled, fp8)
         if batch.scheme.moves_rows:
             opened, close = mixed, batch.passage.close
             mixed = close(opened)
@@ -270,6 +280,22 @@ class RecurrentMixer(
         if isinstance(readout, Apart) and readout.closed:
             mixed = readout.call(mixed, rows if own is None else own)
         return mixed, refilled
+
+    def _fp8_rows(self, dtype: torch.dtype, apart: bool, refilled: bool) -> Fp8Operands:
+        """For the linears named in :attr:`fp8_operands`, as they round now.
+
+        Args:
+            apart: whether the rows came without gates, which are never rounded.
+            refilled: whether the rows for out_proj are written once more.
+        """
+        gradient = mixed = None
+        if "in_proj" in self.fp8_operands and apart:
+            gradient = self.in_proj.rounded_gradient(dtype)
+        # A checkpoint's second forward rounds by the first one's scale, which out_proj alone knows.
+        if "out_proj" in self.fp8_operands and not refilled and not is_checkpointing():
+            mixed = fp8_rows_of(self.out_proj, "scaling_fwd", dtype)
+            mixed = mixed if runs_in_fp8(self.out_proj) else None
+        return Fp8Operands(gradient, mixed)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         """What this mixer is made of, for rows ``[S, B, p]`` that ``batch.passage`` has opened."""

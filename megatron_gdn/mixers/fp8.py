@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..compat.fp8_weights import stored_in_fp8
 from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
+from ..ops.fp8_rows import Fp8Rows, Scaling
 from ..ops.layout import Layout
 from .gate_product import GateProduct
 
@@ -115,6 +116,37 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
     return True
 
 
+# By the names that Transformer Engine gives its own numbers for them.
+_FP8_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+
+
+def fp8_rows_of(linear: Any, state: str, dtype: torch.dtype) -> Fp8Rows | None:
+    """How ``linear`` would round its input or the gradient of its output, for who writes them.
+
+    Only delayed scaling knows a scale beforehand. Transformer Engine takes its own tensor class in
+    place of rows in ``dtype``, and rounds these no more.
+
+    Args:
+        state: of Transformer Engine, ``"scaling_fwd"`` of the input, ``"scaling_bwd"`` of the
+            gradient; both are first in their lists.
+
+    Returns:
+        None if it must round them itself.
+    """
+    quantizers = getattr(linear, "quantizers", {}).get(state)
+    quantizer: Any = quantizers[0] if quantizers else None
+    if type(quantizer).__name__ != "Float8Quantizer":
+        return None
+
+    def scaling() -> Scaling:
+        return Scaling(quantizer.scale, quantizer.amax)
+
+    def wrapped(rows: Tensor) -> Tensor:
+        return quantizer.create_tensor_from_data(rows.view(torch.uint8), fake_dtype=dtype)
+
+    return Fp8Rows(_FP8_DTYPES[quantizer.dtype.name], scaling, wrapped)
+
+
 def _fp8_is_on() -> bool:
     """Whether Megatron's FP8 context is open; without Transformer Engine it has none."""
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
@@ -175,6 +207,15 @@ class GatesApart(nn.Module):
             return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
         return torch.cat([out, gates], dim=-1), None
 
+    def rounded_gradient(self, dtype: torch.dtype) -> Fp8Rows | None:
+        """How the linear takes the gradient of its rows in FP8, see :func:`fp8_rows_of`.
+
+        To be asked after its forward. None with a bias, whose gradient is a sum of unrounded rows.
+        """
+        if self._parameters.get("bias") is not None:
+            return None
+        return fp8_rows_of(self, "scaling_bwd", dtype)
+
     def _in_parts(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
@@ -185,11 +226,10 @@ class GatesApart(nn.Module):
         held = {"weight": main_weight}
         if bias is not None:
             held["bias"] = bias[: self._main_rows]
+        of_gates = self._norm_before(x, gate_weight)
+        gates, handed = GateProduct.apply(*of_gates, self._gates_group, self.sequence_parallel)
         with self._holding(held):
-            out, _ = super().forward(x, *args, **kwargs)
-        gates = GateProduct.apply(
-            *self._norm_before(x, gate_weight), self._gates_group, self.sequence_parallel
-        )
+            out, _ = super().forward(handed if of_gates[0] is x else x, *args, **kwargs)
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:

@@ -25,6 +25,14 @@ class GateProduct(torch.autograd.Function):
     their weights travel, never rows of ``x``: 64 columns against 2048. The weight's gradient is
     summed in fp32, and added to ``weight.main_grad`` if the weight has one.
 
+    ``x`` is handed through to the linear that computes the other columns. So the linear's gradient
+    of it arrives here, and the gates' share is added where it lies:
+
+        d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
+
+    Over [T, D] that reads 3 times and writes twice; a gradient of its own, which autograd adds to
+    the linear's, reads 4 times and writes 3 times.
+
     Args:
         x: ``[S, B, D]``, the same on every rank; ``[s, B, D]``, this rank's tokens, with
             ``sequence_parallel``.
@@ -34,14 +42,15 @@ class GateProduct(torch.autograd.Function):
         group: the tensor-parallel group.
 
     Returns:
-        ``[S, B, p]``.
+        ``[S, B, p]``, and ``x``, for the linear alone: its gradient is overwritten.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, gamma: Tensor | None, eps: float, group: Any,
         sequence_parallel: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
         whole = _gathered(weight, group)
         x_TD, factor = x.flatten(0, 1), whole
         r_T1 = None
@@ -54,26 +63,35 @@ class GateProduct(torch.autograd.Function):
         ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.main_grad = getattr(weight, "main_grad", None)
+        handed = x.view_as(x)
+        if not x.requires_grad:
+            ctx.mark_non_differentiable(handed)
         if sequence_parallel:
-            return _to_columns(y, group)
-        return y.chunk(group.size(), -1)[group.rank()].contiguous()
+            return _to_columns(y, group), handed
+        return y.chunk(group.size(), -1)[group.rank()].contiguous(), handed
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, d_gates: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_gates: Tensor | None, d_x: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_gates is None:
+            return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
         group, split = ctx.group, ctx.sequence_parallel
         d_y = _to_tokens(d_gates, group) if split else _gathered_columns(d_gates, group)
         x_TD, d_y = x.flatten(0, 1), d_y.flatten(0, 1)
         d_scaled = d_y if r_T1 is None else (d_y * r_T1).to(d_y.dtype)
-        d_x = d_weight = d_gamma = None
+        d_weight = d_gamma = None
         if ctx.needs_input_grad[0]:
-            d_x = d_scaled @ factor
-            if r_T1 is not None:  # of r: -r^2 / D (y . d_y) x
+            if d_x is None:
+                d_TD = d_scaled @ factor
+            else:
+                d_TD = d_x.flatten(0, 1).contiguous()
+                d_TD.addmm_(d_scaled.to(d_TD.dtype), factor.to(d_TD.dtype))
+            if r_T1 is not None:  # of r
                 dot = (y.flatten(0, 1).to(r_T1.dtype) * d_y).sum(-1, keepdim=True)
                 along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
-                d_x = torch.addcmul(d_x, along, x_TD, value=-1)
-            d_x = d_x.view(x.shape)
+                d_TD.addcmul_(along, x_TD, value=-1)
+            d_x = d_TD.view(x.shape)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             outer = _wide_product(d_scaled.t(), x_TD)
             if ctx.needs_input_grad[2]:

@@ -89,6 +89,17 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
         assert torch.equal(exported[key], source.read(key)), key
 
 
+def test_the_norms_of_a_model_on_another_device_meet_their_originals(hf_folder):
+    record = SourceRecord.from_folder(hf_folder("dense"))
+    shifted = [entry for entry in record.plan("hybrid", True).maps if entry.shift]
+    assert shifted
+    for entry in shifted:
+        originals = [record.originals[source.key] for source in entry.sources]
+        full = entry.to_megatron(originals).bfloat16().to("meta")
+        pieces = entry.to_hf(full, [piece.dtype for piece in originals], originals)
+        assert {piece.device for piece in pieces} == {full.device}
+
+
 def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
     folder = hf_folder("next")
     import_folder(folder, tmp_path / "imported")

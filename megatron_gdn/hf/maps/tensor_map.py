@@ -119,15 +119,16 @@ class TensorMap:
         Args:
             full: the whole Megatron tensor, in any dtype.
             dtypes: one dtype per source.
-            original: the source tensors as imported. An element of ``full`` that is unchanged
-                since the import is exported as its original, bit for bit. Without originals a
-                shifted gain cannot come back exactly from bf16.
+            original: the source tensors as imported, on any device. An element of ``full`` that is
+                unchanged since the import is exported as its original, bit for bit. Without
+                originals a shifted gain cannot come back exactly from bf16.
         """
         unshifted = full.float() - self.shift if self.shift else full
         pieces = self.split(unshifted) if self.split else self._split_rows(unshifted)
         pieces = [piece.to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)]
         if original is None or [piece.dtype for piece in original] != list(dtypes):
             return pieces
+        original = [piece.to(full.device) for piece in original]
         imported = self.to_megatron(original).to(full.dtype)
         changed = bits_of(imported) != bits_of(full)
         changed = self.split(changed) if self.split else self._split_rows(changed)

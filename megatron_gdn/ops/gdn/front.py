@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..fp8_rows import Scaling
 from ..front.base import Parameters
 from ..front.conv_package import why_not_conv_package
 from ..kernels.builds import watch_triton_builds
@@ -112,6 +113,10 @@ class GDNFront:
     def triton(self) -> bool:
         return self.kernels not in (front_torch, front_conv_package)
 
+    @property
+    def writes_fp8(self) -> bool:
+        return self.triton
+
     def for_step(self, dtype: torch.dtype) -> GDNFront:
         wide = torch.promote_types(dtype, torch.float32)
         return GDNFront(self.sizes, self.kernels, self.normalise_qk, self.allow_neg_eigval, wide)
@@ -149,8 +154,10 @@ class GDNFront:
         grads: RuleGrads,
         d_proj: Tensor,
         documents: Documents | None,
+        scaling: Scaling | None = None,
     ) -> tuple[Tensor | None, ...]:
         *of_inputs, factor = grads
+        fp8 = {} if scaling is None else {"scaling": scaling}
         weight, bias, A_log, dt_bias, *apart = parameters
         gates = apart[0] if apart else None
         d_gates = None if gates is None else torch.empty_like(gates)
@@ -158,7 +165,7 @@ class GDNFront:
             proj, weight, bias, A_log, dt_bias, self.sizes, *of_inputs, d_proj,
             documents=documents, factor=factor, normalise_qk=self.normalise_qk,
             allow_neg_eigval=self.allow_neg_eigval, batch_invariant=self.batch_invariant,
-            gates=gates, d_gates=d_gates,
+            gates=gates, d_gates=d_gates, **fp8,
         )  # fmt: skip
         return made if d_gates is None else (*made, d_gates)
 

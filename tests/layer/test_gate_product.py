@@ -1,0 +1,120 @@
+"""The gates' product beside a linear: every gradient, and where the linear's is added to."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_gdn.mixers.gate_product import GateProduct
+from tests.parallel import group_of_one
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+S, B, D, GATES, MAIN = 7, 3, 13, 5, 11
+EPS = 1e-3
+
+
+def drawn(dtype):
+    torch.manual_seed(3)
+    shapes = {"x": (S, B, D), "gates": (GATES, D), "main": (MAIN, D), "gamma": (D,)}
+    return {n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
+
+
+def gradients(tensors, normed, frozen=(), split=True):
+    """Of both products of ``x``; ``split``: as FP8 computes them."""
+    leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in tensors.items()}
+    x, gamma = leaves["x"], leaves["gamma"] if normed else None
+
+    def normalised(rows):
+        return F.rms_norm(rows, (D,), gamma, EPS) if normed else rows
+
+    if split:
+        gates, handed = GateProduct.apply(x, leaves["gates"], gamma, EPS, group_of_one(), False)
+        assert handed.requires_grad == x.requires_grad
+        assert handed.data_ptr() == x.data_ptr()
+    else:
+        gates, handed = normalised(x) @ leaves["gates"].t(), x
+    main = normalised(handed) @ leaves["main"].t()
+    torch.manual_seed(4)
+    weights = [torch.randn(t.shape, dtype=torch.float64).to(t.dtype) for t in (gates, main)]
+    torch.autograd.backward([gates, main], weights)
+    return {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("frozen", ["", "x", "gates", "main"])
+@pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])
+def test_gradients_are_those_of_two_products(normed, frozen):
+    """In fp64, whose rounding of sums of 13 products is below 1e-14."""
+    tensors = drawn(torch.float64)
+    found = gradients(tensors, normed, frozen)
+    exact = gradients(tensors, normed, frozen, split=False)
+    assert found.keys() == exact.keys()
+    for name, gradient in exact.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])
+def test_a_bf16_gradient_of_the_input_is_rounded_three_times_at_most(normed):
+    """By the linear, and by each of two sums; the second of these has another factor rounded."""
+    tensors = drawn(torch.bfloat16)
+    found = gradients(tensors, normed)["x"].double()
+    exact = gradients({n: t.double() for n, t in tensors.items()}, normed, split=False)["x"]
+    # In the norm's backward of the linear as many roundings again, of terms as large as the sum.
+    assert (found - exact).norm() < 6 * 2.0**-9 * exact.norm()
+
+
+def test_gates_that_nobody_reads_leave_the_linears_gradient():
+    x = drawn(torch.float64)["x"].requires_grad_()
+    weight = drawn(torch.float64)["gates"].requires_grad_()
+    _, handed = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
+    handed.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x)) and weight.grad is None
+
+
+def test_a_linear_that_nobody_reads_leaves_the_gates_gradient():
+    tensors = drawn(torch.float64)
+    x, weight = tensors["x"].requires_grad_(), tensors["gates"]
+    gates, _ = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
+    gates.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors of [T, D] that operators return and did not get."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() == S * B * D:
+            given = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
+            self.count += out.untyped_storage().data_ptr() not in given
+        return out
+
+
+class Gives(torch.autograd.Function):
+    """A linear whose gradient of its input is ``gradient``."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, d_y):
+        return ctx.gradient, None
+
+
+def test_the_gates_share_is_added_where_the_linears_gradient_lies():
+    tensors = drawn(torch.float32)
+    x, gamma = tensors["x"].requires_grad_(), tensors["gamma"]
+    gates, handed = GateProduct.apply(x, tensors["gates"], gamma, EPS, group_of_one(), False)
+    of_linear = torch.randn(S, B, D)
+    losses, weights = [gates, Gives.apply(handed, of_linear)], [torch.randn(S, B, GATES), x.sum()]
+    before = of_linear.clone()
+    with Made() as made:
+        (d_x,) = torch.autograd.grad(losses, x, [weight.detach() for weight in weights])
+    assert made.count == 0
+    assert d_x.data_ptr() == of_linear.data_ptr() and not torch.equal(d_x, before)
