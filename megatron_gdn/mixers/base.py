@@ -136,7 +136,7 @@ class RecurrentMixer(
         self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
         # A recipe decides by module, and may keep these columns out of FP8.
-        if config.fp8 and getattr(config, "quant_recipe", None) is None:
+        if config.fp8 and config.quant_recipe is None:
             from megatron.core.fp8_utils import get_fp8_align_size
 
             recipe: Any = config.fp8_recipe

@@ -55,7 +55,7 @@ def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
 
 def quantises(config: Any) -> bool:
     """Whether a linear of a model with this config may run in FP8."""
-    return bool(config.fp8) or getattr(config, "quant_recipe", None) is not None
+    return bool(config.fp8) or config.quant_recipe is not None
 
 
 def wide_parameters(config: Any) -> AbstractContextManager[Any]:
@@ -89,10 +89,7 @@ def refuse_fp8_weight(linear: Any) -> None:
 
 def runs_in_fp8(linear: Any) -> bool:
     """Whether a call of ``linear`` would now be in FP8."""
-    if not hasattr(linear, "fp8_meta"):
-        return False
-    decides = getattr(linear, "will_execute_quantized", None)
-    return _fp8_is_on() if decides is None else decides(_fp8_is_on())
+    return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(_fp8_is_on())
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:

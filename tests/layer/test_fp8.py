@@ -25,6 +25,9 @@ class Row(RowParallelLinear):
         super().__init__(*args, **options)
         self.fp8_meta, self.save_original_input = {}, False
 
+    def will_execute_quantized(self, is_context_quantized):
+        return is_context_quantized
+
 
 def layer_of(recipe="tensorwise", settings=(), name=None, **options):
     config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe[recipe])

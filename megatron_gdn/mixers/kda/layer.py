@@ -69,7 +69,7 @@ def _refuse(config: TransformerConfig) -> None:
     Raises:
         NotImplementedError: ``fp8``, ``linear_allow_neg_eigval``, ``delay_wgrad_compute``.
     """
-    if config.fp8 and getattr(config, "quant_recipe", None) is None:
+    if config.fp8 and config.quant_recipe is None:
         raise NotImplementedError(_IN_FP8)
     if getattr(config, "linear_allow_neg_eigval", False):
         raise NotImplementedError(
