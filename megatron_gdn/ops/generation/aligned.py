@@ -217,10 +217,10 @@ class _Step(NamedTuple):
         number = torch.arange(len(slots), device="cpu")
         ended = (place == CHUNK - 1).nonzero()[:, 0]
         row, token = slot * (past + CHUNK) + past + place, number * CHUNK + place
-        neighbours = torch.equal(slot, slot[0] + number)
-        tables = (row, token, ended, slot[ended])
-        made = (to_device(x, device) for x in tables)
-        return _Step(None if neighbours else to_device(slot, device), *made)
+        tables = [slot, row, token, ended, slot[ended]]
+        in_one = to_device(torch.cat(tables), device)  # one copy
+        step = _Step(*in_one.split([len(x) for x in tables]))
+        return step._replace(slots=None) if torch.equal(slot, slot[0] + number) else step
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
