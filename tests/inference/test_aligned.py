@@ -154,6 +154,17 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
         )  # fmt: skip
 
 
+def test_no_product_is_one_that_megatrons_mode_replaces(kind):
+    """Its kernels for torch.mm and torch.addmm compute fp32 in TF32, and raise for fp64."""
+    rows, mixer = kind.rows(70).requires_grad_(), kind.mixer(aligned=True)
+    carry = mixer.shape.zeros(1, torch.float32, rows.device)
+    with Products() as products:
+        kind.trained(rows, aligned=True).sum().backward()
+        decode(kind.rows(1), mixer, carry, stands=[63])
+    names = {name for name, *_ in products.seen}
+    assert names and not names & {"aten.mm.default", "aten.addmm.default"}, names
+
+
 def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     mixer = kind.mixer(aligned=True)
     carry = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))

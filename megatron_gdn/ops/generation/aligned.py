@@ -27,7 +27,7 @@ from ..documents import Documents
 from ..host_tables import cached_by_stream, to_device
 from ..readout.base import Apart
 from ..rules.base import on_tokens
-from ..rules.chunk_table import CHUNK, ChunkTable
+from ..rules.chunk_table import CHUNK, ChunkTable, chunks_of_a_call
 from .carry import Carry
 
 if TYPE_CHECKING:
@@ -152,13 +152,17 @@ def newest_of_chunks(
 
 def _inputs(parts: Parts, rows: Tensor) -> Any:
     """The rule's inputs ``[N, 64, ...]`` of chunks behind W - 1 rows each."""
-    front, past = parts.front, parts.past
-    chunks = rows[:, past:]
+    (N, _, width), front, past = rows.shape, parts.front, parts.past
     if getattr(front, "triton", False):
-        behind = _behind_rows(past, rows.device)
-        return front.forward(chunks.transpose(0, 1), parts.of_front, behind)
-    grid = grid_of(chunks, None, parts.state.heads)
-    return front_on_grid(front, parts.of_front, chunks, grid, rows[:, :past])
+        chunks = rows[:, past:].transpose(0, 1)
+        return front.forward(chunks, parts.of_front, _behind_rows(past, rows.device))
+    made, lanes = [], chunks_of_a_call(parts.state.heads, rows.device)
+    for some in rows.split(lanes):  # each in memory of its own, see :mod:`..aligned`
+        buffer = rows.new_zeros(past + CHUNK, lanes, width)
+        buffer[:, : len(some)] = some.transpose(0, 1)
+        made.append(front.forward(buffer, parts.of_front, None))
+    of_all = zip(*made, strict=True)
+    return type(made[0])(*((x[0] if len(x) == 1 else torch.cat(x))[:N, past:] for x in of_all))
 
 
 @cached_by_stream(32)
