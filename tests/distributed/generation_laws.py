@@ -31,6 +31,7 @@ from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_s
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
 from tests.distributed.layer_laws import thd
+from tests.first_difference import where_generation_differs
 from tests.parallel import make_config, parallel
 
 VOCAB, LONGEST = 32, 64
@@ -221,6 +222,31 @@ def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32, gre
             with RowByRow() if exact else nullcontext():
                 text = generate(model, text[:, :61], 11)
         return check_generation(model, text, prompt=61, at_once=at_once)
+
+
+def gaps_of_a_long_text(pattern: str, tokens: int = 4096, steps: int = 70) -> list:
+    """Of drawn tokens in steps of 397 and, the last ones, of 1; then of greedy ones."""
+    with parallel():
+        model = build_model(pattern, batch_invariant_mode=True)
+        text = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
+        with RowByRow():
+            greedy = generate(model, text[:, :-steps], steps)
+        return [
+            check_generation(model, text, prompt=61, at_once=397),
+            check_generation(model, text, prompt=tokens - steps),
+            check_generation(model, greedy, prompt=tokens - steps),
+        ]
+
+
+def modules_that_differ_first() -> list[str | None]:
+    """Of 70 tokens, without batch-invariant mode and with it."""
+    found = []
+    with parallel():
+        text = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
+        for exact in (False, True):
+            model = build_model("M-G-", batch_invariant_mode=exact)
+            found.append(where_generation_differs(model, text, 61, 3))
+    return found
 
 
 def exact_batches() -> None:

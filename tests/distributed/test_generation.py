@@ -77,6 +77,18 @@ def test_in_batch_invariant_mode_generation_has_the_bits_of_training(
         assert gap.equal and gap.max_log_prob == gap.max_kl == 0, gap
 
 
+def test_the_first_module_that_differs_is_named(pools):
+    ((ordinary, exact),) = pools(1).run(laws.modules_that_differ_first)
+    assert exact is None and "layers.0" in ordinary and "(70, 2, " in ordinary, ordinary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["G-*-", "M-G-"])
+def test_in_batch_invariant_mode_4096_tokens_have_the_bits_of_training(pools, pattern):
+    for gap in pools(1).run(laws.gaps_of_a_long_text, pattern)[0]:
+        assert gap.equal and gap.max_log_prob == gap.max_kl == 0, gap
+
+
 def test_in_batch_invariant_mode_neighbours_change_no_bit(pools):
     pools(1).run(laws.exact_batches)
 

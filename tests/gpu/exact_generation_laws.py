@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.custom_layers.batch_invariant_kernels import (
-    set_batch_invariant_mode,
-)
+from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
+from torch import Tensor
 
 from megatron_gdn.inference.generate import generate
 from megatron_gdn.specs import hybrid_stack_spec
 from megatron_gdn.testing import check_generation
+from megatron_gdn.testing.generation import GenerationGap
 from tests.distributed.layer_laws import thd
+from tests.first_difference import first_difference, outputs_of, where_generation_differs
 from tests.gpu.parallel_laws import DEVICE
 from tests.parallel import make_config, parallel
 
@@ -49,40 +54,71 @@ def _model(pattern: str, tp: int) -> HybridModel:
     return model.to(DEVICE).eval()
 
 
-def gaps(pattern: str, tp: int, steps: int) -> list:
-    """Of 4,096 drawn tokens in steps of 97 and, the last ``steps``, of 1; then of greedy ones."""
-    with parallel(tp=tp), set_batch_invariant_mode(True):
-        model = _model(pattern, tp)
-        drawn = torch.Generator().manual_seed(1)
-        text = torch.randint(VOCABULARY, (1, TOKENS), generator=drawn).to(DEVICE)
+@contextmanager
+def megatrons_kernels() -> Iterator[None]:
+    """Megatron's batch-invariant mode, also without Transformer Engine.
+
+    Megatron 0.19 replaces torch's products first. Then it imports Transformer Engine to replace
+    those too, which raises where it is not installed, and leaves torch's replaced.
+    """
+    try:
+        kernels.enable_batch_invariant_mode()
+    except ModuleNotFoundError as error:
+        if error.name != "transformer_engine":
+            raise
+    try:
+        yield
+    finally:
+        kernels.disable_batch_invariant_mode()
+
+
+def _drawn() -> Tensor:
+    drawn = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (1, TOKENS), generator=drawn).to(DEVICE)
+
+
+def gaps(pattern: str, tp: int, steps: int) -> list[tuple[GenerationGap, str | None]]:
+    """Of 4,096 drawn tokens in steps of 97 and, the last ``steps``, of 1; then of greedy ones.
+
+    Each with the module that differs first, if any does.
+    """
+    with parallel(tp=tp), megatrons_kernels():
+        model, text = _model(pattern, tp), _drawn()
         greedy = generate(model, text[:, : TOKENS - steps], steps)
-        return [
-            check_generation(model, text, prompt=61, at_once=97),
-            check_generation(model, text, prompt=TOKENS - steps),
-            check_generation(model, greedy, prompt=TOKENS - steps),
-        ]
+        cases = ((text, 61, 97), (text, TOKENS - steps, 1), (greedy, TOKENS - steps, 1))
+        return [_gap(model, *case) for case in cases]
+
+
+def _gap(
+    model: HybridModel, text: Tensor, prompt: int, at_once: int
+) -> tuple[GenerationGap, str | None]:
+    gap = check_generation(model, text, prompt=prompt, at_once=at_once)
+    return gap, None if gap.equal else where_generation_differs(model, text, prompt, at_once)
 
 
 @torch.no_grad()
 def packing_changes_no_bit(pattern: str, tp: int) -> None:
     """Nor does a second row of the batch."""
     lengths = (1000, 37, 0, 2048, TOKENS - 3085)
-    with parallel(tp=tp), set_batch_invariant_mode(True):
-        model = _model(pattern, tp)
-        drawn = torch.Generator().manual_seed(1)
-        text = torch.randint(VOCABULARY, (1, TOKENS), generator=drawn).to(DEVICE)
+    with parallel(tp=tp), megatrons_kernels():
+        model, text = _model(pattern, tp), _drawn()
 
-        def logits(tokens, positions, packed=None):
-            return model(
-                tokens, positions, None, packed_seq_params=packed, runtime_gather_output=True
-            )
+        def outputs(tokens, positions, packed=None) -> dict[str, Tensor]:
+            def call():
+                model(tokens, positions, None, packed_seq_params=packed, runtime_gather_output=True)
+
+            return outputs_of(model, [(tokens.shape[1], call)])
 
         positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
-        together = logits(text, positions, thd(lengths, DEVICE))
-        pieces = zip(text.split(lengths, 1), together.split(lengths, 1), strict=True)
-        for piece, packed in pieces:
-            if piece.numel():
-                rows = torch.cat([piece, piece.flip(1)])
-                place = torch.arange(piece.shape[1], device=DEVICE).expand(2, -1)
-                assert torch.equal(logits(piece, place[:1]), packed)
-                assert torch.equal(logits(rows, place)[:1], packed)
+        together = outputs(text, positions, thd(lengths, DEVICE))
+        for number, (n, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+            if n:
+                piece, place = text[:, end - n : end], torch.arange(n, device=DEVICE)[None]
+                alone = outputs(piece, place)
+                packed = {name: x[end - n : end] for name, x in together.items()}
+                differs = first_difference(alone, packed)
+                assert differs is None, f"document {number} of {lengths}, packed: {differs}"
+                rows = outputs(torch.cat([piece, piece.flip(1)]), place.expand(2, -1))
+                differs = first_difference(alone, {name: x[:, :1] for name, x in rows.items()})
+                assert differs is None, f"document {number} of {lengths}, in a row: {differs}"
+                assert alone["output_layer"].shape == rows["output_layer"][:, :1].shape

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_gdn.inference import decode, prefill
 from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.generation.aligned import decode_on_grid
 from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, kda_kind, mamba2_kind
 
 # No multiple of a vector's width, so that elementwise kernels have ends to treat otherwise.
@@ -153,6 +154,17 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
         )  # fmt: skip
 
 
+def test_no_product_is_one_that_megatrons_mode_replaces(kind):
+    """Its kernels for torch.mm and torch.addmm compute fp32 in TF32, and raise for fp64."""
+    rows, mixer = kind.rows(70).requires_grad_(), kind.mixer(aligned=True)
+    carry = mixer.shape.zeros(1, torch.float32, rows.device)
+    with Products() as products:
+        kind.trained(rows, aligned=True).sum().backward()
+        decode(kind.rows(1), mixer, carry, stands=[63])
+    names = {name for name, *_ in products.seen}
+    assert names and not names & {"aten.mm.default", "aten.addmm.default"}, names
+
+
 def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     mixer = kind.mixer(aligned=True)
     carry = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))
@@ -165,3 +177,30 @@ def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     monkeypatch.setattr(type(mixer.rule), "begin", counted)
     decode(kind.rows(1, 5), mixer, carry, stands=[0, 1, 63, 64, 200])
     assert [shape[:2] for shape in calls] == [(5, 64), (1, 64)]  # one chunk ends: its state
+
+
+@pytest.mark.parametrize("slots", [[4, 0, 2], [1, 2, 3], None], ids=str)
+def test_a_step_in_slots_writes_a_row_and_the_states_of_chunks_that_end(kind, slots):
+    """And has the bits of training; what lies behind a sequence's last row has no meaning."""
+    mixer, rows, stands = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
+    whole, numbers = kind.trained(rows, aligned=True), slots or [0, 1, 2]
+    memory = mixer.shape.zeros(5, torch.float32, rows.device)
+    for tensor in memory:
+        tensor.normal_()
+    for n, (slot, had) in enumerate(zip(numbers, stands, strict=True)):
+        _, carry = prefill(rows[:had, n : n + 1], mixer, None)
+        memory.history[slot, : 3 + had % 64] = carry.history[0, : 3 + had % 64]
+        memory.state[slot] = carry.state[0]
+    for step in range(3):
+        before = [x.clone() for x in memory]
+        at = [had + step for had in stands]
+        row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
+        mixed = decode_on_grid(row, mixer, memory, at, slots)
+        for n, (slot, place) in enumerate(zip(numbers, at, strict=True)):
+            assert torch.equal(mixed[0, n], whole[place, n])
+            before[0][slot, 3 + place % 64] = rows[place, n]
+            if place % 64 == 63:
+                before[0][slot, :3] = before[0][slot, 64:]
+                _, carry = prefill(rows[: place + 1, n : n + 1], mixer, None)
+                before[1][slot] = carry.state[0]
+        assert all(map(torch.equal, memory, before))

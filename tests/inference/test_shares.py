@@ -20,8 +20,9 @@ def shape_of(kind: Kind, rank: int, ranks: int, aligned: bool) -> CarryShape:
 def share(whole: Carry, kind: Kind, rank: int, ranks: int, aligned: bool) -> Carry:
     """What a rank holds of a whole carry of one sequence: section by section, and heads."""
     widths = kind.layout.widths if aligned else kind.layout.conv_widths
-    history = [x.chunk(ranks)[rank] for x in whole.history.split(widths)]
-    return Carry(torch.cat(history), whole.state.chunk(ranks)[rank])
+    dim = int(aligned)
+    history = [x.chunk(ranks, dim)[rank] for x in whole.history.split(widths, dim)]
+    return Carry(torch.cat(history, dim), whole.state.chunk(ranks)[rank])
 
 
 def pool_of(kind, rank, ranks, aligned):

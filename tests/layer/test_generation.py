@@ -109,6 +109,33 @@ def test_roll_back_in_a_static_context_is_exact(kind, accepted):
 
 
 @of_both
+@pytest.mark.parametrize("accepted", [0, 1, 2, 4])
+def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
+    """In batch-invariant mode, where the second token of the step ends a chunk of 64."""
+    layer, x, context = make(kind, tokens=80)
+    layer.config.batch_invariant_mode = True
+    pool = pool_for(layer, slots=3)
+    requests = [pool.allocate(), pool.allocate()]
+    steps = RequestsContext(pool, requests, keep_steps=True)
+    fed = torch.cat([x[: 62 + accepted], x[66:]])
+    with RowByRow():
+        run(layer, x[:66], context, (61, 1, 4))
+        with torch.inference_mode():
+            for piece in x[:66].split([61, 1, 4]):
+                layer(piece, inference_context=steps)
+        roll_back(context, accepted)
+        pool.roll_back(requests, [accepted] * 2)
+        with torch.no_grad():
+            whole, _ = layer(fed)
+        assert torch.equal(run(layer, x[66:], context, [1] * 14), whole[62 + accepted :])
+        steps.keep_steps = False
+        with torch.inference_mode():
+            out = [layer(row, inference_context=steps)[0] for row in x[66:].split(1)]
+        assert torch.equal(torch.cat(out), whole[62 + accepted :])
+    assert pool.tokens_of(requests[0]) == 76 + accepted
+
+
+@of_both
 def test_megatrons_own_reordering_of_a_batch_reorders_the_states(kind):
     layer, x, context = make(kind, tokens=20)
     step(layer, x[:15], context)

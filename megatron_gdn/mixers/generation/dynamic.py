@@ -5,8 +5,8 @@ decode, s = 1 + num_speculative_tokens each, then the prompts, or chunks of them
 buffers hold for each slot the last W inputs of the convolution, ``[C, W]``, and the states. A slot
 number of -1 marks a request that only pads the step.
 
-The window of an aligned mixer is one column and then the history of a :class:`Carry`, ``[P, W +
-64]``. The column's first element counts the request's tokens in its chunk of 64.
+The window of an aligned mixer is one row and then the history of a :class:`Carry`, ``[W + 64, P]``.
+That row's first element counts the request's tokens in its chunk of 64.
 
 Legend: N requests, M slots, t tokens, P projection width, C conv channels, W conv taps, H heads
 with a state, K rows of a state, V columns.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...ops.documents import Documents
+from ...ops.generation.aligned import newest_of_chunks
 from ...ops.generation.carry import Carry
 from ...ops.generation.step import decode, last_rows, prefill
 from ...ops.parts import Parts
@@ -30,7 +31,8 @@ class SlotBuffers(NamedTuple):
     """One layer's part of a context's buffers.
 
     Attributes:
-        conv: ``[M, C, W]``, the last inputs of the convolution, oldest first.
+        conv: ``[M, C, W]``, the last inputs of the convolution, oldest first; ``[M, W + 64, P]`` of
+            an aligned mixer.
         states: ``[M, H, K, V]``, or ``[M, H, V, K]``.
         transposed: whether states are ``[M, H, V, K]``.
     """
@@ -43,15 +45,14 @@ class SlotBuffers(NamedTuple):
         """``[N, C, W]``."""
         return self.conv.index_select(0, slots)
 
-    def carry(self, slots: Tensor, windows: Tensor, dtype: torch.dtype) -> Carry:
-        """The carry of the requests in these slots; ``windows`` are their windows."""
+    def carry(self, slots: Tensor, history: Tensor) -> Carry:
+        """The carry of the requests in these slots, with this history."""
         states = self.states.index_select(0, slots)
-        states = states.mT.contiguous() if self.transposed else states
-        return Carry(windows[..., 1:].to(dtype), states)
+        return Carry(history, states.mT.contiguous() if self.transposed else states)
 
-    def states_of(self, carry: Carry) -> Tensor:
+    def states_of(self, states: Tensor) -> Tensor:
         """A carry's states in the layout and dtype of these buffers."""
-        states = carry.state.to(self.states.dtype)
+        states = states.to(self.states.dtype)
         return states.mT.contiguous() if self.transposed else states
 
     def check(self, parts: Parts, dtype: torch.dtype) -> None:
@@ -63,7 +64,7 @@ class SlotBuffers(NamedTuple):
         shape = parts.shape
         H, K, V = shape.state
         wanted = {
-            "conv": ((shape.channels, shape.past + 1), dtype),
+            "conv": (shape.window(shape.past + 1), dtype),
             "states": (
                 (H, V, K) if self.transposed else (H, K, V),
                 torch.promote_types(dtype, torch.float32),
@@ -119,23 +120,54 @@ def decode_requests(
         )
     if slots is None:
         slots = torch.arange(N, device=rows.device)
-    read = slots.clamp(min=0).long()
-    windows = buffers.windows(read)
-    proj = rows.transpose(0, 1)
-    place = windows[:, 0, 0].long() if parts.aligned else None
-    mixed, after = decode(proj, parts, buffers.carry(read, windows, rows.dtype), stands=place)
-    convolved = proj[..., parts.front.layout.conv_columns].to(windows.dtype)
-    for token, carry in enumerate(after):
-        if place is None:
+    read, proj = slots.clamp(min=0).long(), rows.transpose(0, 1)
+    if parts.aligned:
+        made = []
+        for token, row in enumerate(proj.split(1)):
+            made.append(_step_on_grid(row, parts, buffers, slots))
+            if intermediate is not None:
+                _write(intermediate.conv[:, token], slots, buffers.windows(read))
+                _write(intermediate.states[:, token], slots, buffers.states.index_select(0, read))
+        mixed = torch.cat(made)
+    else:
+        windows = buffers.windows(read)
+        mixed, after = decode(proj, parts, buffers.carry(read, windows[..., 1:].to(rows.dtype)))
+        convolved = proj[..., parts.front.layout.conv_columns].to(windows.dtype)
+        for token, carry in enumerate(after):
             windows = last_rows(convolved[token : token + 1], windows, None)
-        else:
-            windows = _window(carry, place + token + 1, windows)
-        if intermediate is not None:
-            _write(intermediate.conv[:, token], slots, windows)
-            _write(intermediate.states[:, token], slots, buffers.states_of(carry))
-    _write(buffers.conv, slots, windows)
-    _write(buffers.states, slots, buffers.states_of(after[-1]))
+            if intermediate is not None:
+                _write(intermediate.conv[:, token], slots, windows)
+                _write(intermediate.states[:, token], slots, buffers.states_of(carry.state))
+        _write(buffers.conv, slots, windows)
+        _write(buffers.states, slots, buffers.states_of(after[-1].state))
     return torch.where((slots >= 0)[:, None, None], mixed.transpose(0, 1), 0)
+
+
+def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor) -> Tensor:
+    """One token of aligned requests, ``[1, N, P]`` to ``[1, N, H V]``.
+
+    As :func:`...ops.generation.aligned.decode_on_grid`, where only the device knows slots and
+    places, and some slots are -1.
+    """
+    past, read = parts.past, slots.clamp(min=0).long()
+    number = torch.arange(len(slots), device=slots.device)
+    windows = buffers.windows(read)
+    place = windows[:, 0, 0].long() % CHUNK  # also in a slot that was never used
+    windows[number, 1 + past + place] = row[0].to(windows.dtype)
+    carry = buffers.carry(read, windows[:, 1:].to(row.dtype))
+    mixed, after = newest_of_chunks(row, parts, *carry, number * CHUNK + place, None)
+    assert after is not None, "all are wanted"
+    full = place == CHUNK - 1
+    _write(buffers.states, slots.where(full, -1), buffers.states_of(after))
+    # The rows that change: the count, the new one, and at a chunk's end those before the next.
+    rows = torch.cat([windows[:, :1], row.transpose(0, 1), windows[:, 1 + CHUNK :]], 1)
+    rows[:, 0, 0] = (place + 1) % CHUNK
+    before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
+    to = torch.cat([torch.zeros_like(place)[:, None], (1 + past + place)[:, None], before], 1)
+    real = (slots >= 0)[:, None] & (to >= 0)
+    to = (read[:, None] * windows.shape[1] + to).where(real, -1)
+    _write(buffers.conv.flatten(0, 1), to.flatten(), rows.flatten(0, 1))
+    return mixed
 
 
 @torch.no_grad()
@@ -166,7 +198,8 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
     documents = Documents(offsets, rows.device)
     slots = metadata.batch_indices_prefill[: len(offsets) - 1].long()
     windows, real = buffers.windows(slots), rows[: offsets[-1]]
-    carry = buffers.carry(slots, windows, rows.dtype)
+    history = windows[:, 1:] if parts.aligned else windows[..., 1:]
+    carry = buffers.carry(slots, history.to(rows.dtype))
     # An aligned mixer cuts on the host, so this waits for the device.
     place = windows[:, 0, 0].long().tolist() if parts.aligned else None
     mixed[: offsets[-1]], carry = prefill(real, parts, carry, documents, stands=place)
@@ -175,17 +208,11 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
         windows = last_rows(convolved, windows, documents)
     else:
         had = [n + more for n, more in zip(place, documents.lengths, strict=True)]
-        windows = _window(carry, torch.tensor(had, device=slots.device), windows)
+        windows[:, 0, 0] = torch.tensor(had, device=slots.device) % CHUNK
+        windows[:, 1:] = carry.history
     buffers.conv.index_copy_(0, slots, windows)
-    buffers.states.index_copy_(0, slots, buffers.states_of(carry))
+    buffers.states.index_copy_(0, slots, buffers.states_of(carry.state))
     return mixed
-
-
-def _window(carry: Carry, place: Tensor, like: Tensor) -> Tensor:
-    """The windows of an aligned mixer, in the dtype of ``like``; ``place`` ``[N]``."""
-    column = torch.zeros_like(like[..., :1])
-    column[:, 0, 0] = place % CHUNK
-    return torch.cat([column, carry.history.to(like.dtype)], 2)
 
 
 def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:

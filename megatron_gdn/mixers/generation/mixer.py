@@ -200,7 +200,7 @@ class GeneratingMixer:
         heads, rows, columns, _ = self.state_shape
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
         carried = self.carry_shape
-        return (carried.channels, carried.past + 1), states
+        return carried.window(carried.past + 1), states
 
     def ssm_decode(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.documents import Documents
+from ...ops.generation.aligned import decode_on_grid
 from ...ops.generation.slots import decode_slots
 from ...ops.generation.step import decode, prefill
 from ...ops.parts import Parts
@@ -50,8 +51,13 @@ def mix_requests(
         what = f"{B} rows" if documents is None else f"{len(lengths)} packed sequences"
         raise ValueError(f"{what} for {len(requests)} requests; give one for each, in their order.")
     pool.check(number, requests, lengths)
-    carry = pool.read(number, requests)
     stands = pool.stands(number, requests)
+    if parts.aligned and documents is None and s == 1 and not context.keep_steps:
+        slots = [request.slot for request in requests]
+        mixed = decode_on_grid(proj, parts, pool.in_slots(number), stands, slots)
+        pool.count(number, requests, lengths)
+        return mixed
+    carry = pool.read(number, requests)
     if documents is None and (s == 1 or context.keep_steps):
         mixed, after = decode(proj, parts, carry, stands=stands)
         kept = after if context.keep_steps else ()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.generation.aligned import decode_on_grid
 from ...ops.generation.carry import Carry, choose
 from ...ops.generation.step import decode, prefill
 from ...ops.parts import Parts
@@ -67,13 +68,16 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
         mixed, carry = prefill(rows, parts)
     elif s > MOST_DECODED:
         mixed, carry = prefill(rows, parts, mine, stands=[offset] * B)
+    elif s == 1 and parts.aligned:
+        mixed, carry = decode_on_grid(rows, parts, mine, [offset] * B), mine
     else:
         if s > 1:
             before = Carry(*(tensor.clone() for tensor in mine))
         mixed, after = decode(rows, parts, mine, stands=[offset] * B)
         carry = after[-1]
     for kept, fresh in zip(mine, carry, strict=True):
-        kept.copy_(fresh)
+        if kept is not fresh:
+            kept.copy_(fresh)
     if offset == 0:
         # Forget the other places that overlap these rows.
         for key, other in list(places.items()):
@@ -160,7 +164,7 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
 
 
 def _memory(context: Any, layer: int, parts: Parts, rows: Tensor) -> Carry:
-    """``[1, M, C, W - 1]`` and ``[1, M, H, K, V]``."""
+    """History and state of all rows, with a dimension of 1 before them."""
     shape, known = parts.shape, context.key_value_memory_dict.get(layer)
     if known is None:
         zeros = shape.zeros(context.max_batch_size, rows.dtype, rows.device)

@@ -1,12 +1,16 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
 A sequence carries the state at the start of its chunk of 64 tokens. Its history holds whole
-projection rows: the W - 1 before the chunk, those of the chunk so far, then zeros. Decode computes
-the chunk from that state. So a token costs one chunk, in calls of the shapes of training, for all
-sequences together.
+projection rows: the W - 1 before the chunk and those of the chunk so far. What lies behind these is
+a chunk's later tokens, which change no bit of the earlier ones.
 
-Legend: N sequences, s tokens, P projection width, W conv taps, H heads with a state, V columns of a
-state, T tokens since the chunks of all sequences began.
+A decode step writes one row to every history and computes the chunks again from their states, in
+calls of the shapes of training, for all sequences together. It moves nothing else of a history. It
+writes a state only where a chunk ends. (A front reads as many bytes as a copy of the rule's inputs
+would, and on a CPU a call of one row would round elsewhere. So the rule's inputs are not kept.)
+
+Legend: N sequences, M slots, s tokens, P projection width, W conv taps, H heads with a state, K
+rows of a state, V columns, T tokens since the chunks of all sequences began.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from torch import Tensor
 
 from ..aligned import front_on_grid, grid_of, readout_on_grid
 from ..documents import Documents
-from ..host_tables import to_device
+from ..host_tables import cached_by_stream, to_device
 from ..readout.base import Apart
 from ..rules.base import on_tokens
-from ..rules.chunk_table import CHUNK, ChunkTable
+from ..rules.chunk_table import CHUNK, ChunkTable, chunks_of_a_call
 from .carry import Carry
 
 if TYPE_CHECKING:
@@ -47,11 +51,10 @@ def prefill_on_grid(
     held = [n % CHUNK + more for n, more in zip(stands, lengths, strict=True)]
     tables = _Tables.of([n % CHUNK for n in stands], held, past)
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
-    known = torch.cat([carry.history.mT.flatten(0, 1), new.flatten(0, 1)])
+    known = torch.cat([carry.history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
     grid = grid_of(rows, _documents(held, device), parts.state.heads)
-    before = carry.history[..., :past].mT
-    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
+    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, carry.history[:, :past])
 
     # First the full chunks, which move the state, then what is left of each sequence.
     o, state = None, carry.state
@@ -70,74 +73,158 @@ def prefill_on_grid(
         o.index_copy_(1, tokens, made.o)
     assert o is not None, "there are tokens"
 
-    mixed = _read_out(parts, o, rows, grid, fresh, new.shape[:2])
+    mixed = _read_out(parts, o, rows, grid, fresh, proj)
     history = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
-    history = history.unflatten(0, (len(held), -1)).mT.contiguous()
-    return mixed.transpose(0, 1).contiguous(), Carry(history, state)
+    return mixed, Carry(history.unflatten(0, (len(held), -1)), state)
 
 
+@torch.no_grad()
 def decode_on_grid(
-    row: Tensor, parts: Parts, carry: Carry, place: Tensor, ends: Sequence[int] | None = None
-) -> tuple[Tensor, Carry]:
-    """One token of each of N sequences. The host does not wait for the device.
+    row: Tensor,
+    parts: Parts,
+    memory: Carry,
+    stands: Sequence[int],
+    slots: Sequence[int] | None = None,
+) -> Tensor:
+    """One token of each of N sequences, in place. The host does not wait for the device.
 
     Args:
         row: ``[1, N, P]``.
-        place: int64 ``[N]``, how many tokens of its chunk each sequence has had, 0 to 63.
-        ends: the sequences whose place is 63; None if the device alone knows. Their states follow
-            in a call of their own, so that a step that ends no chunk computes no state.
+        memory: of M slots, contiguous: ``[M, W - 1 + 64, P]`` and ``[M, H, K, V]``; written.
+        stands: how many tokens each sequence has had.
+        slots: of the sequences, all different; None: sequence n is in slot n.
 
     Returns:
-        ``[1, N, H * V]``, and the carry after the token.
+        ``[1, N, H * V]``.
+
+    Raises:
+        ValueError: memory of other sizes or dtypes.
     """
-    N, past = row.shape[1], parts.past
-    number = torch.arange(N, device=row.device)
-    rows = carry.history.mT.clone(memory_format=torch.contiguous_format)
-    rows[number, past + place] = row[0]
-    before, rows_of_chunk = rows[:, :past], rows[:, past:]
-    grid = grid_of(rows_of_chunk, None, parts.state.heads)
-    inputs = front_on_grid(parts.front, parts.of_front, rows_of_chunk, grid, before)
-    later = torch.arange(CHUNK, device=row.device) > place[:, None]
-    inputs = on_tokens(
-        inputs, lambda x: x.masked_fill(later.view(N, CHUNK, *(1,) * (x.dim() - 2)), 0)
-    )
-    made = parts.rule.begin(inputs, None).run(carry.state, keep=False, final=ends is None)
-    full = (place == CHUNK - 1)[:, None, None]
-    if made.final is not None:
-        state = torch.where(full[..., None], made.final.to(carry.state.dtype), carry.state)
+    history, states = memory
+    parts.shape.check(memory, len(states), row.dtype)
+    numbers = tuple(range(row.shape[1]) if slots is None else slots)
+    places = tuple(n % CHUNK for n in stands)
+    step = _Step.of(numbers, places, parts.past, row.device)
+    history.view(-1, row.shape[2]).index_copy_(0, step.row, row[0])
+    if step.slots is None:  # neighbours: a view
+        rows, state = (x.narrow(0, numbers[0], len(numbers)) for x in memory)
     else:
-        state = _after(parts, inputs, carry.state, ends or ())
-    wanted = number * CHUNK + place
-    mixed = _read_out(parts, made.o, rows_of_chunk, grid, wanted, (N, 1))
-    next_chunk = torch.zeros_like(rows)
-    next_chunk[:, :past] = rows[:, CHUNK:]
-    history = torch.where(full, next_chunk, rows).mT.contiguous()
-    return mixed.transpose(0, 1).contiguous(), Carry(history, state)
+        rows, state = (x.index_select(0, step.slots) for x in memory)
+    mixed, after = newest_of_chunks(row, parts, rows, state, step.token, step.ended)
+    if after is not None:
+        last = rows[:, CHUNK:].index_select(0, step.ended)
+        history[:, : parts.past].index_copy_(0, step.slots_ended, last)
+        states.index_copy_(0, step.slots_ended, after)
+    return mixed
 
 
-def _after(parts: Parts, inputs: Any, state: Tensor, ends: Sequence[int]) -> Tensor:
-    """The states ``[N, H, K, V]`` with those of ``ends`` moved to the end of their chunks."""
-    if not ends:
-        return state
-    index = to_device(torch.tensor(ends, device="cpu"), state.device)
-    some = on_tokens(inputs, lambda x: x.index_select(0, index))
-    begun = parts.rule.begin(some, None)
-    final = begun.run(state.index_select(0, index), keep=False, final=True).final
-    assert final is not None
-    return state.index_copy(0, index, final.to(state.dtype))
+def newest_of_chunks(
+    row: Tensor, parts: Parts, rows: Tensor, state: Tensor, token: Tensor, ended: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The newest token of N chunks, and the states after chunks.
+
+    Args:
+        row: ``[1, N, P]``, of these tokens.
+        rows: ``[N, W - 1 + 64, P]``, with these tokens in their places.
+        state: ``[N, H, K, V]``, at the chunks' starts.
+        token: int64 ``[N]``, the places of these tokens among the N * 64 of the chunks.
+        ended: int64 ``[E]``, the chunks whose states are wanted; None: all N. A rule that does not
+            compute states anyway computes those of a few in a call of their own.
+
+    Returns:
+        ``[1, N, H * V]``; ``[E, H, K, V]``, or None if E is 0.
+    """
+    inputs, rule = _inputs(parts, rows), parts.rule
+    final = ended is None or (len(ended) > 0 and getattr(rule, "leaves_states", False))
+    made = rule.begin(inputs, None).run(state, keep=False, final=final)
+    after = made.final
+    if ended is not None and len(ended):
+        if after is None:
+            begun = rule.begin(on_tokens(inputs, lambda x: x.index_select(0, ended)), None)
+            after = begun.run(state.index_select(0, ended), keep=False, final=True).final
+        else:
+            after = after.index_select(0, ended)
+    chunks = rows[:, parts.past :]
+    grid = grid_of(chunks, None, parts.state.heads)
+    mixed = _read_out(parts, made.o, chunks, grid, token, row)
+    return mixed, None if after is None else after.to(state.dtype)
+
+
+def _inputs(parts: Parts, rows: Tensor) -> Any:
+    """The rule's inputs ``[N, 64, ...]`` of chunks behind W - 1 rows each."""
+    (N, _, width), front, past = rows.shape, parts.front, parts.past
+    if getattr(front, "triton", False):
+        chunks = rows[:, past:].transpose(0, 1)
+        return front.forward(chunks, parts.of_front, _behind_rows(past, rows.device))
+    made, lanes = [], chunks_of_a_call(parts.state.heads, rows.device)
+    for some in rows.split(lanes):  # each in memory of its own, see :mod:`..aligned`
+        buffer = rows.new_zeros(past + CHUNK, lanes, width)
+        buffer[:, : len(some)] = some.transpose(0, 1)
+        made.append(front.forward(buffer, parts.of_front, None))
+    of_all = zip(*made, strict=True)
+    return type(made[0])(*((x[0] if len(x) == 1 else torch.cat(x))[:N, past:] for x in of_all))
+
+
+@cached_by_stream(32)
+def _behind_rows(past: int, device: torch.device) -> Documents:
+    """Boundaries of chunks whose W - 1 rows before lie before them in memory, as in a history.
+
+    Kernels read them there, because the first token's position is W - 1.
+    """
+    documents = Documents((0, CHUNK), device)
+    position = torch.arange(past, past + CHUNK, dtype=torch.int32, device="cpu")
+    vars(documents)["position_T"] = to_device(position, device)  # a cached property
+    return documents
 
 
 def _read_out(
-    parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, shape: Sequence[int]
+    parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new: Tensor
 ) -> Tensor:
-    """``[*shape, H * V]``: the wanted tokens of ``o`` ``[B, S, H, V]`` and ``rows``."""
+    """``[s, B, H * V]``: the wanted tokens of ``o`` ``[N, S, H, V]``.
+
+    Args:
+        rows: ``[N, S, P]``, of all tokens.
+        wanted: int64 ``[B * s]``.
+        new: ``[s, B, P]``, the rows of the wanted tokens.
+    """
     readout, gamma = parts.readout, parts.parameters[-1]
-    if not (isinstance(readout, Apart) or getattr(readout, "by_row", False)):
-        mixed = readout_on_grid(readout, o, rows, gamma, grid)
-        return mixed.flatten(0, 1).index_select(0, wanted).view(*shape, -1)
-    of_wanted = (x.flatten(0, 1).index_select(0, wanted).unflatten(0, shape) for x in (o, rows))
-    o, rows = of_wanted
-    return readout.forward(o, rows.transpose(0, 1), gamma).transpose(0, 1)
+    if isinstance(readout, Apart) or getattr(readout, "by_row", False):
+        o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new.shape[1::-1])
+        return readout.forward(o, new, gamma)
+    mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1).index_select(0, wanted)
+    return mixed.unflatten(0, new.shape[1::-1]).transpose(0, 1).contiguous()
+
+
+class _Step(NamedTuple):
+    """Where the tokens of a decode step lie; int64.
+
+    Attributes:
+        slots: ``[N]``, of the sequences; None if they are neighbours.
+        row: ``[N]``, the new rows among those of all histories.
+        token: ``[N]``, the new tokens among those of the N chunks.
+        ended: ``[E]``, the sequences whose chunks end.
+        slots_ended: ``[E]``, their slots.
+    """
+
+    slots: Tensor | None
+    row: Tensor
+    token: Tensor
+    ended: Tensor
+    slots_ended: Tensor
+
+    @staticmethod
+    @cached_by_stream(32)  # all layers take the same
+    def of(
+        slots: tuple[int, ...], places: tuple[int, ...], past: int, device: torch.device
+    ) -> _Step:
+        slot, place = torch.tensor([slots, places], device="cpu")
+        number = torch.arange(len(slots), device="cpu")
+        ended = (place == CHUNK - 1).nonzero()[:, 0]
+        row, token = slot * (past + CHUNK) + past + place, number * CHUNK + place
+        tables = [slot, row, token, ended, slot[ended]]
+        in_one = to_device(torch.cat(tables), device)  # one copy
+        step = _Step(*in_one.split([len(x) for x in tables]))
+        return step._replace(slots=None) if torch.equal(slot, slot[0] + number) else step
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:

@@ -1,7 +1,7 @@
 """The history and state that a sequence passes from one call of a recurrent mixer to the next.
 
-Legend: N sequences, C convolved columns of a projection row, W conv taps, H heads with a state, K
-rows of a state, V columns.
+Legend: N sequences, C convolved columns of a projection row, P all columns, W conv taps, H heads
+with a state, K rows of a state, V columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Carry(NamedTuple):
     Attributes:
         history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
             projection's dtype: nothing is rounded. For an aligned mixer (:mod:`.aligned`) it is
-            whole projection rows, ``[N, P, W - 1 + 64]``.
+            whole projection rows, ``[N, W - 1 + 64, P]``. Those after the last token are not used.
         state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
     """
 
@@ -48,6 +48,7 @@ class CarryShape(NamedTuple):
     sections: tuple[int, ...] = ()
     rank: int = 0
     ranks: int = 1
+    rows_first: bool = False  # of an aligned mixer's history
 
     @classmethod
     def of(
@@ -62,11 +63,15 @@ class CarryShape(NamedTuple):
         """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
         sections = layout.widths if aligned else layout.conv_widths
         past = taps - 1 + (CHUNK if aligned else 0)
-        return cls(sum(sections), past, *state[:3], sections, rank, ranks)
+        return cls(sum(sections), past, *state[:3], sections, rank, ranks, aligned)
 
     @property
     def history(self) -> tuple[int, int]:
-        return self.channels, self.past
+        return self.window(self.past)
+
+    def window(self, rows: int) -> tuple[int, int]:
+        """The shape of so many rows, laid as in a history."""
+        return (rows, self.channels) if self.rows_first else (self.channels, rows)
 
     @property
     def state(self) -> tuple[int, int, int]:

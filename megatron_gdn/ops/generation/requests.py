@@ -49,9 +49,9 @@ class RequestPool:
         device: where the carries lie.
 
     Attributes:
-        layers: by key, the carries of all slots: history ``[M, C, W - 1]``, state ``[M, H, K, V]``.
-            Kernels and CUDA graphs may read and write them by slot numbers on the device; such
-            tokens are not counted.
+        layers: by key, the carries of all slots: history ``[M, C, W - 1]`` (``[M, W - 1 + 64, P]``
+            of an aligned mixer), state ``[M, H, K, V]``. Kernels and CUDA graphs may read and write
+            them by slot numbers on the device; such tokens are not counted.
     """
 
     def __init__(
@@ -201,8 +201,12 @@ class RequestPool:
             self._tried[layer] = (list(requests), before, after)
         for tensor, fresh in zip(kept, carry, strict=True):
             tensor.index_copy_(0, index, fresh)
-        for slot, more in zip(slots, tokens, strict=True):
-            self._seen[layer][slot] += more
+        self.count(layer, requests, tokens)
+
+    def count(self, layer: Hashable, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Count tokens after which the carries have been written."""
+        for request, more in zip(requests, tokens, strict=True):
+            self._seen[layer][request.slot] += more
 
     def in_slots(self, layer: Hashable) -> Carry:
         """The carries of all slots in one layer, to be written by slot numbers on the device.

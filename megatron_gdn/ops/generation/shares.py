@@ -42,16 +42,16 @@ def carry_of(files: Sequence[Mapping[str, Any]], layer: Any, shape: CarryShape) 
     """
     made = []
     for tensor, wanted in enumerate(stretches(shape)):
-        sections = []
+        sections, dim = [], int(shape.rows_first and tensor == 0)
         for number, stretch in enumerate(wanted):
-            pieces = [_piece(file, layer, tensor, number, len(wanted)) for file in files]
-            sections.append(_join(pieces, stretch, f"layer {layer!r}"))
-        made.append(torch.cat(sections))
+            pieces = [_piece(file, layer, tensor, number, len(wanted), dim) for file in files]
+            sections.append(_join(pieces, stretch, dim, f"layer {layer!r}"))
+        made.append(torch.cat(sections, dim))
     return Carry(*made)
 
 
 def _piece(
-    file: Mapping[str, Any], layer: Any, tensor: int, number: int, sections: int
+    file: Mapping[str, Any], layer: Any, tensor: int, number: int, sections: int, dim: int
 ) -> tuple[Stretch, Tensor]:
     held = file["heads"][layer][tensor]
     if len(held) != sections:
@@ -60,10 +60,10 @@ def _piece(
             f"{sections}; load it where the same model runs."
         )
     widths = [end - begin for begin, end, _ in held]
-    return held[number], file["layers"][layer][tensor].split(widths)[number]
+    return held[number], file["layers"][layer][tensor].split(widths, dim)[number]
 
 
-def _join(pieces: list[tuple[Stretch, Tensor]], wanted: Stretch, what: str) -> Tensor:
+def _join(pieces: list[tuple[Stretch, Tensor]], wanted: Stretch, dim: int, what: str) -> Tensor:
     at, end, total = wanted
     found = []
     for (first, last, of), tensor in sorted(pieces, key=lambda piece: piece[0]):
@@ -74,7 +74,7 @@ def _join(pieces: list[tuple[Stretch, Tensor]], wanted: Stretch, what: str) -> T
             )
         if first <= at < last:
             stop = min(last, end)
-            found.append(tensor[at - first : stop - first])
+            found.append(tensor.narrow(dim, at - first, stop - at))
             at = stop
     if at < end:
         raise ValueError(
@@ -82,4 +82,4 @@ def _join(pieces: list[tuple[Stretch, Tensor]], wanted: Stretch, what: str) -> T
             f"and the saved hold none from {at} on; give what every tensor-parallel rank saved, as "
             f"a list."
         )
-    return torch.cat(found)
+    return torch.cat(found, dim)

@@ -24,7 +24,6 @@ from ..front.history import Arrived, ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
-from ..rules.chunk_table import CHUNK
 from .aligned import decode_on_grid, prefill_on_grid
 from .carry import Carry
 
@@ -95,7 +94,7 @@ def prefill(
 
 @torch.no_grad()
 def decode(
-    proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | Tensor | None = None
+    proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | None = None
 ) -> tuple[Tensor, list[Carry]]:
     """Mix one or a few tokens of every sequence, one after the other.
 
@@ -104,7 +103,7 @@ def decode(
     Args:
         proj: ``[s, N, P]``.
         carry: where the N sequences continue.
-        stands: as in :func:`prefill`; an int64 tensor on the device is not read by the host.
+        stands: as in :func:`prefill`.
 
     Returns:
         ``[s, N, H * V]``, and the carry after each of the s tokens. Continue from the last one, or
@@ -118,18 +117,13 @@ def decode(
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
     parts.shape.check(carry, N, proj.dtype)
     mixed, after = [], []
-    had = place = None
-    if isinstance(stands, Tensor):
-        place = stands
-    elif parts.aligned:
-        had = _stands(stands, N)
-        place = to_device(torch.tensor(list(had), device="cpu"), proj.device)
+    had = _stands(stands, N) if parts.aligned else ()
     for token, row in enumerate(proj.split(1)):
-        if place is None:
-            made, carry = _one_token(row, parts, carry)
+        if parts.aligned:
+            carry = Carry(*(x.clone(memory_format=torch.contiguous_format) for x in carry))
+            made = decode_on_grid(row, parts, carry, [tokens + token for tokens in had])
         else:
-            ends = had and [n for n, tokens in enumerate(had) if (tokens + token + 1) % CHUNK == 0]
-            made, carry = decode_on_grid(row, parts, carry, (place + token) % CHUNK, ends)
+            made, carry = _one_token(row, parts, carry)
         mixed.append(made)
         after.append(carry)
     return mixed[0] if s == 1 else torch.cat(mixed), after

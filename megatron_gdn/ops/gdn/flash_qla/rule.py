@@ -56,6 +56,7 @@ class FlashQlaRule:
     name = "flash_qla"
     operand_dtype = None
     reads_again = frozenset({"q", "k", "v", "beta"})
+    leaves_states = True  # asked for or not, if aligned
 
     def __init__(self, batch_invariant: bool = False, aligned: bool = False) -> None:
         self.batch_invariant, self.aligned = batch_invariant or aligned, aligned

@@ -78,7 +78,7 @@ class ChunkedRule(NamedTuple):
         """
         table = self._table(v, self.aligned)
         walks = last or not table.are_chunks
-        rows, final, carried = table.rows_like(v), _copy(state), None
+        rows, final, carried = table.rows_like(v), _copy(state) if walks else state, None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:

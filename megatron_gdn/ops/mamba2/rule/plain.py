@@ -117,13 +117,15 @@ class PlainForward:
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         one, inputs = self._pass, self._pass.inputs
-        entering, leaving, carried = one.states(initial), one.states(initial), one.carried()
+        walks = final or not one.table.are_chunks
+        entering, carried = one.states(initial), one.carried()
+        leaving = one.states(initial) if walks else entering
         rows = one.table.rows_like(inputs.x)
         with full_fp32_matmul(inputs.x.device.type):
             for group in one.table.groups:
                 x = group_inputs(one.table, group, inputs)
                 first = _take(entering, group.begin_index)
-                if final or not one.table.are_chunks:
+                if walks:
                     o, ends = run_group(group, x, carried, first)
                     _put(leaving, group.end_index, ends.final)
                     carried = ends.carried

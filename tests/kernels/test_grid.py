@@ -1,0 +1,95 @@
+"""Batch-invariant mode through the Triton kernels: any cut has the bits of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_gdn.inference import decode, gdn_rows, mamba2_rows, prefill
+from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.generation.aligned import decode_on_grid
+from megatron_gdn.ops.kernels.launch import Launch
+from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
+from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.neighbours import Neighbours
+from megatron_gdn.ops.rules.base import RuleOutput, Saved
+from tests.inference.row_mixers import DT_LIMIT, gdn_kind, mamba2_kind
+
+SIZES = HeadSizes(1, 2, 8, 12)
+GDN, MAMBA2 = gdn_kind(SIZES), mamba2_kind(heads=2, groups=1, head_dim=6, state_dim=8)
+
+
+def gdn(rows, parameters):
+    given = {"rule": PlainRule(aligned=True), "norm": parameters.norm, "kernels": "triton"}
+    return gdn_rows(rows, *parameters.own, SIZES, **given)
+
+
+def mamba2(rows, parameters):
+    given = {"rule": PlainSSD(aligned=True), "norm": parameters.norm, "kernels": "triton"}
+    return mamba2_rows(rows, *parameters.own, MAMBA2.layout, dt_limit=DT_LIMIT, **given)
+
+
+@pytest.mark.parametrize(("kind", "make"), [(GDN, gdn), (MAMBA2, mamba2)], ids=["gdn", "mamba2"])
+def test_prefill_and_steps_in_slots_have_the_bits_of_training(kind, make, device):
+    rows = kind.rows(67, 2).to(device)
+    parts = make(rows, kind.draw(torch.float32).to(device))
+    assert parts.front.triton
+    with torch.no_grad():
+        whole = mix(rows, parts, Neighbours(None))
+    mixed, carry = prefill(rows[:61], parts)
+    assert torch.equal(mixed, whole[:61])
+    mixed, after = decode(rows[61:], parts, carry, stands=[61, 61])
+    assert torch.equal(mixed, whole[61:])
+    assert not torch.equal(after[1].state, after[2].state)
+
+
+class Calls(TorchDispatchMode):
+    """The names of torch's functions that compute on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if isinstance(made, torch.Tensor) and not function.is_view and "empty" not in name:
+            self.names.append(name)
+        return made
+
+
+class StandIn:
+    """A rule that computes nothing, and leaves states as FlashQLA does."""
+
+    name, batch_invariant, aligned, leaves_states = "stand-in", True, True, True
+    operand_dtype = None
+
+    def begin(self, inputs, documents):
+        self.inputs = inputs
+        return self
+
+    def run(self, initial, *, keep, final):
+        o = torch.empty_like(self.inputs.v)
+        return RuleOutput(o, torch.empty_like(initial) if final else None, Saved())
+
+
+@pytest.mark.parametrize("N", [4, 32])
+def test_a_step_is_the_rule_two_kernels_and_two_calls_of_torch(N, device, monkeypatch):
+    launches: list[Launch] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *args: launches.append(self))
+    rows, parameters = GDN.rows(1, N).to(device), GDN.draw(torch.float32).to(device)
+    parts = gdn(rows, parameters)._replace(rule=StandIn())
+    memory = parts.shape.zeros(N + 3, torch.float32, device)
+    for slots, stands, more in (
+        (range(2, N + 2), [7] * N, []),
+        (range(N + 2, 2, -1), [7] * N, ["index_select"] * 2),  # slots that are no neighbours
+        (range(N), [7] * (N - 1) + [63], ["index_select", "index_copy_"] * 2),  # a chunk ends
+    ):
+        decode_on_grid(rows, parts, memory, stands, slots)  # makes tables
+        launches.clear()
+        with Calls() as calls:
+            decode_on_grid(rows, parts, memory, stands, slots)
+        assert sorted(calls.names) == sorted(["index_copy_", "index_select", *more])
+        assert len(launches) == 2
