@@ -11,6 +11,7 @@ import torch
 from megatron_gdn.inference import decode, prefill
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.generation.aligned import decode_on_grid
 from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
 
@@ -69,6 +70,24 @@ def test_any_cut_has_the_bits_of_training(name, parts):
             mixed, carry = prefill(piece, mixer.parts, carry, stands=[at, at])
         assert torch.equal(mixed, whole[at : at + abs(part)]), (at, part)
         at += abs(part)
+
+
+@each_case
+@pytest.mark.parametrize("slots", [[4, 0, 2], [1, 2, 3]], ids=str)
+def test_a_step_in_slots_has_the_bits_of_training(name, slots):
+    mixer, stands = Mixer(name), [63, 5, 126]
+    rows = mixer.rows(140, 3)
+    whole, memory = mixer.trained(rows), mixer.parts.shape.zeros(5, rows.dtype, rows.device)
+    for n, (slot, had) in enumerate(zip(slots, stands, strict=True)):
+        _, carry = prefill(rows[:had, n : n + 1], mixer.parts)
+        for kept, begun in zip(memory, carry, strict=True):
+            kept[slot] = begun[0]
+    for step in range(3):
+        at = [had + step for had in stands]
+        row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
+        mixed = decode_on_grid(row, mixer.parts, memory, at, slots)
+        for n, place in enumerate(at):
+            assert torch.equal(mixed[0, n], whole[place, n]), (n, place)
 
 
 @each_case
