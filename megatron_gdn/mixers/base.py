@@ -32,6 +32,7 @@ from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
 from .fp8 import (
     GatesApart,
+    computes_again,
     fp8_rows_of,
     keep_gates_apart,
     quantises,
@@ -86,8 +87,8 @@ class RecurrentMixer(
             (``gates=``), as FP8 makes them.
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
         fp8_operands: under delayed scaling the kernels write in FP8 what these linears read:
-            "in_proj" the gradient of its rows, "out_proj" its input. None, until that was measured
-            on a GPU.
+            "in_proj" the gradient of its rows, "out_proj" its input. Empty, until that was
+            measured on a GPU.
         gates_own_rows: the readout runs after all heads are back on this rank, and reads this
             rank's own rows.
         recompute_whole: keep nothing but the input in training, and run the forward again in the
@@ -291,10 +292,14 @@ class RecurrentMixer(
         gradient = mixed = None
         if "in_proj" in self.fp8_operands and apart:
             gradient = self.in_proj.rounded_gradient(dtype)
-        # A checkpoint's second forward rounds by the first one's scale, which out_proj alone knows.
-        if "out_proj" in self.fp8_operands and not refilled and not is_checkpointing():
-            mixed = fp8_rows_of(self.out_proj, "scaling_fwd", dtype)
-            mixed = mixed if runs_in_fp8(self.out_proj) else None
+        out_proj = self.out_proj
+        # Of a recipe for this linear alone, or that has just changed, it learns in its own forward.
+        delayed = self._config.fp8_recipe == "delayed" and runs_in_fp8(out_proj)
+        delayed = delayed and getattr(out_proj, "te_quant_params", None) is None
+        # A checkpoint's second forward rounds by the first one's scale, which Transformer Engine
+        # brings back inside of out_proj's forward.
+        if "out_proj" in self.fp8_operands and delayed and not (refilled or computes_again()):
+            mixed = fp8_rows_of(out_proj, "scaling_fwd", dtype)
         return Fp8Operands(gradient, mixed)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:

@@ -16,6 +16,7 @@ the call alone the linear holds a view of its first rows, and a view of its rows
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import fp8_utils
+from megatron.core.tensor_parallel.random import is_checkpointing
 from torch import Tensor, nn
 
 from ..compat.fp8_weights import stored_in_fp8
@@ -31,6 +33,7 @@ from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
 from ..ops.fp8_rows import Fp8Rows, Scaling
 from ..ops.layout import Layout
+from ..ops.uncompiled import uncompiled
 from .gate_product import GateProduct
 
 
@@ -144,6 +147,16 @@ def fp8_rows_of(linear: Any, state: str, dtype: torch.dtype) -> Fp8Rows | None:
     return Fp8Rows(_FP8_DTYPES[quantizer.dtype.name], scaling, wrapped)
 
 
+def computes_again() -> bool:
+    """Whether this forward is one of the two of a checkpoint, Megatron's or Transformer Engine's.
+
+    Under FP8 Megatron takes Transformer Engine's.
+    """
+    engine: Any = sys.modules.get("transformer_engine.pytorch.distributed")
+    within = getattr(engine, "is_fp8_activation_recompute_enabled", bool)
+    return is_checkpointing() or within()
+
+
 def _fp8_is_on() -> bool:
     """Whether Megatron's FP8 context is open; without Transformer Engine it has none."""
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
@@ -213,6 +226,7 @@ class GatesApart(nn.Module):
             return None
         return fp8_rows_of(self, "scaling_bwd", dtype)
 
+    @uncompiled  # Dynamo loses gradients of views of the weight, and of the gates
     def _in_parts(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:

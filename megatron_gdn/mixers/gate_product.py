@@ -26,7 +26,7 @@ class GateProduct(torch.autograd.Function):
     summed in fp32, and added to ``weight.main_grad`` if the weight has one.
 
     ``x`` is handed through to the linear that computes the other columns. So the linear's gradient
-    of it arrives here, and the gates' share is added where it lies:
+    of it arrives here, and the gates' share is added to it in place:
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
 

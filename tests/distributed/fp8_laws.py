@@ -143,24 +143,24 @@ def gradients_of_gates_do_not_pass_fp8(mixer: str) -> None:
     assert_close("x", x.grad, d_gates @ linear.weight.detach()[first:], FP32)
 
 
-def gates_see_the_norm_in_front(normalization: str, zero_centered: bool) -> None:
-    """Value and every gradient, against autograd through the linear without FP8."""
+def the_norm_in_front_comes_once(normalization: str, zero_centered: bool) -> None:
+    """All columns and every gradient, against the linear without FP8; products are unrounded."""
     layer = whole("gdn", Fp8NormedColumn)
-    linear, first = layer.in_proj, layer.dims.layout.main_width
+    linear = layer.in_proj
     linear.normalization, linear.zero_centered_gamma = normalization, zero_centered
     if normalization == "LayerNorm":
         linear.layer_norm_bias = torch.nn.Parameter(torch.randn(linear.weight.shape[1]))
     found = []
-    d_gates = torch.randn(TOKENS, BATCH, linear.weight.shape[0] - first)
+    d_rows = torch.randn(TOKENS, BATCH, linear.weight.shape[0])
     for fp8 in (False, True):
         x = (3 * inputs(layer)).requires_grad_()
         linear.zero_grad()
-        with fp8_on() if fp8 else nullcontext():
+        unrounded = patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float())
+        with fp8_on() if fp8 else nullcontext(), unrounded:
             rows, _ = linear(x)
-        gates = rows[..., first:]
-        gates.backward(d_gates)
+            rows.backward(d_rows)
         gradients = {name: p.grad.clone() for name, p in linear.named_parameters()}
-        found.append({"gates": gates, "x": x.grad, **gradients})
+        found.append({"rows": rows, "x": x.grad, **gradients})
     for name, tensor in found[0].items():
         assert_close(name, found[1][name], tensor, FP32)
 

@@ -19,8 +19,8 @@ def test_gradients_of_gates_do_not_pass_fp8(pools, mixer):
 
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["gamma", "1+gamma"])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_gates_see_the_norm_in_front(pools, normalization, zero_centered):
-    pools(2).run(laws.gates_see_the_norm_in_front, normalization, zero_centered)
+def test_the_norm_in_front_comes_once(pools, normalization, zero_centered):
+    pools(2).run(laws.the_norm_in_front_comes_once, normalization, zero_centered)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

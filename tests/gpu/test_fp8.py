@@ -124,6 +124,27 @@ def test_a_layer_trains_in_fp8_near_its_bf16_self(mixer, recipe):
         assert error(tensor, found[0][name].double()) < 2 * FP8, name
 
 
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+def test_the_gates_share_is_added_to_the_linears_gradient_of_x(mixer):
+    """Current scaling: equal gradients of the other columns have equal scales."""
+    layer = layer_of(mixer, "tensorwise")
+    linear, first = layer.in_proj, layer.dims.layout.main_width
+    x, d_rows = bf16(TOKENS, 1, HIDDEN), bf16(TOKENS, 1, layer.dims.layout.width)
+    wrapped(layer)
+    found = {}
+    for part in ("main", "gates", "both"):
+        leaf, given = x.clone().requires_grad_(), d_rows.clone()
+        if part != "both":
+            given[..., slice(first, None) if part == "main" else slice(first)] = 0
+        with get_fp8_context(layer.config):
+            rows, _ = linear(leaf)
+        rows.backward(given)
+        found[part] = leaf.grad.double()
+    # Three roundings to bf16 at most, each of 2^-9.
+    assert error(found["both"], found["main"] + found["gates"]) < 3 * 2.0**-9
+    assert error(found["both"], found["main"]) > 2.0**-6, "the gates have no share"
+
+
 # A number that bf16 rounds onto the middle between two of e5m2 goes the wrong way in one of two
 # cases: 2^-6 of all numbers, by a step of 2^-2 at most each; in e4m3 twice as many, by half of it.
 # The scale is of an amax that bf16 has rounded by 2^-9, which moves as many across a middle.

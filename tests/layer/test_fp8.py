@@ -1,5 +1,6 @@
 """What a layer in FP8 refuses, and what it computes again."""
 
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
+from megatron_gdn.mixers.micro_batch import MicroBatch
+from megatron_gdn.ops.fp8_rows import WIDE
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
@@ -286,3 +289,60 @@ def test_a_first_forward_knows_no_scale_yet():
     layer.fp8_operands = ALL
     with fp8_on():
         assert layer(torch.randn(16, 1, 24))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("when", ["rows have moved", "computed again", "in a checkpoint", "recipe"])
+def test_linears_round_by_themselves_what_is_not_their_rows(monkeypatch, when):
+    layer = layer_of("delayed")
+    layer.fp8_operands = ALL
+    layer.out_proj.quantizers = {"scaling_fwd": [Float8Quantizer("kFloat8E4M3")]}
+    if when == "rows have moved":
+        told = []
+        mixes = lambda *args: told.append(args[4]) or mix(*args)  # noqa: E731
+        monkeypatch.setattr("megatron_gdn.mixers.base.mix", mixes)
+        monkeypatch.setattr(MicroBatch, "rows_stay", False)
+        with fp8_on():
+            layer(torch.randn(16, 1, 24))
+        assert told == [WIDE]
+        return
+    if when == "in a checkpoint":  # Megatron takes Transformer Engine's under FP8
+        engine = SimpleNamespace(is_fp8_activation_recompute_enabled=lambda: True)
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", engine)
+    if when == "recipe":
+        layer.out_proj.te_quant_params = object()
+    monkeypatch.setattr("megatron_gdn.mixers.fp8._fp8_is_on", lambda: True)
+    assert layer._fp8_rows(torch.float32, True, when == "computed again").mixed is None
+
+
+@pytest.mark.parametrize("opaque", [True, False], ids=["as Transformer Engine's", "traceable"])
+def test_a_compiled_layer_has_the_gradients_of_the_layer(opaque):
+    """Dynamo may not capture how in_proj comes in two parts: it would lose gradients of both."""
+
+    class Column(Fp8Column):
+        def forward(self, *args, **kwargs):
+            run = super().forward
+            return (torch.compiler.disable(run) if opaque else run)(*args, **kwargs)
+
+    config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe.tensorwise)
+    spec = gated_delta_net_spec("local")
+    spec.submodules.in_proj, spec.submodules.out_proj = Column, Row
+    layer, x = build_module(spec, config, layer_number=1), torch.randn(16, 1, 24)
+
+    def gradients(run):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with fp8_on():
+            out, _ = run(leaf)
+        out.square().sum().backward()
+        return {"x": leaf.grad, **{name: p.grad.clone() for name, p in layer.named_parameters()}}
+
+    expected = gradients(layer)
+    torch._dynamo.reset()
+    try:
+        with torch.compiler.set_stance("default"):
+            found = gradients(torch.compile(layer, backend="eager"))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing captured"
+    finally:
+        torch._dynamo.reset()
+    for name, gradient in expected.items():
+        assert_close(name, found[name], gradient, 1e-6)

@@ -118,3 +118,11 @@ def test_the_gates_share_is_added_where_the_linears_gradient_lies():
         (d_x,) = torch.autograd.grad(losses, x, [weight.detach() for weight in weights])
     assert made.count == 0
     assert d_x.data_ptr() == of_linear.data_ptr() and not torch.equal(d_x, before)
+
+
+def test_an_expanded_gradient_of_the_linear_is_not_written():
+    t = drawn(torch.float64)
+    x = t["x"].requires_grad_()
+    gates, handed = GateProduct.apply(x, t["gates"], None, EPS, group_of_one(), False)
+    (gates.sum() + handed.sum()).backward()
+    torch.testing.assert_close(x.grad, (t["gates"].sum(0) + 1).expand_as(x))
