@@ -24,7 +24,6 @@ from ..front.history import Arrived, ContinuedFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
-from ..rules.chunk_table import CHUNK
 from .aligned import decode_on_grid, prefill_on_grid
 from .carry import Carry
 
@@ -121,11 +120,8 @@ def decode(
     had = _stands(stands, N) if parts.aligned else ()
     for token, row in enumerate(proj.split(1)):
         if parts.aligned:
-            at = [tokens + token for tokens in had]
-            # Carries share memory until a chunk ends: rows after a carry's last are not used.
-            if token == 0 or any(place % CHUNK == CHUNK - 1 for place in at):
-                carry = Carry(*(x.clone(memory_format=torch.contiguous_format) for x in carry))
-            made = decode_on_grid(row, parts, carry, at)
+            carry = Carry(*(x.clone(memory_format=torch.contiguous_format) for x in carry))
+            made = decode_on_grid(row, parts, carry, [tokens + token for tokens in had])
         else:
             made, carry = _one_token(row, parts, carry)
         mixed.append(made)
