@@ -8,7 +8,8 @@ lies beside it, or on how its tokens come. An aligned mixer computes chunks and 
     rule      its inputs, the state at the chunk's start        -> its output, the state after it
     readout   its output, the gate's columns of its rows        -> its rows for out_proj
 
-A chunk with fewer tokens is filled up with zeros. What follows a token changes none of its bits.
+A chunk with fewer tokens is filled up with zeros. What follows a token changes none of its bits, if
+it is finite.
 
 **Fixed shapes.** Each stage runs over groups of a fixed number of chunks (``chunks_of_a_call``).
 The last group is filled up with empty chunks. So every kernel and every matrix product has one

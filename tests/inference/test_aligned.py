@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_gdn.inference import decode, prefill
+from megatron_gdn.mixers.generation.dynamic import SlotBuffers, decode_requests
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.generation.aligned import decode_on_grid
 from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, kda_kind, mamba2_kind
@@ -152,6 +153,24 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
             kind.trained(rows, packed, aligned=True), kind.trained(rows, packed),
             rtol=1e-5, atol=1e-5,
         )  # fmt: skip
+
+
+def test_requests_that_only_pad_a_step_write_nothing(kind):
+    """Their slot is -1; another request has slot 0, and no slot is that of a request before."""
+    mixer, rows = kind.mixer(aligned=True), kind.rows(70)
+    whole, shape = kind.trained(rows, aligned=True), mixer.shape
+    conv = torch.zeros(3, *shape.window(shape.past + 1))
+    states = torch.zeros(3, *shape.state)
+    conv[1:], states[1:] = 1e30, 1e30
+    for token, row in enumerate(rows):
+        both = torch.cat([row, torch.ones_like(row)])[:, None]
+        buffers = SlotBuffers(conv, states, False)
+        out = decode_requests(both, mixer, buffers, torch.tensor([0, -1]))
+        assert torch.equal(out[0], whole[token]) and not out[1].any()
+    assert (conv[1:] == 1e30).all() and (states[1:] == 1e30).all()
+    strided = SlotBuffers(conv.mT.contiguous().mT, states, False)
+    with pytest.raises(RuntimeError, match="view"):
+        decode_requests(both, mixer, strided, torch.tensor([0, -1]))
 
 
 def test_no_product_is_one_that_megatrons_mode_replaces(kind):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_gdn.inference import prefill
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 from tests.inference import test_aligned, test_step
-from tests.inference.row_mixers import gdn_kind, mamba2_kind
+from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
 
 pytestmark = pytest.mark.parametrize(
     "kind",
@@ -31,3 +32,9 @@ def test_laws_of_generation_hold(kind, law):
 def test_any_cut_gives_what_the_whole_gives(kind):
     test_step.test_any_cut_gives_what_the_whole_gives(kind, 65)
     test_aligned.test_any_cut_has_the_bits_of_training(kind, (70, -5, 60, -9, 6), torch.float32)
+
+
+def test_an_empty_sequence_may_come_first(kind):
+    mixer, rows = kind.mixer(aligned=True), kind.rows(5)
+    mixed, _ = prefill(rows, mixer, None, documents_of((0, 5)))
+    assert torch.equal(mixed, kind.trained(rows, aligned=True))

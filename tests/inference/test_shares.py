@@ -76,3 +76,13 @@ def test_what_is_missing_or_does_not_belong_together_is_named():
         pool_of(KINDS[1], 0, 1, False).load(files[:2])
     assert one.free_slots == 2
     one.load(files[:2])
+
+
+def test_a_history_with_columns_first_is_named():
+    """As earlier versions saved those of an aligned mixer."""
+    pool = pool_of(KINDS[0], 0, 1, True)
+    file = pool.save(pool.allocate())
+    history, state = file["layers"][1]
+    file["layers"][1] = Carry(history.mT, state)
+    with pytest.raises(ValueError, match="by an earlier version"):
+        pool.load(file)

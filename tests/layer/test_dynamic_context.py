@@ -140,7 +140,7 @@ def test_requests_of_all_lengths_come_decode_and_leave(kind):
     served = Served(layer, make_context(layer))
     context = served.context
     assert context.mamba_conv_states.shape[2:] == layer.mamba_state_shapes_per_request()[0]
-    context.mamba_conv_states.fill_(7.0)  # what a slot held before is of no meaning
+    context.mamba_conv_states.fill_(1e30)  # what a slot held before is of no meaning
     context.mamba_ssm_states.fill_(7.0)
     for number, length in enumerate((62, 65, 1)):
         context.add_request(served.request(number, length))

@@ -109,6 +109,22 @@ def test_roll_back_in_a_static_context_is_exact(kind, accepted):
 
 
 @of_both
+def test_a_step_in_place_ends_the_time_for_a_roll_back(kind):
+    layer, x, _ = make(kind, tokens=20)
+    layer.config.batch_invariant_mode = True
+    pool = pool_for(layer, slots=3)
+    requests = [pool.allocate(), pool.allocate()]
+    steps = RequestsContext(pool, requests, keep_steps=True)
+    with torch.inference_mode():
+        layer(x[:5], inference_context=steps)
+        layer(x[5:8], inference_context=steps)
+        steps.keep_steps = False
+        layer(x[8:9], inference_context=steps)
+    with pytest.raises(ValueError, match="no decode step"):
+        pool.roll_back(requests, [1, 1])
+
+
+@of_both
 @pytest.mark.parametrize("accepted", [0, 1, 2, 4])
 def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
     """In batch-invariant mode, where the second token of the step ends a chunk of 64."""

@@ -147,7 +147,7 @@ def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor
     """One token of aligned requests, ``[1, N, P]`` to ``[1, N, H V]``.
 
     As :func:`...ops.generation.aligned.decode_on_grid`, where only the device knows slots and
-    places, and some slots are -1.
+    places, and some slots are -1: windows and states are copied, and all states are computed.
     """
     past, read = parts.past, slots.clamp(min=0).long()
     number = torch.arange(len(slots), device=slots.device)
@@ -166,7 +166,7 @@ def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor
     to = torch.cat([torch.zeros_like(place)[:, None], (1 + past + place)[:, None], before], 1)
     real = (slots >= 0)[:, None] & (to >= 0)
     to = (read[:, None] * windows.shape[1] + to).where(real, -1)
-    _write(buffers.conv.flatten(0, 1), to.flatten(), rows.flatten(0, 1))
+    _write(buffers.conv.view(-1, windows.shape[2]), to.flatten(), rows.flatten(0, 1))
     return mixed
 
 

@@ -2,7 +2,7 @@
 
 A sequence carries the state at the start of its chunk of 64 tokens. Its history holds whole
 projection rows: the W - 1 before the chunk and those of the chunk so far. What lies behind these is
-a chunk's later tokens, which change no bit of the earlier ones.
+a chunk's later tokens. If these are finite, they change no bit of the earlier ones.
 
 A decode step writes one row to every history and computes the chunks again from their states, in
 calls of the shapes of training, for all sequences together. It moves nothing else of a history. It
@@ -267,7 +267,9 @@ class _Tables(NamedTuple):
         next_token = whole[:, None] - past + torch.arange(size, device="cpu")
         empty = next_token >= count[:, None]
         last = torch.minimum(next_token, count[:, None] - 1)
+        # Of a sequence without tokens any row will do: it is empty.
+        kept = known(number[:, None], last).clamp(0, len(held) * size + int(more.sum()) - 1)
         return cls(
             known(n, token), (token >= old[n]).nonzero()[:, 0], in_full.nonzero()[:, 0],
-            (~in_full).nonzero()[:, 0], known(number[:, None], last).flatten(), empty.flatten(),
+            (~in_full).nonzero()[:, 0], kept.flatten(), empty.flatten(),
         )  # fmt: skip

@@ -23,7 +23,8 @@ class Carry(NamedTuple):
     Attributes:
         history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
             projection's dtype: nothing is rounded. For an aligned mixer (:mod:`.aligned`) it is
-            whole projection rows, ``[N, W - 1 + 64, P]``. Those after the last token are not used.
+            whole projection rows, ``[N, W - 1 + 64, P]``. Those after the last token may hold any
+            finite numbers.
         state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
     """
 

@@ -59,8 +59,13 @@ def _piece(
             f"layer {layer!r} was saved with {len(held)} sections of channels, this one has "
             f"{sections}; load it where the same model runs."
         )
-    widths = [end - begin for begin, end, _ in held]
-    return held[number], file["layers"][layer][tensor].split(widths, dim)[number]
+    widths, stored = [end - begin for begin, end, _ in held], file["layers"][layer][tensor]
+    if stored.shape[dim] != sum(widths):
+        raise ValueError(
+            f"layer {layer!r} was saved as {tuple(stored.shape)}, without {sum(widths)} columns in "
+            f"dimension {dim}: by an earlier version, or by another layer. Run the prompt again."
+        )
+    return held[number], stored.split(widths, dim)[number]
 
 
 def _join(pieces: list[tuple[Stretch, Tensor]], wanted: Stretch, dim: int, what: str) -> Tensor:
