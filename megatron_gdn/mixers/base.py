@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once, span
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..ops.fp8_rows import WIDE, Fp8Operands
+from ..ops.fp8_rows import WIDE
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
 from ..ops.parts import Parts
@@ -32,14 +32,12 @@ from .arguments import refuse_unsupported, require_causal, the_context
 from .checkpoint import ShardedBySections
 from .fp8 import (
     GatesApart,
-    computes_again,
-    fp8_rows_of,
     keep_gates_apart,
     quantises,
     refuse_fp8_weight,
-    runs_in_fp8,
     wide_parameters,
 )
+from .fp8_operands import operands_in_fp8
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -270,7 +268,9 @@ class RecurrentMixer(
         parts = self.parts(rows, batch, **apart)
         fp8 = WIDE
         if self.fp8_operands and batch.rows_stay:
-            fp8 = self._fp8_rows(rows.dtype, gates is not None, refilled is not None)
+            fp8 = operands_in_fp8(
+                self, rows.dtype, apart=gates is not None, refilled=refilled is not None
+            )
         mixed = mix(rows, parts, batch.passage.neighbours, refilled, fp8)
         if batch.scheme.moves_rows:
             opened, close = mixed, batch.passage.close
@@ -281,26 +281,6 @@ class RecurrentMixer(
         if isinstance(readout, Apart) and readout.closed:
             mixed = readout.call(mixed, rows if own is None else own)
         return mixed, refilled
-
-    def _fp8_rows(self, dtype: torch.dtype, apart: bool, refilled: bool) -> Fp8Operands:
-        """For the linears named in :attr:`fp8_operands`, as they round now.
-
-        Args:
-            apart: whether the rows came without gates, which are never rounded.
-            refilled: whether the rows for out_proj are written once more.
-        """
-        gradient = mixed = None
-        if "in_proj" in self.fp8_operands and apart:
-            gradient = self.in_proj.rounded_gradient(dtype)
-        out_proj = self.out_proj
-        # Of a recipe for this linear alone, or that has just changed, it learns in its own forward.
-        delayed = self._config.fp8_recipe == "delayed" and runs_in_fp8(out_proj)
-        delayed = delayed and getattr(out_proj, "te_quant_params", None) is None
-        # A checkpoint's second forward rounds by the first one's scale, which Transformer Engine
-        # brings back inside of out_proj's forward.
-        if "out_proj" in self.fp8_operands and delayed and not (refilled or computes_again()):
-            mixed = fp8_rows_of(out_proj, "scaling_fwd", dtype)
-        return Fp8Operands(gradient, mixed)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         """What this mixer is made of, for rows ``[S, B, p]`` that ``batch.passage`` has opened."""

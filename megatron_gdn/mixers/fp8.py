@@ -16,7 +16,6 @@ the call alone the linear holds a view of its first rows, and a view of its rows
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -25,13 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import fp8_utils
-from megatron.core.tensor_parallel.random import is_checkpointing
 from torch import Tensor, nn
 
 from ..compat.fp8_weights import stored_in_fp8
 from ..compat.observe import log_once
 from ..ops.first_derivative import first_derivative_only
-from ..ops.fp8_rows import Fp8Rows, Scaling
 from ..ops.layout import Layout
 from ..ops.uncompiled import uncompiled
 from .gate_product import GateProduct
@@ -116,47 +113,6 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
     return True
 
 
-# By the names that Transformer Engine gives its own numbers for them.
-_FP8_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-
-
-def fp8_rows_of(linear: Any, state: str, dtype: torch.dtype) -> Fp8Rows | None:
-    """How ``linear`` would round its input or the gradient of its output, for who writes them.
-
-    Only delayed scaling knows a scale beforehand. Transformer Engine takes its own tensor class in
-    place of rows in ``dtype``, and rounds these no more.
-
-    Args:
-        state: of Transformer Engine, ``"scaling_fwd"`` of the input, ``"scaling_bwd"`` of the
-            gradient; both are first in their lists.
-
-    Returns:
-        None if it must round them itself.
-    """
-    quantizers = getattr(linear, "quantizers", {}).get(state)
-    quantizer: Any = quantizers[0] if quantizers else None
-    if type(quantizer).__name__ != "Float8Quantizer":
-        return None
-
-    def scaling() -> Scaling:
-        return Scaling(quantizer.scale, quantizer.amax)
-
-    def wrapped(rows: Tensor) -> Tensor:
-        return quantizer.create_tensor_from_data(rows.view(torch.uint8), fake_dtype=dtype)
-
-    return Fp8Rows(_FP8_DTYPES[quantizer.dtype.name], scaling, wrapped)
-
-
-def computes_again() -> bool:
-    """Whether this forward is one of the two of a checkpoint, Megatron's or Transformer Engine's.
-
-    Under FP8 Megatron takes Transformer Engine's.
-    """
-    engine: Any = sys.modules.get("transformer_engine.pytorch.distributed")
-    within = getattr(engine, "is_fp8_activation_recompute_enabled", bool)
-    return is_checkpointing() or within()
-
-
 def _fp8_is_on() -> bool:
     """Whether Megatron's FP8 context is open; without Transformer Engine it has none."""
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
@@ -216,15 +172,6 @@ class GatesApart(nn.Module):
         if isinstance(out, tuple):  # an adapter around the linear asked for the normed rows too
             return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
         return torch.cat([out, gates], dim=-1), None
-
-    def rounded_gradient(self, dtype: torch.dtype) -> Fp8Rows | None:
-        """How the linear takes the gradient of its rows in FP8, see :func:`fp8_rows_of`.
-
-        To be asked after its forward. None with a bias, whose gradient is a sum of unrounded rows.
-        """
-        if self._parameters.get("bias") is not None:
-            return None
-        return fp8_rows_of(self, "scaling_bwd", dtype)
 
     @uncompiled  # Dynamo loses gradients of views of the weight, and of the gates
     def _in_parts(

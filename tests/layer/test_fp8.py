@@ -10,6 +10,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
+from megatron_gdn.mixers.fp8_operands import operands_in_fp8
 from megatron_gdn.mixers.micro_batch import MicroBatch
 from megatron_gdn.ops.fp8_rows import WIDE
 from megatron_gdn.ops.mixer import mix
@@ -311,7 +312,8 @@ def test_linears_round_by_themselves_what_is_not_their_rows(monkeypatch, when):
     if when == "recipe":
         layer.out_proj.te_quant_params = object()
     monkeypatch.setattr("megatron_gdn.mixers.fp8._fp8_is_on", lambda: True)
-    assert layer._fp8_rows(torch.float32, True, when == "computed again").mixed is None
+    refilled = when == "computed again"
+    assert operands_in_fp8(layer, torch.float32, apart=True, refilled=refilled).mixed is None
 
 
 @pytest.mark.parametrize("opaque", [True, False], ids=["as Transformer Engine's", "traceable"])
