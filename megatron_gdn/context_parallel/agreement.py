@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import Documents, StaticDocuments
+from ..ops.documents import Documents
 from ..ops.host_tables import stream_of_tables, to_device
+from ..ops.static_documents import StaticDocuments
 from ..ops.uncompiled import uncompiled
 from .layouts import SequenceLayout
 

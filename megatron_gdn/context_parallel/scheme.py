@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..ops import Documents
+from ..ops.documents import Documents
 from ..ops.layout import Layout
 from ..ops.neighbours import Neighbours
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..ops import Documents
+from ..ops.documents import Documents
 from ..ops.gdn.rule.api import run_rule
 from ..ops.gdn.rule.base import RuleInputs
 from ..ops.gdn.rule.plain import PlainRule

@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
-from ..ops import StaticDocuments
+from ..ops.static_documents import StaticDocuments
 
 _numbers = count()
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..ops import StaticDocuments
+from ..ops.static_documents import StaticDocuments
 from .fixed_buffers import FixedBuffers, StaticPackedSeqParams
 from .packing import static_documents_of
 

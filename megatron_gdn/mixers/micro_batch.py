@@ -27,13 +27,13 @@ from ..context_parallel.agreement import number_of_new_layer, require_agreement
 from ..context_parallel.machines import check_ranks_per_machine, ranks_per_machine
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, stay
-from ..ops import Documents, StaticDocuments
-from ..ops.documents import require_one_row
+from ..ops.documents import Documents, require_one_row
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
 from ..ops.neighbours import ALONE
 from ..ops.rules.base import PreparedRule, Rule
 from ..ops.state_maps.state_map import StateShape
+from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
 from .loader_layout import LoaderLayout
 from .packing import context_parallel_group_of, resolve_packed_seq_params

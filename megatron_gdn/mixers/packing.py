@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..ops import Documents, StaticDocuments
-from ..ops.documents import changed_before_recomputation
+from ..ops.documents import Documents, changed_before_recomputation
 from ..ops.host_tables import stream_of_tables
+from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
 
 if TYPE_CHECKING:

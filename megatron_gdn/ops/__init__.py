@@ -1,27 +1,34 @@
-"""The mathematics of the layer; needs torch and nothing else."""
+"""The mathematics of the layer; needs torch and nothing else.
 
-from .conv import causal_conv1d
-from .documents import Documents
-from .gates import decay_and_write_gates
-from .gdn.rule.api import gated_delta_rule
-from .gdn.rule.chunk import torch_chunk_gated_delta_rule
-from .gdn.rule.recurrent import recurrent_gated_delta_rule
-from .gdn.rule.resolve import resolve_rule
-from .layout import Layout
-from .norm import l2norm, rms_norm, rms_norm_gated
-from .static_documents import StaticDocuments
+Public names are imported when first used: some are of a mixer's folder, which lies above this one.
+"""
 
-__all__ = [
-    "Documents",
-    "Layout",
-    "StaticDocuments",
-    "causal_conv1d",
-    "decay_and_write_gates",
-    "gated_delta_rule",
-    "l2norm",
-    "recurrent_gated_delta_rule",
-    "resolve_rule",
-    "rms_norm",
-    "rms_norm_gated",
-    "torch_chunk_gated_delta_rule",
-]
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Documents": ".documents",
+    "Layout": ".layout",
+    "StaticDocuments": ".static_documents",
+    "causal_conv1d": ".conv",
+    "decay_and_write_gates": ".gates",
+    "gated_delta_rule": ".gdn.rule.api",
+    "l2norm": ".norm",
+    "recurrent_gated_delta_rule": ".gdn.rule.recurrent",
+    "resolve_rule": ".gdn.rule.resolve",
+    "rms_norm": ".norm",
+    "rms_norm_gated": ".norm",
+    "torch_chunk_gated_delta_rule": ".gdn.rule.chunk",
+}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents, StaticDocuments
+from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
 from ...ops.state_maps.state_map import StateShape
+from ...ops.static_documents import StaticDocuments
 from ..headwise.static_route import zigzag_positions
 from ..layouts import SequenceLayout, local_indices
 from ..machines import ranks_per_machine

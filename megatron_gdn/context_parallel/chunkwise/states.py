@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents
+from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import StateMap

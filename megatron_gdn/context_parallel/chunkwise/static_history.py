@@ -21,9 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops import Documents, StaticDocuments
+from ...ops.documents import Documents
 from ...ops.front.edges import Places, StaticHistoryTable
 from ...ops.host_tables import to_device
+from ...ops.static_documents import StaticDocuments
 from .history import HistoryRoute
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import StaticDocuments
 from ...ops.host_tables import to_device
+from ...ops.static_documents import StaticDocuments
 from ..headwise.static_route import require_fragments
 from ..layouts import SequenceLayout, check_lengths
 from .states import StateTable, chain_nodes

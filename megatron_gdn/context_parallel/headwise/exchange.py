@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import StaticDocuments
+from ...ops.static_documents import StaticDocuments
 from ..layouts import SequenceLayout
 from .route import Wave, route
 from .shares import HeadShares

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents
+from ...ops.documents import Documents
 from ...ops.layout import Layout, Section
 from ...ops.size_error import SizeError
 from ..layouts import SequenceLayout

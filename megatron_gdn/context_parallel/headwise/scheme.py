@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops import Documents, StaticDocuments
+from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.neighbours import Neighbours
+from ...ops.static_documents import StaticDocuments
 from ...ops.uncompiled import uncompiled
 from ..layouts import SequenceLayout
 from ..scheme import Passage

@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from ...ops import StaticDocuments
+from ...ops.static_documents import StaticDocuments
 from ..layouts import check_lengths, inverse, zigzag_places
 from .route import Wave, places_of, wave_tokens
 

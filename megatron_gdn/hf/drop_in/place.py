@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...context_parallel import SequenceLayout, local_indices
-from ...ops import Documents
+from ...ops.documents import Documents
 from .exchange import RowExchange
 from .sources import Sources, text_positions
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ...ops import Documents
+from ...ops.documents import Documents
 from .block_masks import document_ids_of_block_mask
 
 _BLOCKS = "attention_mask (4-D)"

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from ...mixers.gdn.sizes import GDNDims
-from ...ops.layout import Layout
 from .layer_maps import hf_from_ranks, ranks_from_hf
-from .tensor_map import HFRef, TensorMap
+from .tensor_map import HFRef, TensorMap, conv_map
 
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
 
@@ -98,35 +97,6 @@ def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage)
         shard_dim=0,
         sections=layout.widths,
         section_names=layout.names,
-    )
-
-
-def conv_map(
-    prefix: str,
-    hf_prefix: str,
-    layout: Layout,
-    taps: int,
-    in_three: bool,
-    name: str = "conv1d.weight",
-) -> TensorMap:
-    """The map of the convolution's weight, stored whole or by its sections q, k and v.
-
-    Args:
-        name: Megatron's, after ``prefix``.
-    """
-    if in_three:
-        rows = dict(zip("qkv", layout.conv_widths, strict=True))
-        sources = tuple(
-            HFRef(f"{hf_prefix}{n}_conv1d.weight", (r, 1, taps)) for n, r in rows.items()
-        )
-    else:
-        sources = (HFRef(f"{hf_prefix}conv1d.weight", (layout.conv_width, 1, taps)),)
-    return TensorMap(
-        names=(prefix + name,),
-        sources=sources,
-        shard_dim=0,
-        sections=layout.conv_widths,
-        section_names=layout.conv_names,
     )
 
 

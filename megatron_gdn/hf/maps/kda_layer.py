@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from ...mixers.kda.sizes import KDADims
-from .gdn_layer import conv_map
 from .layer_maps import hf_from_ranks, ranks_from_hf
-from .tensor_map import HFRef, TensorMap
+from .tensor_map import HFRef, TensorMap, conv_map
 
 KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]
 

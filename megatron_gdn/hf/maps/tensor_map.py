@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...compat.fp8_weights import dequantised
 from ...mixers.init import take_share
+from ...ops.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +203,32 @@ def bits_of(tensor: Tensor) -> Tensor:
     """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+def conv_map(
+    prefix: str,
+    hf_prefix: str,
+    layout: Layout,
+    taps: int,
+    in_three: bool,
+    name: str = "conv1d.weight",
+) -> TensorMap:
+    """The map of the convolution's weight, stored whole or by its sections q, k and v.
+
+    Args:
+        name: Megatron's, after ``prefix``.
+    """
+    if in_three:
+        rows = dict(zip("qkv", layout.conv_widths, strict=True))
+        sources = tuple(
+            HFRef(f"{hf_prefix}{n}_conv1d.weight", (r, 1, taps)) for n, r in rows.items()
+        )
+    else:
+        sources = (HFRef(f"{hf_prefix}conv1d.weight", (layout.conv_width, 1, taps)),)
+    return TensorMap(
+        names=(prefix + name,),
+        sources=sources,
+        shard_dim=0,
+        sections=layout.conv_widths,
+        section_names=layout.conv_names,
+    )

@@ -15,7 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ...context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
-from ...ops import Documents, StaticDocuments
+from ...ops.documents import Documents
+from ...ops.static_documents import StaticDocuments
 from ...ops.trees import TreeDocuments
 from ..packing import context_parallel_group_of, resolve_packed_seq_params
 

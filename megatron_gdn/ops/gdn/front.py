@@ -22,13 +22,9 @@ from torch import Tensor
 from ..documents import Documents
 from ..fp8_rows import Scaling
 from ..front.base import Parameters
-from ..front.conv_package import why_not_conv_package
-from ..kernels.builds import watch_triton_builds
-from ..kernels.obstacles import why_not_triton
 from ..layout import Layout
-from ..once import say_once
 from ..state_maps.state_map import StateShape
-from . import front_conv_package, front_torch
+from .front_choice import is_triton, kernels_for
 from .rule.base import RuleGrads, RuleInputs
 from .rule.step import RecurrentRule
 from .sizes import HeadSizes
@@ -111,7 +107,7 @@ class GDNFront:
 
     @cached_property
     def triton(self) -> bool:
-        return self.kernels not in (front_torch, front_conv_package)
+        return is_triton(self.kernels)
 
     @property
     def writes_fp8(self) -> bool:
@@ -171,50 +167,3 @@ class GDNFront:
 
     def edges(self) -> Edges | None:
         return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
-
-
-def kernels_for(
-    device: str,
-    dtype: torch.dtype,
-    taps: int,
-    sizes: HeadSizes,
-    kernels: str = "auto",
-    aligned: bool = False,
-) -> ModuleType:
-    """The front's module: our Triton kernels or their plain-torch twins.
-
-    Args:
-        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
-            or ``"torch"``. Where ``"auto"`` cannot take Triton on a GPU, causal-conv1d computes the
-            convolution if it is installed, unless the rows are ``aligned``.
-    """
-    if kernels not in ("auto", "triton", "torch"):
-        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
-    if kernels == "auto":
-        why = why_not_triton(device, dtype, taps)
-        if why is not None:
-            return _without_triton(why, device, dtype, taps, sizes, aligned)
-    if kernels == "torch":
-        return front_torch
-    from . import front_triton
-
-    if device == "cuda":
-        watch_triton_builds()
-    return front_triton
-
-
-def _without_triton(
-    why: str, device: str, dtype: torch.dtype, taps: int, sizes: HeadSizes, aligned: bool
-) -> ModuleType:
-    in_torch = "Gated DeltaNet runs conv, gates and norm in plain torch"
-    if device != "cuda":
-        say_once(f"{in_torch}: {why}.", device)
-        return front_torch
-    why_not = why_not_conv_package(device, dtype, taps, sizes.layout.conv_widths, aligned)
-    if why_not is not None:
-        say_once(f"{in_torch}: {why}; {why_not}.", device)
-        return front_torch
-    say_once(
-        f"Gated DeltaNet runs gates and norm in plain torch, conv by causal-conv1d: {why}.", device
-    )
-    return front_conv_package

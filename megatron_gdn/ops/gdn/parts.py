@@ -49,7 +49,7 @@ def gdn_parts(
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
             again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
             costs about one more forward of the rule.
-        kernels: see :func:`.front.kernels_for`.
+        kernels: see :func:`.front_choice.kernels_for`.
         gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:

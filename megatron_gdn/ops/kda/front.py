@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..front.base import Parameters
-from ..gdn import front_conv_package, front_torch
-from ..gdn.front import kernels_for
+from ..gdn.front_choice import is_triton, kernels_for
 from ..gdn.rule.base import RuleGrads, RuleInputs
 from ..layout import Layout
 from ..state_maps.state_map import StateShape
@@ -40,7 +39,7 @@ class KDAFront:
 
     Attributes:
         layout: the columns of a row.
-        kernels: of the convolution and the norms, see :func:`..gdn.front.kernels_for`.
+        kernels: of the convolution and the norms, see :func:`..gdn.front_choice.kernels_for`.
         lower_bound: of g; None: unbounded.
         dtype: of q, k and v; None is the projection's.
         batch_invariant: the bits of a packed document do not depend on where it lies.
@@ -146,7 +145,7 @@ class KDAFront:
     @property
     def _fused(self) -> bool:
         """Whether Triton computes the gates too."""
-        return self.kernels not in (front_torch, front_conv_package)
+        return is_triton(self.kernels)
 
     def _gates(self, proj: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         if self._fused:

@@ -41,7 +41,7 @@ def kda_parts(
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         lower_bound: of the log-decay, below 0; None: unbounded.
         run_again: see :class:`Parts`.
-        kernels: ``"auto"``, ``"triton"`` or ``"torch"``, see :func:`..gdn.front.kernels_for`.
+        kernels: see :func:`..gdn.front_choice.kernels_for`.
 
     Raises:
         ValueError: rows of other heads; unknown ``kernels``.

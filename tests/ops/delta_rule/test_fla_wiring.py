@@ -12,6 +12,7 @@ import torch
 
 from megatron_gdn.ops.gdn.rule import fla as fla_rule
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.ops.rules import fla_functions
 from megatron_gdn.ops.rules.again import kept_to_run_again
 from megatron_gdn.ops.rules.base import Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
@@ -139,7 +140,7 @@ def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
     inputs = RuleInputs(*[torch.empty(1, 2**20, 32, 128, device="meta")] * 5)
     static = StaticDocuments(2**20, 2)
     with pytest.raises(NotImplementedError, match="at most 524288 tokens per rank"):
-        fla_rule.parts_of(inputs, static)
+        fla_functions.parts_of(inputs, static)
 
 
 @pytest.mark.parametrize("lengths", [(130, 1, 300), (2500, 2100)], ids=["uncut", "cut"])

@@ -13,7 +13,7 @@ import torch
 from megatron_gdn.ops.conv import convolve_rows as plain
 from megatron_gdn.ops.front import conv_package
 from megatron_gdn.ops.front.conv_package import why_not_conv_package
-from megatron_gdn.ops.gdn import front, front_conv_package, front_torch
+from megatron_gdn.ops.gdn import front, front_choice, front_conv_package, front_torch
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.mamba2 import parts as mamba2
 from megatron_gdn.ops.once import say_once
@@ -42,7 +42,7 @@ def package(monkeypatch):
 
 
 def chosen(kernels="auto", aligned=False, sizes=SIZES, dtype=torch.bfloat16, taps=4):
-    return front.kernels_for("cuda", dtype, taps, sizes, kernels, aligned)
+    return front_choice.kernels_for("cuda", dtype, taps, sizes, kernels, aligned)
 
 
 def test_it_is_taken_on_a_gpu_without_triton_and_the_log_says_so(package, caplog):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.fla import parts_of
 from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.ops.rules.fla_functions import parts_of
 from megatron_gdn.ops.state_maps.fold import (
     compose,
     entering_states,

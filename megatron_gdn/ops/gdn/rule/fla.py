@@ -13,66 +13,13 @@ import torch
 from torch import Tensor
 
 from ...documents import Documents
-from ...host_tables import cached_by_stream
 from ...rules.base import RuleOutput, Saved
-from ...rules.fla_functions import stages
+from ...rules.fla_functions import boundaries_of, parts_of, stages
 from ...rules.rows import in_one_row, in_rows
 from ...state_maps.fold import compose
-from ...state_maps.parts import CHUNK, Parts, parts_by_length
+from ...state_maps.parts import CHUNK
 from ...state_maps.state_map import StateMap
-from ...state_maps.static_parts import uncut_parts
-from ...static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs, inputs_in_one_row
-
-
-def boundaries_of(documents: Documents | None) -> dict[str, Tensor | None]:
-    if documents is None:
-        return {"cu_seqlens": None, "chunk_indices": None}
-    if isinstance(documents, StaticDocuments):
-        # fla caches tables by the identity of the offsets tensor, and this one changes in place. A
-        # new alias has no older tables. It lives as long as one forward and backward.
-        return {
-            "cu_seqlens": documents.cu_seqlens.view(-1),
-            "chunk_indices": documents.chunks(CHUNK).indices,
-        }
-    from fla.ops.utils.index import prepare_chunk_indices
-
-    # fla caches by tensor identity; Documents keeps both tensors, so all layers hit.
-    indices = prepare_chunk_indices(
-        documents.cu_seqlens, CHUNK, cu_seqlens_cpu=documents.cu_seqlens_cpu
-    )
-    return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": indices}
-
-
-@cached_by_stream(64)
-def _parts(
-    sequences: tuple[int, ...], value_heads: int, longest: int, device: torch.device
-) -> Parts:
-    return Parts.build(sequences, parts_by_length(sequences, value_heads, longest), device)
-
-
-def parts_of(inputs: RuleInputs, documents: Documents | None) -> Parts:
-    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits.
-
-    Raises:
-        NotImplementedError: fixed buffers, whose documents are not cut, of too many tokens for
-            that.
-    """
-    (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
-    longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
-    if isinstance(documents, StaticDocuments):
-        if tokens > longest:
-            raise NotImplementedError(
-                f"states enter documents in fixed buffers of at most {longest} tokens per rank "
-                f"with backend='fla' and {H} value heads, not {tokens}; use backend='flash_qla' or "
-                f"linear_cp_mode='headwise'."
-            )
-        return uncut_parts(documents)
-    if documents is None:
-        sequences = tuple(row * tokens for row in range(rows + 1))
-    else:
-        sequences = documents.filled_offsets
-    return _parts(sequences, H, longest, inputs.v.device)
 
 
 class _Triangular(NamedTuple):

@@ -18,9 +18,14 @@ from torch import Tensor
 
 from ...documents import Documents
 from ...gdn.rule.base import RuleGrads, RuleInputs, inputs_in_one_row
-from ...gdn.rule.fla import boundaries_of, parts_of
 from ...rules.base import RuleOutput, Saved
-from ...rules.fla_functions import SEQUENCES, checked_module, why_not_called_so
+from ...rules.fla_functions import (
+    SEQUENCES,
+    boundaries_of,
+    checked_module,
+    parts_of,
+    why_not_called_so,
+)
 from ...rules.rows import in_one_row, in_rows
 from ...state_maps.fold import compose
 from ...state_maps.parts import CHUNK
