@@ -34,7 +34,7 @@ def package(monkeypatch):
         monkeypatch.setattr(conv_package, "installed_version", lambda name: version)
 
     monkeypatch.delenv("CAUSAL_CONV1D_DETERMINISTIC", raising=False)
-    for chooser in (front, mamba2):
+    for chooser in (front_choice, mamba2):
         monkeypatch.setattr(chooser, "why_not_triton", lambda *_: "triton is not installed")
     say_once.cache_clear()
     yield install
