@@ -185,7 +185,8 @@ class Launch:
         found = [(int(n), float(ms), float(loss)) for n, ms, loss in re.findall(line, text)]
         if len(found) > 1:
             (_, *first), (second, *means) = found[:2]
-            found[1] = (second, *(2 * mean - one for one, mean in zip(first, means, strict=True)))
+            pairs = zip(first, means, strict=True)
+            found[1] = (second, *(round(2 * mean - one, 6) for one, mean in pairs))
         peaks = re.findall(r"max allocated: ([\d.]+)", text)
         return {n: (ms, loss) for n, ms, loss in found}, max(map(float, peaks), default=0.0)
 
@@ -225,9 +226,10 @@ def fill_caches(args: argparse.Namespace) -> None:
         flags = [*ROWS[name].all_flags(layer, 2), "--hybrid-layer-pattern", "G-*-"]
         flags += ["--global-batch-size", str(ROWS[name].tokens[0])]
         began = time.monotonic()
-        # fla would keep what it tuned while others used the GPU.
         log = args.out / f"compile-{name}-{layer}.log"
-        launch = Launch(args, flags, log, FLA_CACHE_RESULTS="0")
+        # fla would keep what it tuned while others used the GPU; inductor starts many processes.
+        alone = {"FLA_CACHE_RESULTS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        launch = Launch(args, flags, log, **alone)
         launch.release()
         failed = launch.finish(args.compile_seconds)
         print(f"compiled {name} {layer}: {time.monotonic() - began:.0f} s {failed}", flush=True)
