@@ -184,9 +184,8 @@ class Launch:
         line = r"iteration +(\d+)/.*?iteration \(ms\): (\S+) .*?lm loss: (\S+)"
         found = [(int(n), float(ms), float(loss)) for n, ms, loss in re.findall(line, text)]
         if len(found) > 1:
-            (_, *first), (second, *means) = found[:2]
-            pairs = zip(first, means, strict=True)
-            found[1] = (second, *(round(2 * mean - one, 6) for one, mean in pairs))
+            (_, ms, loss), (second, mean_ms, mean_loss) = found[:2]
+            found[1] = (second, round(2 * mean_ms - ms, 1), round(2 * mean_loss - loss, 6))
         peaks = re.findall(r"max allocated: ([\d.]+)", text)
         return {n: (ms, loss) for n, ms, loss in found}, max(map(float, peaks), default=0.0)
 
