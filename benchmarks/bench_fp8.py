@@ -2,6 +2,8 @@
 
     python3 benchmarks/bench_fp8.py --out results.jsonl     times, memory and errors on one GPU
     python3 benchmarks/bench_fp8.py --toy                   small, on a CPU: errors in bf16 alone
+    python3 benchmarks/bench_fp8.py --profile --tokens 8192 --recipes tensorwise
+                                                            where a layer's time goes, host and GPU
 
 Errors are those of output and gradients against the same layer in fp64, relative to their size, for
 gates as initialised and for slow ones. "gates too" is FP8 for all columns of in_proj.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 from lib import layers as lib
 from lib.layers import DEVICE, accumulate, our_layer, slow_gates, upstream_layer
-from lib.measure import environment, memory_mib, table, time_ms, write_lines
+from lib.measure import environment, host_ms, memory_mib, table, time_ms, write_lines
 
 from megatron_gdn.mixers.fp8 import GatesApart
 from megatron_gdn.ops.gdn.sizes import HeadSizes
@@ -42,6 +45,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--fp8-operands", action="store_true", help="see above")
     parser.add_argument("--no-errors", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="that alone, see above")
+    parser.add_argument("--layers", nargs="+", default=["ours"], help="of --profile: upstream too")
     parser.add_argument("--toy", action="store_true")
     return parser.parse_args()
 
@@ -105,9 +110,17 @@ def clear(layer: Any, x: torch.Tensor) -> None:
 
 
 def measure(name: str, shape: str, recipe: str | None, args: Any) -> dict[str, Any]:
+    forward, both, start = calls(name, shape, recipe, args)
+    made: dict[str, Any] = {"eager": time_ms(both, repeats=args.repeats)}
+    made["forward"] = time_ms(forward, repeats=args.repeats)
+    start()
+    return made | memory_mib(forward)
+
+
+def calls(name: str, shape: str, recipe: str | None, args: Any) -> tuple[Callable[[], Any], ...]:
+    """A forward of the layer; a forward and backward; what forgets gradients before these."""
     hidden, heads = SHAPES[shape]
-    sizes = HeadSizes(*heads, 128, 128)
-    layer, configured = build(name, hidden, sizes, recipe)
+    layer, configured = build(name, hidden, HeadSizes(*heads, 128, 128), recipe)
     x = torch.randn(args.tokens, 1, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
     grad = torch.randn_like(x)
 
@@ -119,10 +132,7 @@ def measure(name: str, shape: str, recipe: str | None, args: Any) -> dict[str, A
         clear(layer, x)
         forward().backward(grad)
 
-    made: dict[str, Any] = {"eager": time_ms(both, repeats=args.repeats)}
-    made["forward"] = time_ms(forward, repeats=args.repeats)
-    clear(layer, x)
-    return made | memory_mib(forward)
+    return forward, both, lambda: clear(layer, x)
 
 
 def results(layer: Any, x: torch.Tensor, grad: torch.Tensor, run: Any) -> dict[str, torch.Tensor]:
@@ -187,6 +197,68 @@ def errors(recipe: str | None, name: str, gates: str, toy: bool) -> dict[str, fl
     }
 
 
+# The first whose pattern is found in a kernel's name.
+KERNELS = {
+    "GEMM": r"(?i)gemm|nvjet|cutlass|xmma|splitk",
+    "norm of TE": r"(?i)rmsnorm|layernorm|transformer_engine::normalization",
+    "quantise": r"(?i)transformer_engine|amax|quantize",
+    "torch's": r"at::|Mem(cpy|set)",
+    "front, rule, readout": "",
+}
+# Torch's calls: TE's GEMMs are not among them, so products are those of the gates.
+OPERATIONS = ("aten::mm", "aten::addmm_", "aten::addmm", "aten::cat", "aten::copy_", "aten::add_",
+              "aten::fill_", "aten::mul", "aten::linalg_vector_norm")  # fmt: skip
+
+
+def profile(run: Callable[[], None], repeats: int = 5) -> dict[str, Any]:
+    """Microseconds of the GPU by :data:`KERNELS` and by torch's calls; milliseconds of the host."""
+    timed = time_ms(run, repeats=20)
+    host = host_ms([run])[0]
+    with torch.profiler.profile() as found:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    kernels, of_calls = {}, {}
+    for event in found.key_averages():
+        us, count = event.self_device_time_total / repeats, event.count / repeats
+        if event.is_user_annotation or not us:
+            continue
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.key] = (us, count)
+        elif event.key in OPERATIONS:
+            of_calls[event.key] = us
+    groups = dict.fromkeys(KERNELS, 0.0)
+    for name, (us, _) in kernels.items():
+        groups[next(group for group, of in KERNELS.items() if re.search(of, name))] += us
+    launches = sum(count for _, count in kernels.values())
+    return {"eager": timed, "host": host, "groups": groups, "calls": of_calls,
+            "launches": launches, "kernels": kernels}  # fmt: skip
+
+
+def profiles(args: argparse.Namespace, late: Callable[[str], bool]) -> None:
+    """A column for each layer and recipe; the longest kernels, since their names decide."""
+    for shape in args.shapes:
+        columns = [(recipe, layer) for recipe in (None, *args.recipes) for layer in args.layers]
+        columns = [(r, layer) for r, layer in columns if not late(f"profile {shape} {r} {layer}")]
+        made = [profile(calls(layer, shape, recipe, args)[1]) for recipe, layer in columns]
+        heads = [f"{layer} {recipe or 'bf16'}" for recipe, layer in columns]
+        rows = [[f"{shape}, {args.tokens} tokens", *heads]]
+        for key in ("eager", "host"):
+            rows.append([f"{key} ms", *(f"{one[key]['median']:.3f}" for one in made)])
+        rows.append(["kernels", *(f"{one['launches']:.0f}" for one in made)])
+        total = [f"{sum(one['groups'].values()):.0f}" for one in made]
+        rows.append(["GPU us", *total])
+        for kind, names in (("groups", KERNELS), ("calls", OPERATIONS)):
+            rows += [[f"  {n} us", *(f"{one[kind].get(n, 0):.0f}" for one in made)] for n in names]
+        print(table(rows), flush=True)
+        for (recipe, layer), head, one in zip(columns, heads, made, strict=True):
+            record = {"profile": shape, "recipe": recipe, "layer": layer, "tokens": args.tokens}
+            write_lines(args.out, [record | one | {"environment": environment()}])
+            longest = sorted(one["kernels"].items(), key=lambda kernel: -kernel[1][0])[:24]
+            print(head)
+            print(*(f"  {us:.0f} us {n:g}x {key[:110]}" for key, (us, n) in longest), sep="\n")
+
+
 def main() -> None:
     args = arguments()
     began = time.monotonic()
@@ -200,6 +272,8 @@ def main() -> None:
         return False
 
     times: list[list[str]] = []
+    if args.profile:
+        return profiles(args, late)
     if not args.toy:
         times = timed("ours", args, late)
     if not args.no_errors:

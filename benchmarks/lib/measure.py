@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megatron_gdn import GDNDims
 
-PACKAGES = ("torch", "triton", "megatron-core", "flash-linear-attention", "flash-qla", "tilelang")
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "flash-linear-attention",
+            "flash-qla", "tilelang")  # fmt: skip
 
 
 def environment() -> dict[str, str]:

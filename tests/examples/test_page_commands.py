@@ -55,6 +55,9 @@ RUN_BY = {
     "make test-versions": SUITE,
     "make test-gpu": GPU,
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
+    "benchmarks/launches.sh MEGATRON_LM": (
+        "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"
+    ),
     "make test-frameworks": SUITE,
     ".venv/bin/python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
         "tests/testing/test_certificate.py::test_both_schemes_stay_within_rounding_of_one_rank"
