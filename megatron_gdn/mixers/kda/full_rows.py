@@ -28,9 +28,10 @@ def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights
     """
     sections = list(narrow.split(in_proj.widths, -1))
     halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
-    own = torch.cat([sections[i] for i in halved], -1)  # a copy: a view would keep ``narrow``
+    own = torch.cat([sections[i] for i in halved], -1)
     of_ranks = all_gather_last_dim_from_tensor_parallel_region(own, group)
     lows = of_ranks.unflatten(-1, (group.size(), -1)).split([in_proj.widths[i] for i in halved], -1)
     for i, low, weight in zip(halved, lows, weights, strict=True):
-        sections[i] = F.linear(low.flatten(-2), weight)
+        # Contiguous: a view would keep all of ``own``, and its strides change a product's bits.
+        sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
     return torch.cat(sections, -1)
