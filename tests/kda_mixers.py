@@ -30,11 +30,7 @@ def kda_config(**changes):
 def build(config, groups, **options) -> KimiDeltaAttention:
     """In ``config.params_dtype``; of fp64 all of it, so that laws are held to fp64's rounding."""
     mixer = KimiDeltaAttention(config, LOCAL, pg_collection=groups, **options)
-    if config.params_dtype == torch.float64:
-        for name in mixer._keep_in_float32_parameter_names:
-            parameter = mixer.get_parameter(name)
-            parameter.data = parameter.data.double()
-    return mixer
+    return mixer.double() if config.params_dtype == torch.float64 else mixer
 
 
 def randomise_(mixer) -> None:

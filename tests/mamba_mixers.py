@@ -31,11 +31,7 @@ def mamba_config(**changes):
 def build(config, groups, **options) -> Mamba2Mixer:
     """In ``config.params_dtype``; of fp64 all of it, so that laws are held to fp64's rounding."""
     mixer = Mamba2Mixer(config, LOCAL, config.hidden_size, pg_collection=groups, **options)
-    if config.params_dtype == torch.float64:
-        for name in mixer._keep_in_float32_parameter_names:
-            parameter = mixer.get_parameter(name)
-            parameter.data = parameter.data.double()
-    return mixer
+    return mixer.double() if config.params_dtype == torch.float64 else mixer
 
 
 def alone() -> ProcessGroupCollection:

@@ -90,7 +90,7 @@ def require_causal(
         is_bool = fits and mask.dtype == torch.bool
         legal = is_bool and bool((mask == future).all() or mask.all())
     if not legal:
-        why = "is not a causal mask" if fits else (
+        why = f"is not a causal mask{_of_other_tokens(mask, positions)}" if fits else (
             f"does not fit {rows} rows of {tokens} tokens, {local} of them on this rank: it must "
             f"be [{rows} or 1, 1, {local}, {tokens}] and causal, or [{rows}, {tokens}] of ones"
         )  # fmt: skip
@@ -99,6 +99,21 @@ def require_causal(
         )
     if looked_at is not None:
         setattr(mask, _CHECKED, looked_at)
+
+
+def _of_other_tokens(mask: Tensor, positions: Tensor) -> str:
+    """What to say of a mask ``[.., s, S]`` that is causal for other tokens than ``positions``."""
+    if mask.dtype != torch.bool or mask.dim() != 4:
+        return ""
+    seen = (~mask[0, 0]).sum(-1)
+    if bool((mask == (torch.arange(mask.shape[-1], device=mask.device) < seen[:, None])).any()):
+        return ""
+    return (
+        f" of this rank's tokens: its rows are of positions {int(seen[0]) - 1} to "
+        f"{int(seen[-1]) - 1}, and by the layer's option cp_layout the rank holds "
+        f"{int(positions[0])} to {int(positions[-1])}. Megatron's loaders cut batches that are not "
+        f"packed in zigzag: leave cp_layout at 'auto' there"
+    )
 
 
 def the_context(inference_context: Any, inference_params: Any) -> Any:

@@ -225,6 +225,10 @@ class RecurrentMixer(
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
+        if out_bias is not None and not torch.is_grad_enabled():
+            # A reentrant checkpoint takes what it returns for its own output. The parameter itself
+            # would then be no leaf, and the backward would enter the checkpoint again, for ever.
+            out_bias = out_bias.detach()
         return out_sBD, out_bias
 
     def project(self, hidden_states: Tensor) -> Tensor:

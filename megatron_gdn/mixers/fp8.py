@@ -16,6 +16,7 @@ the call alone the linear holds a view of its first rows, and a view of its rows
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -46,7 +47,15 @@ def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
     Raises:
         NotImplementedError: see :meth:`GatesApart.refuse_settings`.
     """
-    if not hasattr(in_proj, "fp8_meta") or layout.main_width == layout.width:
+    if not hasattr(in_proj, "fp8_meta"):
+        log_once(
+            f"FP8 has no effect on projections of {type(in_proj).__name__}: they compute in the "
+            f"weights' dtype. Build the model with Transformer Engine's linears "
+            f"(--transformer-impl transformer_engine, modules='te').",
+            logging.WARNING,
+        )
+        return
+    if layout.main_width == layout.width:
         return
     in_proj.__class__ = _apart(type(in_proj))
     vars(in_proj).update(_main_rows=layout.main_width, _gates_group=group)

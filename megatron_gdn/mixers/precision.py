@@ -35,7 +35,7 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin for modules: the parameters named below follow moves but not casts.
+    """Mixin for modules: the parameters named below are never narrower than fp32.
 
     ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
     """
@@ -49,7 +49,7 @@ class Fp32Parameters(nn.Module):
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Let ``.to()``, ``.bfloat16()``, ``.to_empty()`` and the like change only the device."""
+        """Let ``.to()``, ``.bfloat16()`` and the like change the device, and the dtype to fp64."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
@@ -58,7 +58,7 @@ class Fp32Parameters(nn.Module):
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
-                return tensor.to(moved.device)
+                return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
             return moved
 
         return super()._apply(apply, recurse)
@@ -92,11 +92,13 @@ class Fp32Parameters(nn.Module):
         *args: Any,
     ) -> None:
         """Load as torch does; warn if the values of the named parameters were rounded."""
-        keys = [f"{prefix}{name}" for name in self._keep_in_float32_parameter_names]
+        names = self._keep_in_float32_parameter_names
+        keys = [f"{prefix}{name}" for name in names]
         dtypes = {
             key: state_dict[key].dtype for key in keys if hasattr(state_dict.get(key), "dtype")
         }
-        _warn_of_rounded({k: d for k, d in dtypes.items() if d != torch.float32}, missing_keys)
+        wide = {torch.float32, *(getattr(self, n).dtype for n in names)}
+        _warn_of_rounded({k: d for k, d in dtypes.items() if d not in wide}, missing_keys)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *args
         )

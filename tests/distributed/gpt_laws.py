@@ -55,8 +55,7 @@ def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, to
     """
     with parallel(cp=cp):
         model = build_model(cp, recompute, **options)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.double()
+        model.double()
         group, forwards = parallel_state.get_context_parallel_group(), []
         layer = model.decoder.layers[0].self_attention
         layer.register_forward_pre_hook(lambda *_: forwards.append(1))

@@ -132,8 +132,7 @@ def one_step(
         model = build_model(tp, cp, pp, sequence_parallel, dtype, **options)
         state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
         model.load_state_dict(state)
-        for parameter in model.parameters():  # a cast of the module leaves A_log fp32
-            parameter.data = parameter.data.to(dtype)
+        model.to(dtype)
         config = model.config
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         config.finalize_model_grads_func = finalize_model_grads

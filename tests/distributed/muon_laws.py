@@ -181,3 +181,49 @@ def parameters_of_muon(mixer: str) -> set[str]:
         names = {name: id(parameter) for name, parameter in layer.named_parameters()}
         assert muon | adam == set(names.values()) and not muon & adam
         return {name for name, parameter in names.items() if parameter in muon}
+
+
+def two_ranks_step_within_the_rounding_of_one(mixer: str, sequence_parallel: bool) -> None:
+    """A forward, a backward and a step in bf16: per section no farther from one rank's step than
+    that is from the step in fp32. Sections that begin one row late are farther off.
+
+    Not so in a stack of layers: there two ranks round what enters a layer once more, and Muon
+    raises the small singular values of its gradient, of which rounding is a large part.
+    """
+    with parallel.parallel(tp=2):
+        make, bf16 = CONFIG[mixer], {"bf16": True, "params_dtype": torch.bfloat16}
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        split = make(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, **bf16)
+        torch.manual_seed(7)
+        one = BUILD[mixer](make(**bf16), mamba_mixers.alone())
+        randomise_(one)
+        exact = BUILD[mixer](make(), mamba_mixers.alone())
+        exact.load_state_dict(one.bfloat16().state_dict())
+        share = BUILD[mixer](split, groups).bfloat16()
+        with torch.no_grad():
+            for name, parameter in share.named_parameters():
+                parameter.copy_(SHARE_OF[mixer](name, one.get_parameter(name), share))
+        x, weight = torch.randn(2, 48, 2, split.hidden_size).bfloat16()
+        ddp, mine = wrapped(share, None), slice(None)
+        if sequence_parallel:
+            mine = slice(24 * groups.tp.rank(), 24 * groups.tp.rank() + 24)
+        for layer, rows in ((one, slice(None)), (exact, slice(None)), (ddp, mine)):
+            dtype = layer.config.params_dtype
+            (layer(x[rows].to(dtype))[0] * weight[rows].to(dtype)).sum().backward()
+        optimizer_of(ddp, True, "duplicated", None).step()
+        for name, parameter in share.named_parameters():
+            if name not in ("in_proj.weight", "out_proj.weight", "f_b_weight", "z_b_weight"):
+                continue
+            before, widths, cut = exact.get_parameter(name), [len(exact.get_parameter(name))], None
+            if name == "in_proj.weight":
+                widths, cut = (layout_of_in_proj(dims).widths for dims in (one.dims, share.dims))
+            narrow, wide = (m.get_parameter(name).grad.float() for m in (one, exact))
+            steps = [each_alone(before, [gradient], widths) for gradient in (narrow, wide)]
+            late = each_alone(before.roll(-1, 0), [narrow.roll(-1, 0)], widths).roll(1, 0)
+            steps = [SHARE_OF[mixer](name, step, share) for step in (*steps, late)]
+            steps = [t.split(cut or len(parameter)) for t in (parameter.main_param, *steps)]
+            for i, (two, of_one, in_fp32, of_late) in enumerate(zip(*steps, strict=True)):
+                rounding = (of_one - in_fp32).norm()
+                off = (two - of_one).norm()
+                assert off <= rounding, f"{name}, section {i}: {off:.1e} of {rounding:.1e}"
+                assert cut is None or (of_late - of_one).norm() > rounding, f"{name}, section {i}"

@@ -32,6 +32,12 @@ def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools, layer_w
     pools(ranks).run(laws.sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_bf16_step_of_two_ranks_is_one_ranks_up_to_rounding(pools, mixer, sequence_parallel):
+    pools(2).run(laws.two_ranks_step_within_the_rounding_of_one, mixer, sequence_parallel)
+
+
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2", "kda"])
 def test_what_is_no_matrix_is_adams(pools, mixer):
     expected = {"in_proj.weight", "out_proj.weight"}

@@ -49,9 +49,7 @@ def build(cp: int, recompute: bool) -> GPTModel:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    for parameter in model.parameters():
-        parameter.data = parameter.data.double()
-    return model
+    return model.double()
 
 
 def losses(model, tokens, position_ids, labels, params, held) -> torch.Tensor:

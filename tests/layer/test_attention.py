@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.mixers.attention.attention import TorchAttention
+from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from tests.distributed.layer_laws import thd
 from tests.mamba_mixers import alone
 from tests.parallel import make_config
@@ -43,3 +47,21 @@ def test_documents_in_fixed_buffers_are_read_by_attention_outside_of_graphs():
         set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
         found = layer(q, k, v, None, packed_seq_params=packed)
         assert torch.equal(found, layer(q, k, v, None, packed_seq_params=thd(lengths)))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(interleaved):
+    config = make_config(
+        hidden_size=16, num_attention_heads=2, attention_dropout=0.0, rotary_interleaved=interleaved
+    )
+    parts = SelfAttentionSubmodules(ColumnParallelLinear, TorchAttention, RowParallelLinear)
+    layer = TorchSelfAttention(config, parts, 1, AttnMaskType.causal, pg_collection=alone())
+    angles = RotaryEmbedding(8, 1.0, rotary_interleaved=interleaved, use_cpu_initialization=True)(7)
+    x = torch.randn(12, 1, 16)
+
+    def outputs(lengths):
+        return layer(x, None, rotary_pos_emb=angles, packed_seq_params=thd(lengths))[0]
+
+    for lengths in ((5, 0, 7), (0, 5, 7), (5, 7, 0)):
+        assert torch.equal(outputs(lengths), outputs((5, 7)))

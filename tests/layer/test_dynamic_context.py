@@ -234,7 +234,10 @@ def test_windows_hold_the_last_inputs_of_the_convolution():
     ("change", "words"),
     [
         ({"shapes": ((8, 4), (2, 3, 5))}, "holds conv of .* one kind and size"),
-        ({"dtype": torch.bfloat16}, "ssm_states_dtype=torch.float32"),
+        (
+            {"dtype": torch.bfloat16},
+            "ssm_states_dtype=torch.float32.*--mamba-inference-ssm-states-dtype fp32",
+        ),
         ({"enable_prefix_caching": True, "prefix_caching_mamba_gb": 0.01}, "cached prefixes"),
     ],
     ids=["another layer", "narrow states", "prefix caching"],

@@ -174,3 +174,17 @@ def test_parts_to_offload_that_the_layer_lacks_are_named(core, log):
     build(fine_grained_activation_offloading=True, offload_modules=["attn_norm", "moe_act"])
     build(offload_modules=["core_attn"])
     assert not said(log)
+
+
+def test_an_activation_that_upstream_would_take_for_the_convolution_is_named(log):
+    build()
+    assert "activation_func" not in log.text
+    build(activation_func=torch.nn.functional.gelu)
+    assert "config.activation_func=gelu is for MLPs" in log.text and "--swiglu" in log.text
+
+
+def test_linears_that_cannot_run_in_the_fp8_that_is_asked_for_are_named(log):
+    build()
+    assert "FP8" not in log.text
+    build(fp8="hybrid")
+    assert "FP8 has no effect on projections of ColumnParallelLinear" in log.text

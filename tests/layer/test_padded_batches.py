@@ -21,8 +21,6 @@ TOLERANCE = 1e-11
 @pytest.mark.parametrize("multiple_of", [1, 4], ids=["end to end", "in slots"])
 def test_a_padded_batch_is_its_documents_each_run_alone(multiple_of):
     layer = build().double()
-    for parameter in layer.parameters():  # those that casts leave in fp32 too
-        parameter.data = parameter.data.double()
     randomise_(layer)
     x = torch.randn(4, 2, 24, dtype=torch.float64)
     x[3, 0] = torch.nan

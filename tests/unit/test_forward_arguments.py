@@ -36,6 +36,14 @@ def test_a_bool_mask_that_forbids_everything_stands_for_none():
             check(mask)
 
 
+def test_a_mask_of_another_cut_over_ranks_is_told_from_one_that_is_not_causal():
+    zigzag, said = local_indices([8], 2, 0), "positions 0 to 7, .* holds 0 to 3.*'auto'"
+    with pytest.raises(NotImplementedError, match=said):
+        check(causal(zigzag, 8), positions=range(4))
+    with pytest.raises(NotImplementedError, match="is not a causal mask"):
+        check(~causal(zigzag, 8), positions=range(4))
+
+
 def test_a_mask_is_read_once():
     def positions():
         return pytest.fail("read again")

@@ -24,7 +24,6 @@ class Small(MarkedParameters, Fp32Parameters, nn.Module):
     [
         lambda m: m.bfloat16(),
         lambda m: m.half(),
-        lambda m: m.double(),
         lambda m: m.to(torch.bfloat16),
         lambda m: nn.Sequential(m).bfloat16()[0],
     ],
@@ -37,6 +36,22 @@ def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast):
     assert module.A_log is identity and torch.equal(module.A_log, before)
     assert module.A_log.dtype == module.A_log.grad.dtype == torch.float32
     assert module.weight.dtype != torch.float32
+
+
+def test_fp64_is_kept_until_a_narrower_cast_gives_fp32():
+    module = Small()
+    before, identity = module.A_log.detach().clone(), module.A_log
+    module.A_log.grad = torch.rand(7)
+    for cast, dtype in ((module.double, torch.float64), (module.bfloat16, torch.float32)):
+        cast()
+        assert module.A_log is identity and torch.equal(module.A_log, before.to(dtype))
+        assert module.A_log.dtype == module.A_log.grad.dtype == dtype
+
+
+def test_a_state_of_fp64_is_not_called_rounded_by_a_module_of_fp64(caplog):
+    module = Small().double()
+    module.load_state_dict(module.state_dict())
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("swap", [False, True])

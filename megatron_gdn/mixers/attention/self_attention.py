@@ -162,6 +162,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         own_group = self.pg_collection.cp
         if isinstance(share.documents, TreeDocuments):
             return False
+        if self.config.rotary_interleaved and 0 in share.lengths:  # Megatron's reshape raises
+            return False
         same_group = share.group is own_group or share.size == own_group.size() == 1
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
 

@@ -40,6 +40,7 @@ from .newer_config import (
     allows_neg_eigval,
     gate_activation,
     name_ignored_offloads,
+    name_other_activation,
     require_this_variant,
 )
 from .out_norm import norm_of
@@ -183,6 +184,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         require_this_variant(config)
         name_ignored_fields("GatedDeltaNet", GDN_FIELDS, config)
         name_ignored_offloads(config)
+        name_other_activation(config)
         again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)

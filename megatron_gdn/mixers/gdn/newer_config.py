@@ -6,6 +6,7 @@ main and dev, and they know fewer than their proposals.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...compat.observe import log_once
@@ -63,6 +64,17 @@ def gate_activation(given: str | None, config: TransformerConfig) -> str:
         legal = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"output_gate_activation={activation!r}; use one of {legal}.")
     return activation
+
+
+def name_other_activation(config: TransformerConfig) -> None:
+    """One log line where upstream's layer, in deterministic mode, would compute something else."""
+    if config.activation_func is not F.silu:
+        name = getattr(config.activation_func, "__name__", config.activation_func)
+        log_once(
+            f"GatedDeltaNet: config.activation_func={name} is for MLPs; convolution and gate take "
+            f"SiLU here. megatron-core's own layer takes {name} for them in deterministic mode, so "
+            f"the two differ on one checkpoint. --swiglu gives SiLU to both."
+        )
 
 
 def allows_neg_eigval(given: bool | None, config: TransformerConfig) -> bool:

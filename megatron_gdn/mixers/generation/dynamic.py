@@ -84,8 +84,15 @@ class SlotBuffers(NamedTuple):
                     f"the context holds {name} in {buffer.dtype}, which would round them at every "
                     f"token; they must be {least}. Build the context with "
                     f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
-                    f"ssm_states_dtype={wanted['states'][1]})."
+                    f"ssm_states_dtype={wanted['states'][1]}); in a launch: "
+                    f"--mamba-inference-conv-states-dtype {_flag(dtype)} "
+                    f"--mamba-inference-ssm-states-dtype {_flag(wanted['states'][1])}."
                 )
+
+
+def _flag(dtype: torch.dtype) -> str:
+    """As Megatron's arguments call it: bf16, fp16, fp32."""
+    return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from ..init import device_for, first_dt_bias, init_shares_of
 from ..loader_layout import AUTO
 from ..micro_batch import MicroBatch
 from ..tensor_parallel import mark_sharded
-from .full_rows import Columns, full_rows
+from .full_rows import full_rows
 from .sizes import KDADims
 
 _FIRST_DT = (0.001, 0.1)  # softplus(dt_bias) is drawn from this range, its logarithm uniformly
@@ -221,8 +221,7 @@ class KimiDeltaAttention(RecurrentMixer):
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
         if not weights:
             return rows
-        columns = Columns.of(self.dims.in_proj_layout, self.dims.layout)
-        return full_rows(rows, columns, self.tp_group, *weights)
+        return full_rows(rows, self.dims.in_proj_layout, self.dims.layout, self.tp_group, *weights)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         self.require_wide_gates()
