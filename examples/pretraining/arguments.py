@@ -152,7 +152,10 @@ def _complete_parallelism(args: argparse.Namespace) -> None:
             "--context-parallel-size."
         )
     if args.sequence_parallel and tp == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2.")
+        raise ValueError(
+            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; use that, or "
+            "--no-sequence-parallel where it comes from a checkpoint."
+        )
     args.data_parallel_size = args.world_size // (tp * pp * cp)
 
 
