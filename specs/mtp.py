@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
+from megatron_gdn.mixers.packing import TREE
 
 
 class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
@@ -66,7 +67,8 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
 
         Raises:
             ValueError: documents in padded slots; a micro-batch in another layout than zigzag.
-            NotImplementedError: a micro-batch with a context-parallel group of its own.
+            NotImplementedError: documents that continue others; a micro-batch with a
+                context-parallel group of its own.
         """
         require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
@@ -97,10 +99,18 @@ def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
     Raises:
         ValueError: slots (``cu_seqlens_q_padded``) that are longer than their documents.
-        NotImplementedError: a context-parallel group other than the model's.
+        NotImplementedError: documents that continue others; a context-parallel group other than
+            the model's.
     """
     if packed is None:
         return
+    if packed.qkv_format == TREE:
+        raise NotImplementedError(
+            f"multi-token prediction with qkv_format={TREE!r}: Megatron shifts labels inside one "
+            f"document, and the tokens that follow a prompt's last one lie in its responses, which "
+            f"are other documents. Pack every prompt with its response as one document "
+            f"(qkv_format='thd'), or use a layer pattern without '/'."
+        )
     documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
     if slots is not None and not (slots is documents or _equal(slots, documents)):
         raise ValueError(

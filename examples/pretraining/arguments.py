@@ -10,6 +10,7 @@ import torch
 
 from megatron_gdn.hf.files.checkpoint_files import find_checkpoint
 from pretraining import places, settings
+from pretraining.corpus import VOCAB_SIZE
 from pretraining.failures import refuse
 from pretraining.flags import LR, PRETRAINED_LR, make_parser, with_flags
 from pretraining.hf_model import take_sizes
@@ -24,8 +25,8 @@ _SIZES = ["size", "iters", "heads", "groups", "dim", "length", "interval", "toke
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The run's settings, complete: command line, then the checkpoint's, then defaults.
 
-    Beside the flags it holds ``start``, the checkpoint's folder to continue from (or None), and
-    ``settings_json``, what a checkpoint keeps of the settings.
+    Beside the flags it holds ``start``, the checkpoint's folder to continue from (or None),
+    ``vocab_size`` without padding, and ``settings_json``, what a checkpoint keeps of the settings.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -62,6 +63,7 @@ def _given(argv: list[str] | None) -> set[str]:
 def _complete(args: argparse.Namespace, given: set[str]) -> None:
     """Fill in defaults that depend on others, and refuse what cannot work with the way out."""
     _require_sizes(args)
+    args.vocab_size = VOCAB_SIZE
     if args.hf_config:
         take_sizes(args, given)
     if args.pretrained_checkpoint and not args.load:
@@ -150,7 +152,10 @@ def _complete_parallelism(args: argparse.Namespace) -> None:
             "--context-parallel-size."
         )
     if args.sequence_parallel and tp == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2.")
+        raise ValueError(
+            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; use that, or "
+            "--no-sequence-parallel where it comes from a checkpoint."
+        )
     args.data_parallel_size = args.world_size // (tp * pp * cp)
 
 

@@ -64,7 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
         "processes does not allow 2",
     )
     group.add_argument(
-        "--sequence-parallel", action="store_true", help="shard activations over tensor ranks"
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="shard activations over tensor ranks",
     )
     group.add_argument(
         "--use-distributed-optimizer",
@@ -159,7 +162,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="bf16 compute; unset: on with a GPU, off without",
     )
     group.add_argument(
-        "--deterministic", action="store_true", help="bitwise repeatable, also on a GPU"
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="bitwise repeatable, also on a GPU",
     )
 
     group = parser.add_argument_group("output")

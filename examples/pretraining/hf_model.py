@@ -39,6 +39,7 @@ def take_sizes(args: argparse.Namespace, named: set[str]) -> None:
             f"--hf-config {args.hf_config} has a vocabulary of {hf.vocab_size} tokens; this "
             f"example's text needs {VOCAB_SIZE}, a byte each and the end of a document."
         )
+    args.vocab_size = hf.vocab_size
     sizes: dict[str, Any] = {
         "hidden_size": hf.hidden_size,
         "ffn_hidden_size": hf.ffn_size or hf.expert_ffn_size,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_gdn.specs import hybrid_stack_spec
 from pretraining import hf_model
-from pretraining.corpus import VOCAB_SIZE
 
 
 @dataclass
@@ -31,6 +32,8 @@ def build_training(args: argparse.Namespace) -> Training:
     else:
         config = model_config(args)
         model = build_model(args, config)
+    if model.post_process:
+        model.output_layer.register_forward_hook(partial(_leave_out_padding, args.vocab_size))
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     if args.bf16:
@@ -94,13 +97,25 @@ def build_model(args: argparse.Namespace, config: Any):
         config,
         hybrid_stack_spec("te" if args.transformer_impl == "transformer_engine" else "local"),
         # The embedding is cut over tensor ranks; eight keeps matrix sizes even.
-        vocab_size=-(-VOCAB_SIZE // (8 * tp)) * 8 * tp,
+        vocab_size=-(-args.vocab_size // (8 * tp)) * 8 * tp,
         max_sequence_length=args.seq_length,
         hybrid_layer_pattern=args.hybrid_layer_pattern,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope" if "*" in args.hybrid_layer_pattern else "none",
     )
+
+
+def _leave_out_padding(vocab_size: int, layer: Any, inputs: Any, outputs: tuple[Tensor, Any]):
+    """A hook of the output layer: logits of the vocabulary's padding are -inf.
+
+    The rows of padding depend on the number of tensor ranks; the loss must not.
+    """
+    logits, bias = outputs
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    if len(columns) == layer.output_size_per_partition:  # not gathered
+        columns += len(columns) * layer.tp_group.rank()
+    return logits.masked_fill(columns >= vocab_size, -torch.inf), bias
 
 
 def ddp_config(args: argparse.Namespace):

@@ -10,8 +10,11 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from .checkpoint_folder import export_folder, import_folder
 from .compare import compare_folders
+from .damage import in_one_line
 from .megatron_arguments import megatron_flags
 from .model_config import read_hf_config
 
@@ -24,8 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         return arguments.run(arguments)
-    except (ValueError, NotImplementedError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (Exception, CheckpointException) as error:
+        given = vars(arguments)
+        sources = [given[name] for name in ("source", "left", "right") if name in given]
+        said = in_one_line(error, sources, given.get("target"))
+        if said is None:
+            raise
+        print(f"error: {said}", file=sys.stderr)
         return 2
 
 

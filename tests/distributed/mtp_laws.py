@@ -8,6 +8,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from megatron_gdn import tree_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
@@ -147,3 +148,7 @@ def refusals() -> None:
         same = thd((4, 4), real_lengths=(4, 4))  # slots as long as their documents
         loss = model(tokens, tokens, None, packed_seq_params=same, **given)
         assert loss.isfinite().all()
+        # A prompt of 3 tokens with two responses: its last token has two successors.
+        tree = tree_packed_seq_params((3, 3, 2), (-1, 0, 0), device="cpu")
+        said = message(model, tokens, tokens, None, packed_seq_params=tree, **given)
+        assert "qkv_format='thd_tree'" in said, said

@@ -135,7 +135,7 @@ def test_a_model_of_kimi_delta_attention_is_learned(text, tmp_path):
             "--seq-length 66 must be a multiple of 4 with --context-parallel-size 2; use 68",
         ),
         (["--context-parallel-size=3"], "Use --nproc-per-node 3"),
-        (["--sequence-parallel"], "needs --tensor-model-parallel-size"),
+        (["--sequence-parallel"], "needs --tensor-model-parallel-size .* --no-sequence-parallel"),
         (["--hybrid-layer-pattern=GQ"], "unknown symbols 'Q'; use G"),
         (["--global-batch-size=12"], "multiple of --micro-batch-size x .* = 8 x 1; use 16"),
         (["--train-iters=0"], "--train-iters 0 is not a size"),

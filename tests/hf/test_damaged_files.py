@@ -1,0 +1,87 @@
+"""The export command over damaged checkpoints and a full disk: one line, which names the file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_gdn.hf import import_folder
+from megatron_gdn.hf.__main__ import main
+
+
+def _zeros(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def _zeros_at_its_end(file: Path) -> None:
+    """As a crash of the machine leaves a file whose last blocks were not written."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-4096].ljust(len(content), b"\0"))
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _shards(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("shard", [0, -1], ids=["first shard", "last shard"])
+@pytest.mark.parametrize("damage", [Path.unlink, _empty, _cut, _zeros, _zeros_at_its_end])
+def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, capsys, shard, damage):
+    file = imported / _shards(imported)[shard]
+    damage(file)
+    assert_named(file, imported, hf_folder("dense"), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata"])
+@pytest.mark.parametrize("damage", [Path.unlink, _empty, _cut, _zeros])
+def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, capsys, name, damage):
+    damage(imported / name)
+    named = imported if (name, damage) == ("metadata.json", Path.unlink) else imported / name
+    assert_named(named, imported, hf_folder("dense"), tmp_path, capsys)
+
+
+def test_other_faults_keep_their_words_and_their_tracebacks(
+    imported, hf_folder, tmp_path, capsys, monkeypatch
+):
+    command = ["export", str(imported), str(tmp_path), "--like", str(hf_folder("dense"))]
+    assert main(command) == 2
+    assert f"{tmp_path} exists; remove it" in capsys.readouterr().err
+    monkeypatch.setattr("megatron_gdn.hf.__main__.export_folder", lambda *a, **k: {}["a bug"])
+    with pytest.raises(KeyError):
+        main(command)
+
+
+def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(imported, hf_folder, tmp_path):
+    """A limit on the size of files stands in for the disk."""
+    back = tmp_path / "back"
+    command = [sys.executable, "-m", "megatron_gdn.hf", "export", imported, back]
+    command = ["bash", "-c", 'ulimit -f 8 && exec "$@"', "bash", *command]
+    ran = subprocess.run(
+        [*map(str, command), "--like", str(hf_folder("dense"))], capture_output=True, text=True
+    )
+    said = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
+    assert len(said) == 1 and str(back) in said[0] and "File too large" in said[0], ran.stderr
+    assert not back.exists()
+
+
+@pytest.fixture
+def imported(hf_folder, tmp_path) -> Path:
+    """The folder of one iteration, made by an import."""
+    import_folder(hf_folder("dense"), tmp_path / "imported")
+    return tmp_path / "imported" / "release"
+
+
+def assert_named(file: Path, source: Path, like: Path, at: Path, capsys) -> None:
+    assert main(["export", str(source), str(at / "back"), "--like", str(like)]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} " in said and said.startswith("error: ") and said.count("\n") == 1, said
+    assert not (at / "back").exists()
