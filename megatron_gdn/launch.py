@@ -36,9 +36,10 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         raise SystemExit(__doc__)
     path = script_file(arguments[0])
-    import_module("megatron_gdn.enable")
     sys.argv = [str(path), *arguments[1:]]
-    sys.path[0] = str(path.parent)  # where Python looks first when it runs a file
+    # Where Python looks first when it runs a file: Megatron too comes from a script's clone.
+    sys.path[0] = str(path.parent)
+    import_module("megatron_gdn.enable")
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.megatron_count").install()
     runpy.run_path(str(path), run_name="__main__")
