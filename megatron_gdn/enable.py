@@ -11,7 +11,11 @@ The environment variable ``MEGATRON_GDN`` says what is built by us: ``gdn`` (als
 import os
 from importlib import import_module
 
+import torch
+
 from .frameworks.patch import patch_megatron
+from .ops.once import warn_once
+from .ops.rules import obstacles
 
 _LAYERS = ("gdn", "mamba")
 _given = os.environ.get("MEGATRON_GDN") or "gdn"
@@ -23,3 +27,5 @@ if not _asked <= set(_LAYERS):
     )
 patch_megatron(**{name: name in _asked for name in _LAYERS})
 import_module("megatron_gdn.specs")  # hybrid patterns may have the letter
+if torch.cuda.device_count() and obstacles.no_kernels_installed():
+    warn_once(obstacles.PLAIN_ON_GPU)

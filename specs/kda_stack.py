@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -58,7 +58,7 @@ class KDAHybridStack(HybridStack):
         **others: Any,
     ) -> None:
         require_this_variant(config)
-        KDAHybridStack.kda_options = kda_layer.submodules.self_attention.params
+        KDAHybridStack.kda_options = cast(Any, kda_layer.submodules).self_attention.params
         submodules, letters = with_kda_layers(
             submodules, kda_layer, layer_type_list, pp_layer_offset
         )

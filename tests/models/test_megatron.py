@@ -112,7 +112,7 @@ def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pool
 def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
     """Counted for a sequence after a stack was built without options, and with a narrow gate."""
     from megatron_gdn.specs import hybrid_stack_spec
-    from tests.examples.spec_laws import make_config, HybridModel
+    from tests.examples.spec_laws import HybridModel, make_config
 
     counts = []
     for kda in ({}, {"output_rank": 4}):
