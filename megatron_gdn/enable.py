@@ -1,4 +1,4 @@
-"""Importing this module calls :func:`megatron_gdn.patch_megatron`.
+"""Importing this module calls :func:`megatron_gdn.patch_megatron`, and Megatron knows 'K' layers.
 
 For launches that can only be told to import something, in each process that builds a model::
 
@@ -9,8 +9,13 @@ The environment variable ``MEGATRON_GDN`` says what is built by us: ``gdn`` (als
 """
 
 import os
+from importlib import import_module
+
+import torch
 
 from .frameworks.patch import patch_megatron
+from .ops.once import warn_once
+from .ops.rules import obstacles
 
 _LAYERS = ("gdn", "mamba")
 _given = os.environ.get("MEGATRON_GDN") or "gdn"
@@ -21,3 +26,6 @@ if not _asked <= set(_LAYERS):
         f"'gdn,mamba'. Change it, or unset it for 'gdn'."
     )
 patch_megatron(**{name: name in _asked for name in _LAYERS})
+import_module("megatron_gdn.specs")  # hybrid patterns may have the letter
+if torch.cuda.device_count() and obstacles.no_kernels_installed():
+    warn_once(obstacles.PLAIN_ON_GPU)

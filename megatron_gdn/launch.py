@@ -12,6 +12,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import torch
+
+from .ops.gdn.rule.resolve import resolve_rule
+from .ops.gdn.sizes import HeadSizes
+
 
 def script_file(script: str) -> Path:
     """The file that ``script`` names.
@@ -36,9 +41,12 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         raise SystemExit(__doc__)
     path = script_file(arguments[0])
-    import_module("megatron_gdn.enable")
     sys.argv = [str(path), *arguments[1:]]
-    sys.path[0] = str(path.parent)  # where Python looks first when it runs a file
+    # Where Python looks first when it runs a file: Megatron too comes from a script's clone.
+    sys.path[0] = str(path.parent)
+    import_module("megatron_gdn.enable")
+    if torch.cuda.is_available():  # what a layer of bf16 heads of 128 takes; warns if it is slow
+        resolve_rule(device="cuda", dtype=torch.bfloat16, sizes=HeadSizes(2, 4, 128, 128))
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.megatron_count").install()
     runpy.run_path(str(path), run_name="__main__")

@@ -112,10 +112,11 @@ def _hybrid_stack_spec(
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
     theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
-    heads = checked_mtp_spec(theirs, cp_layout) if modules == "te" else local_mtp_spec(cp_layout)
-    submodules = replace(submodules, mtp_block_spec=heads)
     layer = _te_mixer_layer(delta) if modules == "te" else _local_mixer_layer(delta, GDN_NORM_KEYS)
     of_k = {"kda_layer": layer}
+    of_heads = {**of_k, "cp_layout": cp_layout}
+    heads = checked_mtp_spec(theirs, **of_heads) if modules == "te" else local_mtp_spec(**of_heads)
+    submodules = replace(submodules, mtp_block_spec=heads)
     return HybridStackSpec(module=KDAHybridStack, params=of_k, submodules=submodules)
 
 

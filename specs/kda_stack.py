@@ -7,13 +7,16 @@ from another spec.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_gdn.mixers.gdn.newer_config import require_this_variant
 
 KDA = "K"
 
@@ -26,14 +29,23 @@ def know_letter() -> None:
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack, with 'K' layers.
+    """Megatron's stack, with 'K' layers. Its own ``layer_type_list`` has 'G' for them, by which
+    Megatron's main finds the states of recurrent layers.
 
     Args:
         config, submodules, **others: as for Megatron's stack.
         kda_layer: of 'K'.
         layer_type_list: the letters of this pipeline stage.
         pp_layer_offset: layers on the stages before.
+
+    Attributes:
+        kda_options: of the 'K' layers of the stack that this process built last.
+
+    Raises:
+        ValueError: the config asks for another variant of Gated DeltaNet.
     """
+
+    kda_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -45,20 +57,33 @@ class KDAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
-        numbers = {
-            pp_layer_offset + place
-            for place, letter in enumerate(layer_type_list, start=1)
-            if letter == KDA
-        }
-        of_two = {"gdn": submodules.gdn_layer, "kda": kda_layer, "numbers": numbers}
-        super().__init__(
-            config,
-            replace(submodules, gdn_layer=ModuleSpec(module=_GDNOrKDALayer, params=of_two)),
-            layer_type_list=["G" if letter == KDA else letter for letter in layer_type_list],
-            pp_layer_offset=pp_layer_offset,
-            **others,
+        require_this_variant(config)
+        KDAHybridStack.kda_options = cast(Any, kda_layer.submodules).self_attention.params
+        submodules, letters = with_kda_layers(
+            submodules, kda_layer, layer_type_list, pp_layer_offset
         )
-        self.layer_type_list = layer_type_list
+        super().__init__(
+            config, submodules, layer_type_list=letters, pp_layer_offset=pp_layer_offset, **others
+        )
+
+
+def with_kda_layers(
+    submodules: HybridStackSubmodules,
+    kda_layer: ModuleSpec,
+    letters: Iterable[str],
+    before: int = 0,
+) -> tuple[HybridStackSubmodules, list[str]]:
+    """``submodules`` whose 'G' place builds 'K' layers too, and the letters with 'G' for 'K'.
+
+    Args:
+        kda_layer: of 'K'.
+        before: layers before the first of ``letters``.
+    """
+    letters = list(letters)
+    numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
+    of_two = {"gdn": submodules.gdn_layer, "kda": kda_layer, "numbers": numbers}
+    submodules = replace(submodules, gdn_layer=ModuleSpec(module=_GDNOrKDALayer, params=of_two))
+    return submodules, ["G" if letter == KDA else letter for letter in letters]
 
 
 class _GDNOrKDALayer:

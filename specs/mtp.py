@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -28,6 +29,8 @@ from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.mixers.packing import TREE
 
+from .kda_stack import with_kda_layers
+
 
 class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
@@ -40,6 +43,8 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
         config, submodules, **others: as for Megatron's layer.
         pg_collection: process groups (``cp`` and ``tp`` are used).
         cp_layout: how the data loader cuts sequences over context-parallel ranks.
+        kda_layer: of 'K'.
+        mtp_layer_pattern: the letters of the head's layers.
 
     Raises:
         ValueError: another layout than zigzag over several ranks.
@@ -52,12 +57,21 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
         *,
         pg_collection: ProcessGroupCollection,
         cp_layout: str | SequenceLayout = AUTO,
+        kda_layer: ModuleSpec,
+        mtp_layer_pattern: str,
+        hybrid_submodules: HybridStackSubmodules,
         **others: Any,
     ) -> None:
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
             require_zigzag(loader_layout.expected(), pg_collection.cp)
-        super().__init__(config, submodules, pg_collection=pg_collection, **others)
+        hybrid_submodules, letters = with_kda_layers(
+            hybrid_submodules, kda_layer, mtp_layer_pattern
+        )
+        super().__init__(
+            config, submodules, pg_collection=pg_collection, mtp_layer_pattern="".join(letters),
+            hybrid_submodules=hybrid_submodules, **others,
+        )  # fmt: skip
         self.loader_layout = loader_layout
 
     def forward(
@@ -134,7 +148,7 @@ def _equal(slots: Tensor, documents: Tensor | None) -> bool:
     return documents is not None and slots.tolist() == documents.tolist()
 
 
-def local_mtp_spec(cp_layout: str | SequenceLayout) -> ModuleSpec:
+def local_mtp_spec(**options: Any) -> ModuleSpec:
     """Heads over local modules, whose checkpoints load into Transformer Engine models and back."""
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
@@ -143,17 +157,17 @@ def local_mtp_spec(cp_layout: str | SequenceLayout) -> ModuleSpec:
         mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern and the stack's spec
         layer_norm=TorchRMSNorm,
     )
-    layer = ModuleSpec(module=HybridMTPLayer, params={"cp_layout": cp_layout}, submodules=parts)
+    layer = ModuleSpec(module=HybridMTPLayer, params=options, submodules=parts)
     return ModuleSpec(
         module=MultiTokenPredictionBlock,
         submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
     )
 
 
-def checked_mtp_spec(theirs: ModuleSpec, cp_layout: str | SequenceLayout) -> ModuleSpec:
+def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
     """``theirs`` with each layer replaced by a :class:`HybridMTPLayer` of the same submodules."""
     layers = [
-        replace(layer, module=HybridMTPLayer, params={**layer.params, "cp_layout": cp_layout})
+        replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
         for layer in cast(Any, theirs.submodules).layer_specs
     ]
     return replace(theirs, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers))

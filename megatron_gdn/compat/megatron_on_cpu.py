@@ -119,6 +119,11 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: object = None, clone: bool = False, graph_safe: bool = False):
+        if graph_safe:
+            raise RuntimeError(
+                "CUDA graphs draw random numbers by a GPU's generator, and torch sees no GPU here. "
+                "Leave --cuda-graph-impl out, or launch on a machine with a GPU."
+            )
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):

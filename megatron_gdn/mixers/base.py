@@ -127,6 +127,14 @@ class RecurrentMixer(
                 f"products, and the recurrence compounds their error. Switch fp4 off; fp8 keeps "
                 f"the gates of GatedDeltaNet and Mamba2Mixer in bf16."
             )
+        if getattr(config, "gtp_weight_remat_size", 1) > 1:
+            raise NotImplementedError(
+                f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} "
+                f"cuts each weight further than tensor_model_parallel_size="
+                f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
+                f"{type(self).__name__}. Leave the flag out; --use-distributed-optimizer shares "
+                f"optimizer states, and fully_shard or Megatron-FSDP the weights."
+            )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0

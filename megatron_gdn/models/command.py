@@ -53,6 +53,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     """
     length = str(options.length)
     flags = [*model.flags(options.model), "--bf16", "--use-distributed-optimizer"]
+    flags += ["--no-gradient-accumulation-fusion"]  # for machines without APEX
     flags += ["--seq-length", length, "--max-position-embeddings", length]
     flags += ["--micro-batch-size", "1", "--tensor-model-parallel-size", str(options.tp)]
     if options.tp > 1:

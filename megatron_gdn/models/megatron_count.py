@@ -17,6 +17,8 @@ from .stack import Stack
 def stack_of_arguments(args: Any) -> Stack:
     """The stack that Megatron's parsed and validated command line describes.
 
+    Options of 'K' layers, which it does not have, are those of the stack that was built last.
+
     Raises:
         ValueError: it has layers whose FLOPs :class:`.stack.Stack` does not know.
     """
@@ -32,9 +34,12 @@ def stack_of_arguments(args: Any) -> Stack:
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
     pattern = getattr(args, "hybrid_layer_pattern", None) or _pattern(args)
+    from megatron_gdn.specs.kda_stack import KDAHybridStack
+
     return Stack.of(
-        config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights
-    )
+        config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
+        kda=KDAHybridStack.kda_options,
+    )  # fmt: skip
 
 
 def _pattern(args: Any) -> str:

@@ -29,7 +29,7 @@ n heads of attention and d their dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from ..mixers.kda.sizes import KDADims
 from ..mixers.mamba2.sizes import Mamba2Dims
 
 CHUNK = 64  # tokens; all rules of this package
+_KDA_SIZES = ("forget_rank", "output_rank")  # options that are sizes
 MAMBA_TAPS = 4  # Megatron has no field for them
 
 
@@ -100,8 +101,9 @@ class Stack:
 
     @classmethod
     def of(
-        cls, config: Any, pattern: str, vocab_size: int, tied: bool, *, wide_qk_norm: bool = False
-    ) -> Stack:
+        cls, config: Any, pattern: str, vocab_size: int, tied: bool, *, wide_qk_norm: bool = False,
+        kda: Mapping[str, Any] | None = None,
+    ) -> Stack:  # fmt: skip
         """The stack of a Megatron configuration, without biases in its linears.
 
         Args:
@@ -109,6 +111,7 @@ class Stack:
             pattern: of 'G', 'K', 'M', '*', '-' and 'E', with '|' between pipeline stages and '/'
                 before each head of multi-token prediction.
             wide_qk_norm: the norms of q and k are as wide as all heads together.
+            kda: options of the 'K' layers.
 
         Raises:
             ValueError: another symbol in the pattern.
@@ -122,7 +125,7 @@ class Stack:
             )
         build = {
             "G": lambda: _gdn(GDNDims.from_config(config)),
-            "K": lambda: _kda(KDADims.from_config(config)),
+            "K": lambda: _kda(KDADims.from_config(config, *map((kda or {}).get, _KDA_SIZES))),
             "M": lambda: _mamba2(Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)),
             "*": lambda: _attention(config, wide_qk_norm),
             "-": lambda: _mlp(config),

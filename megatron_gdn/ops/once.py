@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from functools import cache
 
 import torch
@@ -15,3 +16,9 @@ def say_once(message: str, device_type: str) -> None:
         return
     level = logging.WARNING if device_type == "cuda" else logging.INFO
     logging.getLogger(__package__).log(level, message)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """A RuntimeWarning, in every process: their machines may have other packages."""
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -46,6 +46,47 @@ def kda_layers(pattern: str):
         return names, keys, same, finite
 
 
+def letters_and_states(pattern: str):
+    """What Megatron's dynamic context reads of a stack, and whether its states are a K layer's."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    with parallel():
+        config = make_config(num_layers=len(pattern))
+        model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        stack, mixer = model.decoder, model.decoder.layers[0].self_attention
+        shapes = stack.mamba_state_shapes_per_request()
+        assert isinstance(stack, HybridStack)
+        return list(
+            stack.layer_type_list
+        ), shapes and shapes == mixer.mamba_state_shapes_per_request()
+
+
+def layers_of_a_head(pattern: str):
+    """The mixers of a model's first head, and whether every parameter gets a finite gradient."""
+    main, head = pattern.split("/")
+    with parallel():
+        config = make_config(num_layers=len(main), mtp_num_layers=1)
+        model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        layers = model.mtp.layers[0].mtp_model_layer.layers
+        tokens = torch.arange(8)[None]
+        loss = model(tokens, tokens, None, labels=tokens, loss_mask=torch.ones(1, 8))
+        loss.sum().backward()
+        finite = all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        return [type(layer.self_attention).__name__ for layer in layers], finite
+
+
+def variant_refusal(pattern: str) -> str:
+    """The message with which the local spec declines a config of another variant."""
+    with parallel():
+        config = make_config(num_layers=len(pattern))
+        config.experimental_attention_variant = "gdn2"
+        try:
+            HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def experts_of_hybrid_layers(pattern: str, **changes) -> list[int]:
     """How many experts each layer of a model with the local spec has."""
     with parallel():

@@ -124,7 +124,13 @@ def test_all_extras_resolve_together(clone):
     command = next(c for c in commands_of(clone / "docs/releasing.md") if "--all-extras" in c)
     index = {k: v for k, v in os.environ.items() if k.startswith(("UV_", "SSL_"))}
     resolved = shell(sys.executable, *command.split()[1:], cwd=clone, **index)
-    for name in ("transformer-engine", "causal-conv1d", "flash-linear-attention", "transformers"):
+    for name in (
+        "transformer-engine",
+        "flash-qla",
+        "causal-conv1d",
+        "flash-linear-attention",
+        "transformers",
+    ):
         assert f"\n{name}==" in resolved
 
 

@@ -21,6 +21,7 @@ _ON_GPUS = r"(python3|torchrun .*|\S+=\S+ python3) benchmarks/|benchmarks/on_gpu
 HERE = "tests/examples/test_page_commands.py::"
 IN_ORDER = HERE + "test_the_lines_of_the_example_run_in_the_order_in_which_they_stand"
 FRESH = "tests/examples/test_fresh_install.py::"
+EXTRAS = FRESH + "test_all_extras_resolve_together"
 INSTALLED = FRESH + "test_the_quickstart_runs_from_an_installed_{}_alone"
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
@@ -105,7 +106,16 @@ RUN_BY = {
     "pip wheel --no-deps --wheel-dir dist . && pip install dist/megatron_gdn-*.whl": (
         INSTALLED.format("wheel")
     ),
-    'pip install ".[fla]"': INSTALLED.format("clone"),
+    'pip install ".[hopper]"': EXTRAS,
+    "pip install -c constraints.txt . setuptools": INSTALLED.format("clone"),
+    'pip install -c constraints.txt --no-build-isolation ".[hopper]"': EXTRAS,
+    'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"': (
+        "tests/ops/test_plain_on_a_gpu.py::test_the_line_asks_for_what_the_extra_does"
+    ),
+    "torchrun --nproc_per_node=8 -m megatron_gdn.launch pretrain_hybrid.py FLAGS": (
+        "tests/launches/test_parallel_launches.py"
+        "::test_every_arrangement_takes_the_steps_of_one_process"
+    ),
     "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 .venv/bin/python -m pytest "
     "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
     EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
@@ -136,8 +146,7 @@ RUN_BY = {
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --ep 8 --flags": MODELS,
     "python -m megatron_gdn.doctor": DOCTOR,
     "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
-    "python -m uv pip compile --all-extras pyproject.toml": FRESH
-    + "test_all_extras_resolve_together",
+    "python -m uv pip compile --all-extras pyproject.toml": EXTRAS,
 }
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}

@@ -97,6 +97,26 @@ def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net(pools):
     assert same and finite
 
 
+def test_megatrons_dynamic_context_finds_the_states_of_k_layers(pools):
+    """Megatron-LM's main looks for letters that it knows, and counts layers by them."""
+    letters, shapes = pools(1).run(spec_laws.letters_and_states, "K-G*")[0]
+    assert letters == ["G", "-", "G", "*"]
+    assert shapes in (None, True)  # main's stack; others have no place for such layers
+
+
+@pytest.mark.parametrize("pattern", ["G-/KK", "K-/GK*"])
+def test_heads_of_multi_token_prediction_have_k_layers(pools, pattern):
+    found, finite = pools(1).run(spec_laws.layers_of_a_head, pattern)[0]
+    of = {"K": "KimiDeltaAttention", "G": "GatedDeltaNet", "*": "TorchSelfAttention"}
+    assert found == [of[letter] for letter in pattern.split("/")[1]] and finite
+
+
+@pytest.mark.parametrize("pattern", ["G-", "K-"])
+def test_a_stack_of_another_variant_says_what_to_change(pools, pattern):
+    (message,) = pools(1).run(spec_laws.variant_refusal, pattern)
+    assert "'gdn2' asks for Gated DeltaNet 2" in message
+
+
 def test_k_layers_take_their_own_options():
     spec = hybrid_stack_spec("local", cp_layout="contiguous", kda={"forget_rank": 0})
     mixer = spec.params["kda_layer"].submodules.self_attention
@@ -210,7 +230,7 @@ def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeyp
 
 def test_transformer_engines_prediction_heads_keep_their_parts_and_are_checked():
     theirs = hybrid_layer_specs.hybrid_stack_spec.submodules.mtp_block_spec
-    ours = checked_mtp_spec(theirs, "contiguous")
+    ours = checked_mtp_spec(theirs, cp_layout="contiguous")
     assert ours.module is theirs.module
     for layer, original in zip(
         ours.submodules.layer_specs, theirs.submodules.layer_specs, strict=True

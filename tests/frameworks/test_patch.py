@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from megatron import core as megatron_core
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
@@ -160,6 +161,35 @@ def test_launch_runs_a_script_as_python_does(monkeypatch, tmp_path):
         seen.unlink()
         launch.main([named, "--lr", "1"])
         assert json.loads(seen.read_text()) == [*as_python[:3], True]
+
+
+READING = """
+from megatron.core.models.hybrid.hybrid_layer_allocation import validate_segment_layers
+print(validate_segment_layers("K-"))
+"""
+
+
+@pytest.mark.parametrize("first", ["import megatron_gdn.enable\n", ""])
+def test_enable_and_launch_make_the_letter_of_kda_known(tmp_path, first):
+    """Megatron's scripts read the pattern before they import what ``--spec`` names."""
+    script = tmp_path / "pretrain_my.py"
+    script.write_text(first + READING)
+    module = [] if first else ["-m", "megatron_gdn.launch"]
+    ran = subprocess.run([sys.executable, *module, script], capture_output=True, text=True)
+    assert "['K', '-']" in ran.stdout, ran.stderr[-500:]
+
+
+def test_launch_imports_megatron_from_the_scripts_folder_as_python_does(tmp_path):
+    """Not the installed one, of which a clone's megatron.training may be another version."""
+    script, megatron = tmp_path / "pretrain_my.py", Path(megatron_core.__file__).parent
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "core").symlink_to(megatron)
+    script.write_text("import megatron.core\nprint(megatron.core.__file__)\n")
+    done = [
+        subprocess.run([sys.executable, *module, script], capture_output=True, text=True, cwd=ROOT)
+        for module in ([], ["-m", "megatron_gdn.launch"])
+    ]
+    assert done[0].stdout == done[1].stdout == f"{tmp_path}/megatron/core/__init__.py\n"
 
 
 COUNTING = """

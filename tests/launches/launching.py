@@ -20,13 +20,15 @@ in_a_clone = [
 
 
 def launched(
-    script: str, processes: int, *flags: str, options: str = "", connections: str | None = "1"
-) -> subprocess.CompletedProcess[str]:
+    script: str, processes: int, *flags: str, options: str = "", connections: str | None = "1",
+    launcher: bool = False,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """``script`` with these flags; the last of two equal ones counts.
 
     Args:
         options: of our layers, as a launch gives them in the environment.
         connections: CUDA_DEVICE_MAX_CONNECTIONS; torch's FSDP2 wants it unset.
+        launcher: behind ``-m megatron_gdn.launch``.
     """
     assert CLONE is not None
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
@@ -37,7 +39,8 @@ def launched(
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc_per_node={processes}",
             # As a module: a clone has a package `tests` of its own, which would be found first.
-            "-m", "tests.launches.on_cpu", str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
+            "-m", "tests.launches.on_cpu", *["megatron_gdn.launch"] * launcher,
+            str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
         ],
         env=environment
         | {"PYTHONPATH": str(ROOT), VARIABLE: options, "TORCHDYNAMO_DISABLE": "1"},

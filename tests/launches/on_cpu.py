@@ -1,6 +1,7 @@
 """Run a script of a Megatron-LM clone on the CPU, unchanged:
 
     torchrun --nproc_per_node=2 tests/launches/on_cpu.py MEGATRON_LM/pretrain_hybrid.py FLAGS
+    torchrun ... tests/launches/on_cpu.py megatron_gdn.launch MEGATRON_LM/pretrain_hybrid.py FLAGS
 
 `run_megatron_on_cpu` serves megatron.core. The functions below serve the script and
 megatron.training, which ask CUDA for tensors, streams and a device's properties. `FLAGS` end
@@ -155,8 +156,12 @@ def predict_tokens_without_transformer_engine() -> None:
     vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda module: False
 
 
-def run(script: Path, flags: list[str]) -> None:
-    """Run ``script`` as ``python script *flags`` does: its folder comes first among the imports."""
+def run(script: Path, flags: list[str], launcher: bool = False) -> None:
+    """Run ``script`` as ``python script *flags`` does: its folder comes first among the imports.
+
+    Args:
+        launcher: as ``python -m megatron_gdn.launch script *flags``.
+    """
     sys.argv = [str(script), *flags]
     sys.path.insert(0, str(script.parent))
     from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
@@ -176,8 +181,15 @@ def run(script: Path, flags: list[str]) -> None:
     )
     torch.compiler.set_stance("force_eager")  # Megatron's small fusions: minutes of a C++ compiler
     with MakeOnCPU():
-        runpy.run_path(str(script), run_name="__main__")
+        if launcher:
+            from megatron_gdn import launch
+
+            launch.main([str(script), *flags])
+        else:
+            runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]).resolve(), sys.argv[2:])
+    launched = sys.argv[1] == "megatron_gdn.launch"
+    script, *flags = sys.argv[1 + launched :]
+    run(Path(script).resolve(), flags, launched)

@@ -225,6 +225,10 @@ def test_narrow_halves_that_ranks_cannot_share_are_refused():
         dims.shard(4)
 
 
+# As Megatron's config is after --tensor-parallel-num-weight-shards 2.
+GTP = {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -232,9 +236,10 @@ def test_narrow_halves_that_ranks_cannot_share_are_refused():
         ({"fp4": "e2m1"}, "the gates of KimiDeltaAttention"),
         ({"linear_allow_neg_eigval": True}, "allow_neg_eigval to the GatedDeltaNet layers alone"),
         ({"delay_wgrad_compute": True}, "the gradients of its gates' weights at once"),
+        (GTP, "--tensor-parallel-num-weight-shards 2 .*sections of in_proj of KimiDelta"),
     ],
 )
-def test_settings_that_other_mixers_take_are_refused(changes, said):
+def test_settings_that_other_layers_take_are_refused(changes, said):
     config = kda_config()
     vars(config).update(changes)
     with pytest.raises(NotImplementedError, match=said):

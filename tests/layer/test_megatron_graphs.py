@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -107,6 +108,15 @@ def test_layers_with_attention_are_left_out_of_the_graphs():
     assert leave_attention_out_of_graphs(model) == [model[1]]
     assert [hasattr(layer, "cudagraph_manager") for layer in model] == [True, False]
     assert leave_attention_out_of_graphs(model) == []
+
+
+def test_graphs_without_a_gpu_are_refused_in_words():
+    """``--cuda-graph-impl`` makes Megatron ask for such a generator before it builds a layer."""
+    if torch.cuda.is_available():
+        pytest.skip("has one")
+    tracker = random.CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    with pytest.raises(RuntimeError, match="Leave --cuda-graph-impl out"):
+        tracker.add("dropout", 1)
 
 
 @one_rank

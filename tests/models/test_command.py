@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.models import ENTRIES, find
-from megatron_gdn.models.command import main
+from megatron_gdn.models.command import launch_flags, main, parse
 from megatron_gdn.models.memory import saved_bytes
 from megatron_gdn.models.plan import headwise_sizes, scheme, tensor_parallel_sizes
 from megatron_gdn.ops.size_error import SizeError
-from tests.examples.commands import commands_of
+from tests.examples.commands import commands_of, launches_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -116,3 +116,10 @@ def test_saved_bytes_are_shared_by_tensor_parallel_ranks():
     assert saved_bytes(dims, tp=2, recompute_layer=True) == 2 * 2048 / 2
     # The input and the projection row alone.
     assert saved_bytes(dims, recompute="full") == 2 * 2048 + 2 * 12352
+
+
+def test_printed_launches_run_without_apex():
+    """Megatron's linears call a kernel of APEX unless a flag says otherwise."""
+    printed = [launch_flags(find("tiny"), parse(["tiny"])), *launches_of(ROOT).values()]
+    assert len(printed) == 3
+    assert all("--no-gradient-accumulation-fusion" in flags for flags in printed)

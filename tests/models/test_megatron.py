@@ -98,6 +98,31 @@ def build(name: str, kind: str) -> int:
     return sum(parameter.numel() for parameter in built.parameters())
 
 
+def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pools):
+    """Of the environment or of a call in Python: those that the stack was built with."""
+    flags = find("tiny").flags() + ["--seq-length", "64", "--max-position-embeddings", "64"]
+    args = arguments_of(monkeypatch, [*flags, "--micro-batch-size", "1"])
+    args.padded_vocab_size, args.hybrid_layer_pattern = 1024, "K-K"
+    plain, narrow = pools(1).run(flops_of_built_stacks, args)[0]
+    # A gate's half has rank * (D + H V) weights; its default rank is V.
+    D, H, V = args.hidden_size, args.linear_num_value_heads, args.linear_value_head_dim
+    assert plain - narrow == 3 * 2 * 64 * 2 * (V - 4) * (D + H * V)
+
+
+def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
+    """Counted for a sequence after a stack was built without options, and with a narrow gate."""
+    from megatron_gdn.specs import hybrid_stack_spec
+    from tests.examples.spec_laws import HybridModel, make_config
+
+    counts = []
+    for kda in ({}, {"output_rank": 4}):
+        with parallel(1):
+            spec = hybrid_stack_spec("local", kda=kda)
+            HybridModel(make_config(num_layers=1), spec, 16, 8, hybrid_layer_pattern="-")
+        counts.append(megatron_count.num_floating_point_operations(args, 1))
+    return counts
+
+
 def test_a_model_that_megatron_would_build_otherwise_is_refused():
     for made in (lambda: config("Olmo-Hybrid-7B"), find("Olmo-Hybrid-7B").flags):
         with pytest.raises(NotImplementedError, match="listed for its sizes"):

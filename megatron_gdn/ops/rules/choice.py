@@ -9,7 +9,7 @@ import torch
 
 from ..once import say_once
 from .base import Rule
-from .obstacles import Obstacle
+from .obstacles import Obstacle, told_of_plain
 
 ON_GRID = "batch_invariant_mode; in chunks of 64 tokens from a sequence's start"
 
@@ -90,7 +90,7 @@ def kernels_or_plain(
     kind = torch.device(device).type
     if kind == "cuda":
         say_once(f"{mixer} takes the plain-torch rule ({obstacle.why}).", kind)
-    return Choice(plain(), f"not fla: {obstacle.why}")
+    return Choice(plain(), f"not fla: {obstacle.why}{told_of_plain(kind, obstacle)}")
 
 
 def why_not_aligned(backend: str) -> str | None:

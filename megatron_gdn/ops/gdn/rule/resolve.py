@@ -7,7 +7,14 @@ import torch
 from ...once import say_once
 from ...rules.base import Rule
 from ...rules.choice import ON_GRID, Choice, why_not_aligned
-from ...rules.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla, why_not_flash_qla, why_not_heads
+from ...rules.obstacles import (
+    FLA_IS_TIMED,
+    Obstacle,
+    told_of_plain,
+    why_not_fla,
+    why_not_flash_qla,
+    why_not_heads,
+)
 from ..sizes import HeadSizes
 from .base import RuleGrads, RuleInputs
 from .half import HalfOperands
@@ -128,15 +135,17 @@ def _obstacle(
 
 
 def _first_that_fits(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Choice:
-    passed = []
+    passed = {}
     for name in RULES:
         obstacle = _obstacle(name, device, dtype, sizes)
         if obstacle is None:
             break
-        passed.append(f"not {name}: {obstacle.why}")
-    why = "; ".join(passed)
+        passed[name] = obstacle
+    why = "; ".join(f"not {other}: {obstacle.why}" for other, obstacle in passed.items())
     if passed:
         say_once(f"Gated DeltaNet takes a slower delta rule, {name!r} ({why}).", device.type)
+    if name == "reference":
+        why += told_of_plain(device, *passed.values())
     return Choice(_make(name), why or f"{dtype} heads of 128 on this GPU")
 
 
@@ -150,6 +159,7 @@ def _deterministic_choice(device: torch.device, dtype: torch.dtype, sizes: HeadS
         return Choice(_make("flash_qla", True), f"deterministic mode; {known.evidence}")
     if device.type == "cuda":
         say_once(f"Deterministic Gated DeltaNet takes the plain-torch rule ({why}).", device.type)
+    why += told_of_plain(device, obstacle)
     return Choice(_make("reference"), f"deterministic mode; not flash_qla: {why}")
 
 
