@@ -4,10 +4,9 @@
     python3 benchmarks/bench_decode.py --mixer mamba2         # likewise a Mamba2 mixer
     python3 benchmarks/bench_decode.py --tiny                 # anywhere: does it run
 
-A line per batch and context: milliseconds per step, eager and as a replayed CUDA graph, of the
-mixer alone (between the projections) and of the layer; the ratio of the mixer's to the floor, which
-is the bytes of the states, read and written, at the bandwidth of a copy measured here; whether the
-replay has the bits of the eager step.
+A line per batch: milliseconds per eager step of the layer in Megatron's StaticInferenceContext, and
+its ratio to the floor, which is the bytes of histories and states, read and written, at the
+bandwidth of a copy measured here. A step costs the same after any number of tokens.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.lib.measure import captured  # noqa: E402
-
+_WARM_UP = 3  # calls that are not counted
 SIZES = {  # of a layer of Qwen3-Next, and of a Mamba2 mixer
     "gdn": {
         "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -81,7 +76,7 @@ def build_layer(mixer: str, sizes: dict, dtype: torch.dtype, device: str, backen
 def milliseconds(run, repeats: int, on_gpu: bool) -> float:
     """The median of single calls."""
     times = []
-    for _ in range(repeats + 3):
+    for _ in range(repeats + _WARM_UP):
         if on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -93,7 +88,7 @@ def milliseconds(run, repeats: int, on_gpu: bool) -> float:
             begin = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[3:])
+    return statistics.median(times[_WARM_UP:])
 
 
 def copy_rate(on_gpu: bool, repeats: int) -> float:
@@ -105,62 +100,33 @@ def copy_rate(on_gpu: bool, repeats: int) -> float:
 
 
 @torch.inference_mode()
-def measure(layer, batch: int, context: int, chunk: int, repeats: int, rate: float) -> dict:
-    from megatron_gdn.inference.context import RequestsContext
-    from megatron_gdn.inference.layer import pool_for
-    from megatron_gdn.ops.generation.slots import decode_slots
+def measure(layer, batch: int, repeats: int, rate: float) -> dict:
+    from megatron.core.inference.contexts import StaticInferenceContext
 
-    weight, hidden = layer.conv_weight, layer.config.hidden_size
-    on_gpu = weight.is_cuda
-    pool = pool_for(layer, slots=batch)
-    first = pool.allocate()
-    feed = RequestsContext(pool, [first])
-    x = torch.randn(chunk, 1, hidden, dtype=weight.dtype, device=weight.device)
-    for start in range(0, context, chunk):
-        layer(x[: context - start], inference_context=feed)
-    requests = [first, *(pool.fork(first) for _ in range(batch - 1))]
-    slots = pool.index(requests).flip(0).contiguous()
-    on_device = RequestsContext(pool, slots=slots)
-    token = torch.randn(1, batch, hidden, dtype=weight.dtype, device=weight.device)
-    proj, _ = layer.in_proj(token)
-    memory, mixer = pool.layers[layer.layer_number], layer.whole_parts(proj)
+    weight, hidden, prompt = layer.conv_weight, layer.config.hidden_size, 8
+    context = StaticInferenceContext(batch, prompt + repeats + _WARM_UP)
+    x = torch.randn(prompt, batch, hidden, dtype=weight.dtype, device=weight.device)
 
-    def step():
-        return layer(token, inference_context=on_device)[0]
+    def step(x):
+        layer(x, inference_context=context)
+        context.increment_sequence_len_offset(len(x))
 
-    def middle():
-        return decode_slots(proj, mixer, memory, slots)
-
-    step(), middle()  # compile
-    line = {"batch": batch, "context": context, "dtype": str(weight.dtype)}
-    state_bytes = 2 * sum(t.numel() * t.element_size() for t in memory)
-    line["floor_ms"] = state_bytes / rate
-    runs = {"layer": step, "mixer": middle}
-    for name, run in runs.items():
-        line[f"{name}_eager_ms"] = milliseconds(run, repeats, on_gpu)
-    if on_gpu:
-        for name, run in runs.items():
-            graph, out = captured(run)
-            line[f"{name}_graph_ms"] = milliseconds(graph.replay, repeats, on_gpu)
-            before = [t.clone() for t in memory]
-            expected, moved = run().clone(), [t.clone() for t in memory]
-            for tensor, was in zip(memory, before, strict=True):
-                tensor.copy_(was)
-            graph.replay()
-            same = [torch.equal(out, expected)]
-            same += [torch.equal(a, b) for a, b in zip(memory, moved, strict=True)]
-            line[f"{name}_replay_equals_eager"] = all(same)
-    best = line.get("mixer_graph_ms", line["mixer_eager_ms"])
-    return line | {"mixer_over_floor": best / line["floor_ms"]}
+    step(x)
+    memory = context.key_value_memory_dict[layer.layer_number]
+    floor = 2 * sum(t.numel() * t.element_size() for t in memory) / rate
+    took = milliseconds(lambda: step(x[:1]), repeats, weight.is_cuda)
+    return {
+        "batch": batch, "dtype": str(weight.dtype), "floor_ms": floor, "layer_ms": took,
+        "layer_over_floor": took / floor,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="file to append lines to")
     parser.add_argument("--mixer", choices=tuple(SIZES), default="gdn")
-    parser.add_argument("--tiny", action="store_true", help="a small layer, short contexts")
+    parser.add_argument("--tiny", action="store_true", help="a small layer")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument(
         "--backend", default="reference", help="rule of the prefill; this one compiles nothing"
     )
@@ -168,21 +134,20 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if args.tiny:
-        args.batches, args.contexts, args.repeats = [1, 3], [5, 70], 3
+        args.batches, args.repeats = [1, 3], 3
     dtype = torch.bfloat16 if on_gpu else torch.float32
     place = "cuda" if on_gpu else "cpu"
     sizes = (TINY if args.tiny else SIZES)[args.mixer]
     layer = build_layer(args.mixer, sizes, dtype, place, args.backend)
     rate = copy_rate(on_gpu, args.repeats)
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    for context in args.contexts:
-        for batch in args.batches:
-            line = measure(layer, batch, context, 16384, args.repeats, rate)
-            line |= {"mixer_kind": args.mixer, "device": device, "copy_gb_per_s": rate / 1e6}
-            print(json.dumps(line), flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+    for batch in args.batches:
+        line = measure(layer, batch, args.repeats, rate)
+        line |= {"mixer_kind": args.mixer, "device": device, "copy_gb_per_s": rate / 1e6}
+        print(json.dumps(line), flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
     dist.destroy_process_group()
 
 

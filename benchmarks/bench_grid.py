@@ -7,7 +7,7 @@
 Three parts. "train": forward and backward in deterministic mode and in batch-invariant mode, of one
 sequence and of packed documents. "forward": the same layer under ``torch.no_grad``, its time and
 its memory against forward and backward. "decode": a step of one token for each request, ordinary
-(in slots on the device) and in batch-invariant mode, eager.
+and in batch-invariant mode, in Megatron's StaticInferenceContext, eager.
 """
 
 from __future__ import annotations
@@ -128,27 +128,22 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
 
 @torch.inference_mode()
 def decode(layer, batch: int, context: int, repeats: int, emit) -> None:
-    from megatron_gdn.inference.context import RequestsContext
-    from megatron_gdn.inference.layer import pool_for
+    from megatron.core.inference.contexts import StaticInferenceContext
 
     hidden, weight = layer.config.hidden_size, layer.conv_weight
     layer.eval()
     base = None
     for mode in MODES:
         switch(layer, mode)
-        pool = pool_for(layer, slots=batch)
-        requests = [pool.allocate() for _ in range(batch)]
-        feed = RequestsContext(pool, requests)
-        layer(
-            torch.randn(context, batch, hidden, dtype=weight.dtype, device=PLACE),
-            inference_context=feed,
-        )
-        if mode == MODES[0]:
-            feed = RequestsContext(pool, slots=pool.index(requests))
-        token = torch.randn(1, batch, hidden, dtype=weight.dtype, device=PLACE)
-        step = milliseconds(
-            lambda feed=feed, token=token: layer(token, inference_context=feed), repeats
-        )
+        x = torch.randn(context, batch, hidden, dtype=weight.dtype, device=PLACE)
+        memory = StaticInferenceContext(batch, context + repeats + 2)
+
+        def feed(x, memory=memory):
+            layer(x, inference_context=memory)
+            memory.increment_sequence_len_offset(len(x))
+
+        feed(x)
+        step = milliseconds(lambda feed=feed, x=x: feed(x[:1]), repeats)
         base = base or step
         emit(
             part="decode", batch=batch, mode=mode, backend=layer.backend, step_ms=step,

@@ -97,7 +97,7 @@ def exchange_ms(cp: int, nvlink: float) -> float:
         SIZES.state, cp, SequenceLayout.ZIGZAG, rows=1, lengths=None,
         per_machine=min(cp, PER_MACHINE),
     )  # fmt: skip
-    return min(x.wire_ms(nvlink / 1e3) + x.steps * STEP_MS for x in ways.values())
+    return min(x.received.ms(nvlink / 1e3) + x.steps * STEP_MS for x in ways.values())
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:

@@ -8,22 +8,18 @@ bytes go over NVLink, between machines over the network, both at the same time:
 
     headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, mixed rows out
     chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
-                + the cheapest of                                    sending them, d = map * chains
+                + the cheaper of                                     sending them, d = map * chains
         gather  wire((cp - 1) * d) + LATENCY + l * STEP                * nodes of a chain on a rank
         share   wire((cp - 1) / cp * r * d) + 2 * LATENCY + l * STEP
-        levels  (n - 1) / n * r * d / WITHIN + (c - 1) / c * r * d / n / ACROSS
-                + 4 * LATENCY + (2 * n + l / n) * STEP
 
 map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state;
 r = 1 + V / (K + V), or 1 + V / (1 + V): maps there, states back. A chain is a sequence that states
 travel along: a document in zigzag, else a batch row. It has l nodes, 2 on every rank, or 1 when
-contiguous. ``levels`` shares within machines, then across. Bytes and steps come from
-:func:`row_bytes` and :func:`map_exchanges`, which ``benchmarks/model_context_parallel.py`` reads
-too. Across machines nothing was measured.
+contiguous. Bytes and steps come from :func:`row_bytes` and :func:`map_exchanges`, which
+``benchmarks/model_context_parallel.py`` reads too. Across machines nothing was measured.
 
 Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
-head exchange and p the projection width there, K key dim, V value dim, n ranks per machine,
-c = cp / n machines.
+head exchange and p the projection width there, K key dim, V value dim, n ranks per machine.
 """
 
 from __future__ import annotations
@@ -105,12 +101,9 @@ class Received(NamedTuple):
 class MapExchange(NamedTuple):
     """One way for maps to travel, in one forward."""
 
-    received: tuple[Received, ...]  # by one rank, one after the other
+    received: Received  # by one rank
     collectives: int
     steps: int  # products that wait for each other
-
-    def wire_ms(self, within: float = WITHIN) -> float:
-        return sum(received.ms(within) for received in self.received)
 
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
@@ -142,19 +135,13 @@ def map_exchanges(
     nodes, own = per_rank * cp_size, per_rank * chains * state.map_bytes
     shared = (1 + state.columns / state.map_columns) * own  # maps there, states back
 
-    def all_to_all(received: float) -> tuple[Received]:
-        return (Received.from_all(received, cp_size, per_machine),)
+    def from_all(received: float) -> Received:
+        return Received.from_all(received, cp_size, per_machine)
 
     found = {}
     if cp_size <= GATHER_UP_TO:
-        found["gather"] = MapExchange(all_to_all((cp_size - 1) * own), 1, nodes)
-    found["share"] = MapExchange(all_to_all((cp_size - 1) / cp_size * shared), 2, nodes)
-    machines = cp_size // per_machine
-    if 1 < per_machine < cp_size:
-        within = Received((per_machine - 1) / per_machine * shared, 0)
-        across = Received(0, (machines - 1) / machines * shared / per_machine)
-        steps = 2 * per_machine + per_rank * machines
-        found["levels"] = MapExchange((within, across), 4, steps)
+        found["gather"] = MapExchange(from_all((cp_size - 1) * own), 1, nodes)
+    found["share"] = MapExchange(from_all((cp_size - 1) / cp_size * shared), 2, nodes)
     return found
 
 
@@ -168,7 +155,7 @@ def exchange_prices(
 ) -> dict[str, float]:
     """What each of :func:`map_exchanges` costs, in milliseconds."""
     return {
-        name: way.wire_ms() + way.collectives * LATENCY + way.steps * STEP
+        name: way.received.ms() + way.collectives * LATENCY + way.steps * STEP
         for name, way in map_exchanges(state, cp_size, layout, rows, lengths, per_machine).items()
     }
 

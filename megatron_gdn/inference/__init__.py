@@ -3,17 +3,14 @@
     Carry                    history and state of a sequence between two calls
     prefill, decode          run projection rows from a carry
     gdn_rows, kda_rows, ...  the parts of a mixer that they run; training runs the same
-    RequestPool              carries of many requests and layers, in slots
     roll_back                drops last tokens in Megatron's StaticInferenceContext
 
-These need torch alone. ``context`` (a Megatron context over a pool of requests) and ``layer``
-(:func:`.layer.pool_for` a model) need Megatron.
+These need torch alone; :mod:`.generate` needs Megatron.
 """
 
 from ..mixers.generation.static import MOST_DECODED, roll_back
 from ..ops.gdn.parts import gdn_parts as gdn_rows
 from ..ops.generation.carry import Carry, CarryShape, choose
-from ..ops.generation.requests import Request, RequestPool
 from ..ops.generation.step import decode, prefill
 from ..ops.kda.parts import kda_parts as kda_rows
 from ..ops.mamba2.parts import mamba2_parts as mamba2_rows
@@ -23,8 +20,6 @@ __all__ = [
     "MOST_DECODED",
     "Carry",
     "CarryShape",
-    "Request",
-    "RequestPool",
     "RowMixer",
     "choose",
     "decode",

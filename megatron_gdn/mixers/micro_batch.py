@@ -271,8 +271,8 @@ class MicroBatches:
                     raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
             return _Schemes(headwise)
-        # One exchange of maps for all documents: the other exchange adds in another order.
-        exchange = "fixed" if rule.batch_invariant else None
+        # One exchange of maps for all documents: the other one adds in another order.
+        exchange = "share" if rule.batch_invariant else None
         return _Schemes(
             headwise,
             Chunkwise(

@@ -16,7 +16,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import agreement, local_indices, price
 from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
-from megatron_gdn.context_parallel.chunkwise.scheme import exchange_of
+from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
 from megatron_gdn.mixers import micro_batch
 from megatron_gdn.mixers.gdn import layer as layer_module
@@ -30,14 +30,20 @@ from tests.ops.delta_rule.states import InHalf
 from tests.parallel import group_of_one, make_config, parallel
 
 
-def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype) -> None:
-    """Every exchange gives every node the product of the maps before it."""
+def chains_equal_their_product(
+    layout: str, backwards: bool, dtype: torch.dtype, cuts: tuple[int, ...] = ()
+) -> None:
+    """Every exchange gives every node the product of the maps before it.
+
+    Before the last cut may stand NaN: no bit after it changes.
+    """
     rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
-    nodes = chain_nodes(size, SequenceLayout.parse(layout))
+    nodes = chain_nodes(size, SequenceLayout.parse(layout), frozenset(cuts))
     nodes = nodes.backwards() if backwards else nodes
     torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
     n = len(nodes.hosts)
     local, through = torch.randn(n, M, K, V, dtype=dtype), torch.randn(n, M, K, K, dtype=dtype) / 2
+    through[list(nodes.cuts)] = 0
     state, entering = torch.zeros(M, K, V, dtype=torch.float64), []
     for j in range(n):
         entering.append(state)
@@ -46,11 +52,18 @@ def chains_equal_their_product(layout: str, backwards: bool, dtype: torch.dtype)
     maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
     for j, slot in mine:
         maps[slot] = pack(local[j], through[j])
-    for exchange in (exchange_of(name, size) for name in ("gather", "share")):
+    last = max(nodes.cuts, default=-1)
+    ill = maps.clone()
+    for j, slot in mine:
+        if j < last:
+            ill[slot] = float("nan")
+    for exchange in EXCHANGES.values():
         got = exchange(maps, V, nodes, dist.group.WORLD)
         again = exchange(maps, V, nodes, dist.group.WORLD)
         assert got.dtype == dtype and torch.equal(got, again)
+        beside_nan = exchange(ill, V, nodes, dist.group.WORLD)
         for j, slot in mine:
+            assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
             # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
             torch.testing.assert_close(
                 got[slot].double(), entering[j], rtol=0, atol=64 * torch.finfo(dtype).eps

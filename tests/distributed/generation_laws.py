@@ -4,7 +4,6 @@ import os
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -19,14 +18,12 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference import roll_back
-from megatron_gdn.inference.context import RequestsContext
 from megatron_gdn.inference.generate import (
     generate,
     next_logits,
     static_context,
     without_sequence_parallel,
 )
-from megatron_gdn.inference.layer import pool_for
 from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
@@ -163,25 +160,6 @@ def sequence_parallel_prefill(tp=2) -> torch.Tensor:
             with without_sequence_parallel(model):
                 torch.testing.assert_close(logits, next_logits(model, text, whole))
                 torch.testing.assert_close(steps, next_logits(model, text[:, :2], whole))
-
-
-def requests_move_between_tensor_parallel_sizes(before: int, after: int) -> None:
-    """A request that was saved by some ranks goes on where others run the same model."""
-    text = torch.randint(VOCAB, (1, 14), generator=torch.Generator().manual_seed(1))
-    files, found = [], []
-    for tp, piece in ((before, text[:, :9]), (after, text[:, 9:])):
-        with parallel(tp=tp):
-            model = build_model("M-G-", tensor_model_parallel_size=tp)
-            pool = pool_for(model, slots=2)
-            request = pool.load(files) if files else pool.allocate(tokens=14)
-            with torch.inference_mode():
-                found.append(next_logits(model, piece, RequestsContext(pool, [request])))
-                whole = training_logits(model, text)
-            files = [None] * dist.get_world_size()
-            dist.all_gather_object(files, pool.save(request))
-            files = list(reversed(files[:tp]))  # of one data-parallel rank, in any order
-    bound = 1e-5 * whole.abs().max().item()
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-5, atol=bound)
 
 
 def refusals() -> list[str]:

@@ -33,7 +33,7 @@ def documents_keep_their_bits(
         for exchange in exchanges:
             torch.manual_seed(7)
             with patch.object(micro_batch, "Chunkwise", by_way_of(exchange)):
-                options = {"linear_cp_mode": mode, "cp_layout": layout, "cp_ranks_per_machine": 2}
+                options = {"linear_cp_mode": mode, "cp_layout": layout}
                 layer = build_layer(make_config(context_parallel_size=cp), groups, options)
             randomise_(layer)
             x = torch.randn(sum(lengths), 1, layer.hidden_size)[mine]

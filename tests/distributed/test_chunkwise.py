@@ -28,6 +28,15 @@ def test_every_exchange_gives_the_product_of_the_maps_before(pools, size, layout
             pools(size).run(laws.chains_equal_their_product, layout, backwards, dtype)
 
 
+@pytest.mark.parametrize("size", [6, 8])
+def test_no_exchange_passes_a_cut(pools, size):
+    last = size - 1
+    for cuts in ((0,), (1,), (2,), (0, 1, 2, last - 1), (2, last), tuple(range(size))):
+        for backwards in (False, True):
+            args = ("contiguous", backwards, torch.float32, cuts)
+            pools(size).run(laws.chains_equal_their_product, *args)
+
+
 @exchanges
 @pytest.mark.parametrize(
     "lengths",

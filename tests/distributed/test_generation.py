@@ -39,11 +39,6 @@ def test_sequence_parallel_prefill_leaves_the_same_states(pools):
     pools(2).run(laws.sequence_parallel_prefill)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_saved_requests_go_on_at_another_tensor_parallel_size(pools, before, after):
-    pools(2).run(laws.requests_move_between_tensor_parallel_sizes, before, after)
-
-
 def test_what_cannot_generate_is_refused_in_words(pools):
     words = ("static_context", "tokens [B, S]", "tokens [B, S]", "pipeline_model_parallel_size=2")
     for found in pools(2).run(laws.refusals):

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.poison_laws import documents_keep_their_bits
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
-EXCHANGES = ("gather", "share", "levels")
+EXCHANGES = ("gather", "share")
 
 
 def test_the_layer_alone(pools):
@@ -20,7 +20,7 @@ def test_headwise(pools, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_chunkwise(pools, cp, layout):
-    """Documents within one rank, cut once, across several ranks, and ends inside a leg."""
+    """Documents within one rank, cut once, and across several ranks."""
     lengths = (16, 8, 0, 56, 16) if layout == "zigzag" else (5, 9, 0, 50, 3, 29)
     exchanges = EXCHANGES if cp == 4 else (None,)
     pools(cp).run(documents_keep_their_bits, cp, "chunkwise", layout, lengths, exchanges)

@@ -198,28 +198,26 @@ def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     assert [shape[:2] for shape in calls] == [(5, 64), (1, 64)]  # one chunk ends: its state
 
 
-@pytest.mark.parametrize("slots", [[4, 0, 2], [1, 2, 3], None], ids=str)
-def test_a_step_in_slots_writes_a_row_and_the_states_of_chunks_that_end(kind, slots):
+def test_a_step_in_place_writes_a_row_and_the_states_of_chunks_that_end(kind):
     """And has the bits of training; what lies behind a sequence's last row has no meaning."""
     mixer, rows, stands = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
-    whole, numbers = kind.trained(rows, aligned=True), slots or [0, 1, 2]
-    memory = mixer.shape.zeros(5, torch.float32, rows.device)
+    whole, memory = kind.trained(rows, aligned=True), mixer.shape.zeros(3, rows.dtype, rows.device)
     for tensor in memory:
         tensor.normal_()
-    for n, (slot, had) in enumerate(zip(numbers, stands, strict=True)):
+    for n, had in enumerate(stands):
         _, carry = prefill(rows[:had, n : n + 1], mixer, None)
-        memory.history[slot, : 3 + had % 64] = carry.history[0, : 3 + had % 64]
-        memory.state[slot] = carry.state[0]
+        memory.history[n, : 3 + had % 64] = carry.history[0, : 3 + had % 64]
+        memory.state[n] = carry.state[0]
     for step in range(3):
         before = [x.clone() for x in memory]
         at = [had + step for had in stands]
         row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
-        mixed = decode_on_grid(row, mixer, memory, at, slots)
-        for n, (slot, place) in enumerate(zip(numbers, at, strict=True)):
+        mixed = decode_on_grid(row, mixer, memory, at)
+        for n, place in enumerate(at):
             assert torch.equal(mixed[0, n], whole[place, n])
-            before[0][slot, 3 + place % 64] = rows[place, n]
+            before[0][n, 3 + place % 64] = rows[place, n]
             if place % 64 == 63:
-                before[0][slot, :3] = before[0][slot, 64:]
+                before[0][n, :3] = before[0][n, 64:]
                 _, carry = prefill(rows[: place + 1, n : n + 1], mixer, None)
-                before[1][slot] = carry.state[0]
+                before[1][n] = carry.state[0]
         assert all(map(torch.equal, memory, before))

@@ -109,30 +109,25 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
 
 def chain_of(nodes, local, through):
     """What enters every node, at the place of its map."""
-    steps = _steps_of_share(nodes, 0, 1, 1, 4, local.device).of_nodes
+    steps = _steps_of_share(nodes, 1, 4, local.device)
     out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
     return chains_kernels.follow(local, through, steps, out, None)
 
 
 @pytest.mark.parametrize("cuts", [(), (2, 5)], ids=["whole", "cut"])
-def test_the_legs_of_a_machine_are_the_twins(cuts, device):
-    """Two of four ranks with two nodes each and three chains, whose maps lie by sender."""
+def test_a_share_of_the_chains_is_the_twins(cuts, device):
+    """Four ranks with two nodes each and three chains, whose maps lie by sender."""
     H, K, V = SIZES[1]
-    n, m, h = 2, H, 2
+    m, h = H, 2
     ranks = (0, 1, 2, 3)
     nodes = Nodes(ranks + ranks[::-1], (0,) * 4 + (1,) * 4, frozenset(cuts))
     make = torch.Generator().manual_seed(0)
-    links = torch.randn(n * m * h, K, V + K, generator=make).to(device) / K**0.5
+    links = torch.randn(4 * m * h, K, V + K, generator=make).to(device) / K**0.5
     local, through = _by_place(links, m, h).split([V, K], dim=-1)
-    start = torch.randn(h, m, K, V, generator=make).to(device)
-    for machine in (0, 1):
-        steps = _steps_of_share(nodes, machine, n, m, h, links.device)
-        got, exact = both(steps.of_legs, local, through, h, IDENTITY)
-        assert exact.isfinite().all()
-        assert_fp32(got, exact, steps.of_legs)
-        got, exact = both(steps.of_nodes, local, through, len(local), steps.start(start))
-        assert exact.isfinite().flatten(1).all(1).sum() == n * h
-        assert_fp32(got, exact, steps.of_nodes)
+    steps = _steps_of_share(nodes, m, h, links.device)
+    got, exact = both(steps, local, through, len(local), None)
+    assert exact.isfinite().flatten(1).all(1).sum() == 4 * h
+    assert_fp32(got, exact, steps)
 
 
 def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):

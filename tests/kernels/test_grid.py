@@ -32,7 +32,7 @@ def mamba2(rows, parameters):
 
 
 @pytest.mark.parametrize(("kind", "make"), [(GDN, gdn), (MAMBA2, mamba2)], ids=["gdn", "mamba2"])
-def test_prefill_and_steps_in_slots_have_the_bits_of_training(kind, make, device):
+def test_prefill_and_steps_have_the_bits_of_training(kind, make, device):
     rows = kind.rows(67, 2).to(device)
     parts = make(rows, kind.draw(torch.float32).to(device))
     assert parts.front.triton
@@ -81,15 +81,14 @@ def test_a_step_is_the_rule_two_kernels_and_two_calls_of_torch(N, device, monkey
     monkeypatch.setattr(Launch, "__call__", lambda self, *args: launches.append(self))
     rows, parameters = GDN.rows(1, N).to(device), GDN.draw(torch.float32).to(device)
     parts = gdn(rows, parameters)._replace(rule=StandIn())
-    memory = parts.shape.zeros(N + 3, torch.float32, device)
-    for slots, stands, more in (
-        (range(2, N + 2), [7] * N, []),
-        (range(N + 2, 2, -1), [7] * N, ["index_select"] * 2),  # slots that are no neighbours
-        (range(N), [7] * (N - 1) + [63], ["index_select", "index_copy_"] * 2),  # a chunk ends
+    memory = parts.shape.zeros(N, torch.float32, device)
+    for stands, more in (
+        ([7] * N, []),
+        ([7] * (N - 1) + [63], ["index_select", "index_copy_"] * 2),  # a chunk ends
     ):
-        decode_on_grid(rows, parts, memory, stands, slots)  # makes tables
+        decode_on_grid(rows, parts, memory, stands)  # makes tables
         launches.clear()
         with Calls() as calls:
-            decode_on_grid(rows, parts, memory, stands, slots)
+            decode_on_grid(rows, parts, memory, stands)
         assert sorted(calls.names) == sorted(["index_copy_", "index_select", *more])
         assert len(launches) == 2

@@ -4,14 +4,17 @@ fp32: sums of K <= 24 products in another order, and Triton's exp2 and rsqrt: 1e
 but the result is fp32; where that lies between two numbers, the two may round it apart, by a unit.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_gdn.inference import Carry, decode, gdn_rows, mamba2_rows
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.generation.slots import decode_slots
+from megatron_gdn.ops.gdn.step import step_slots
 from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
+from megatron_gdn.ops.mamba2.step import mamba2_step_slots
 from megatron_gdn.ops.parts import GatedNorm
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.test_mamba2_kernels import layout_of
@@ -45,18 +48,20 @@ def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, options, d
         )
         for kernels in ("torch", "triton")
     }  # fmt: skip
-    hold_a_step_in_slots(made, sizes.width, taps, device, dtype)
+    step = partial(step_slots, sizes=sizes, **options)
+    hold_a_step_in_slots(step, made, sizes.width, taps, device, dtype)
 
 
-def hold_a_step_in_slots(made, width, taps, device, dtype):
-    """``made`` are the same mixer over our kernels and in plain torch."""
+def hold_a_step_in_slots(step, made, width, taps, device, dtype):
+    """``step`` launches the kernels; ``made`` is the same mixer over our kernels and in torch."""
     shape, slots = made["torch"].shape, torch.tensor([4, 0, 3], device=device)
     memory = Carry(*(torch.randn_like(x) for x in shape.zeros(6, dtype, device)))
     ours = Carry(*(x.clone() for x in memory))
     theirs = Carry(*(x.index_select(0, slots) for x in memory))
     for _ in range(taps + 1):  # until the whole history was written here
         proj = torch.randn(1, 3, width).to(device, dtype)
-        found = decode_slots(proj, made["triton"], ours, slots)
+        o = step(proj[0], *made["triton"].of_front, *ours, slots)
+        found = made["triton"].read_out(o, proj)
         plain, (theirs,) = decode(proj, made["torch"], theirs)
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
         torch.testing.assert_close(
@@ -98,4 +103,5 @@ def test_mamba2s_step_in_slots_is_the_recurrence(device, sizes, taps, bias, what
         )
         for kernels in ("torch", "triton")
     }  # fmt: skip
-    hold_a_step_in_slots(made, layout.width, taps, device, dtype)
+    step = partial(mamba2_step_slots, layout=layout, dt_limit=(0.2, 1.0))
+    hold_a_step_in_slots(step, made, layout.width, taps, device, dtype)

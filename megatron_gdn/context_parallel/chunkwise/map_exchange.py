@@ -17,27 +17,16 @@ fp32, since rounding compounds in a chain of maps (for the accuracy on a GPU see
                       folds these from end to end, and another all-to-all returns the states.
                       Traffic and memory do not grow; the fold has one step per node of a chain.
 
-Over several machines share_and_fold may go in two levels. The nodes of a chain that follow each
-other on one machine are a *leg*:
-
-    1. within a machine, ranks share out the chains, and each folds the maps of a leg to one map;
-    2. across machines, ranks with the same share do the same with the maps of the legs, which gives
-       the states that enter the legs;
-    3. from these states each rank follows its legs, and the states return within the machine.
-
-A chain has steps for a leg, for all legs and for a leg again, not for all nodes, and maps of legs
-alone cross machines.
-
 Legend: h nodes of a chain on this rank; M chains over the same nodes (for example one per sequence,
 batch row and value head), m of them in this rank's share; K rows of a state, V columns, X columns
-of a map (``local`` and ``through`` together); n ranks per machine.
+of a map (``local`` and ``through`` together).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -45,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.chains import IDENTITY, follow
+from ...ops.state_maps.chains import follow
 from ...ops.state_maps.steps import NONE, Steps
 
 
@@ -74,27 +63,6 @@ class Nodes(NamedTuple):
             for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
             if host == rank
         ]
-
-    def legs(self, n: int) -> list[range]:
-        """Stretches of the chain whose nodes are on the same n successive ranks, and in one slot.
-
-        The whole chain if n are all ranks.
-        """
-        if n > max(self.hosts):
-            return [range(len(self.hosts))]
-        place = list(zip([host // n for host in self.hosts], self.slots, strict=True))
-        lengths = [len(list(same)) for _, same in groupby(place)]
-        ends = [0, *accumulate(lengths)]
-        return [range(a, b) for a, b in pairwise(ends)]
-
-    def of_legs(self, n: int) -> Nodes:
-        """The chain whose nodes are the legs: every n successive ranks are one host."""
-        legs = self.legs(n)
-        return Nodes(
-            tuple(self.hosts[leg[0]] // n for leg in legs),
-            tuple(self.slots[leg[0]] for leg in legs),
-            frozenset(r for r, leg in enumerate(legs) if not self.cuts.isdisjoint(leg)),
-        )
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
@@ -148,94 +116,50 @@ Stretch = list[tuple[int, int]]
 def _from_zero(
     places: Sequence[int], targets: dict[int, int], cuts: frozenset[int]
 ) -> list[Stretch]:
-    """The steps of a chain that no state enters: a cut at its first node changes nothing."""
-    opening, others = _stretches(range(len(places)), places, targets, cuts - {0})
-    return [opening, *others] if opening else others
+    """The steps along a chain that no state enters: from its first node, and from each cut.
 
-
-def _stretches(
-    leg: range, places: Sequence[int], targets: dict[int, int], cuts: frozenset[int]
-) -> tuple[Stretch, list[Stretch]]:
-    """The steps along the nodes ``leg`` of a chain: from its first node, and from each cut.
-
-    From zero the first map is never multiplied, so a cut costs no product. Every stretch ends with
-    the last state that is wanted in it. The state that enters the next cut's node belongs to it
-    too. Stretches without a wanted state are left out; the first is empty then.
+    From zero the first map is never multiplied, so a cut costs no product, and one at the first
+    node changes nothing. Every stretch ends with the last state that is wanted in it. The state
+    that enters the next cut's node belongs to it too. Stretches without a wanted state are left
+    out.
 
     Args:
         places: of every node, where its map is.
         targets: by node, where the state that enters it goes.
     """
-    ends = [*sorted(cuts.intersection(leg)), leg[-1]]
-    others = []
+    ends = [*sorted(cuts - {0}), len(places) - 1]
+    found = [_stretch(range(ends[0] + 1), places, targets)]
     for cut, stop in pairwise(ends):
         # The state that enters a cut node was made by the stretch before it.
         after = _stretch(range(cut + 1, stop + 1), places, targets)
-        if after:
-            others.append([(NONE, places[cut]), *after])
-    return _stretch(range(leg[0], ends[0] + 1), places, targets), others
+        found.append([(NONE, places[cut]), *after] if after else [])
+    return [stretch for stretch in found if stretch]
 
 
-def _stretch(leg: range, places: Sequence[int], targets: dict[int, int]) -> Stretch:
+def _stretch(nodes: range, places: Sequence[int], targets: dict[int, int]) -> Stretch:
     """From the state that enters the first of these nodes to the last state that is wanted."""
-    last = max(targets.keys() & leg, default=None)
+    last = max(targets.keys() & nodes, default=None)
     if last is None:
         return []
-    passed = range(leg[0], last)
+    passed = range(nodes[0], last)
     return [*((targets.get(j, NONE), places[j]) for j in passed), (targets[last], NONE)]
 
 
-def share_and_fold(
-    maps: Tensor,
-    value_dim: int,
-    nodes: Nodes,
-    group: dist.ProcessGroup,
-    per_machine: int | None = None,
-) -> Tensor:
-    """As :func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks.
-
-    Args:
-        per_machine: n, a divisor of the ranks: in two levels, within n successive ranks and then
-            across. None: in one level.
-    """
-    ranks = range(group.size())
-    return _share_and_fold(maps, value_dim, nodes, group, ranks, per_machine or len(ranks))
-
-
-def _share_and_fold(
-    maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup, ranks: range, n: int
-) -> Tensor:
-    """Over these ranks of the group, which ``nodes.hosts`` numbers from 0; n share each leg."""
+def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks."""
     h, M, K, X = maps.shape
-    machine, own = divmod(ranks.index(group.rank()), n)
-    beside, across = ranks[machine * n : (machine + 1) * n], ranks[own::n]
+    n = group.size()
     shares = [M // n + (r < M % n) for r in range(n)]
-    m = shares[own]
-    theirs = _counts([h * share for share in shares], beside, group)
-    mine = _counts([h * m] * n, beside, group)
+    m = shares[group.rank()]
+    theirs, mine = [h * share for share in shares], [h * m] * n
     by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
     links, _ = exchange_rows(by_chain_MhKX, theirs, mine, group)
-    states, entering = maps.new_empty(n * m * h, K, value_dim), None
-    steps = _steps_of_share(nodes, machine, n, m, h, maps.device)
-    local, through = _by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
-    if steps.of_legs is not None:
-        legs = maps.new_empty(h, m, K, X)
-        if m:
-            follow(local, through, steps.of_legs, legs, IDENTITY)
-        entering = _share_and_fold(legs, value_dim, steps.legs, group, across, len(across))
+    states = maps.new_empty(n * m * h, K, value_dim)
     if m:
-        follow(local, through, steps.of_nodes, _by_place(states, m, h), steps.start(entering))
+        local, through = _by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
+        follow(local, through, _steps_of_share(nodes, m, h, maps.device), _by_place(states, m, h))
     returned, _ = exchange_rows(states, mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
-
-
-def _counts(counts: list[int], ranks: range, group: dist.ProcessGroup) -> list[int]:
-    """Rows for every rank of the group: none for others than ``ranks``."""
-    if len(ranks) == group.size():
-        return counts
-    of_all = [0] * group.size()
-    of_all[ranks.start : ranks.stop : ranks.step] = counts
-    return of_all
 
 
 def _by_place(x: Tensor, m: int, h: int) -> Tensor:
@@ -244,51 +168,11 @@ def _by_place(x: Tensor, m: int, h: int) -> Tensor:
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
-class _ShareSteps(NamedTuple):
-    """Along the nodes of one machine; every state is written at the place of its node's map.
-
-    Attributes:
-        of_nodes: from the states that enter the legs, by slot, and then from cuts; along the whole
-            chain from zero if one machine holds it.
-        legs: the chain of all legs.
-        of_legs: the map of every leg of this machine, by slot; None if one machine holds the chain.
-    """
-
-    of_nodes: Steps
-    legs: Nodes
-    of_legs: Steps | None
-
-    def start(self, entering: Tensor | None) -> Tensor | None:
-        """The states before the first maps of ``of_nodes``: zero after a cut."""
-        if entering is None:
-            return None
-        cuts = len(self.of_nodes.chains) - len(entering)
-        if cuts == 0:
-            return entering
-        return torch.cat([entering, entering.new_zeros(cuts, *entering.shape[1:])])
-
-
 @cached_by_stream(64)
-def _steps_of_share(
-    nodes: Nodes, machine: int, n: int, m: int, h: int, device: torch.device
-) -> _ShareSteps:
-    places = [host % n * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
-    targets, legs = dict(enumerate(places)), nodes.legs(n)
-    if len(legs) == 1:
-        whole = Steps.build(_from_zero(places, targets, nodes.cuts), device)
-        return _ShareSteps(whole, nodes, None)
-    here = [leg for leg in legs if nodes.hosts[leg[0]] // n == machine]
-    here.sort(key=lambda leg: nodes.slots[leg[0]])
-    found = [_stretches(leg, places, {j: targets[j] for j in leg}, nodes.cuts) for leg in here]
-    of_nodes = [opening for opening, _ in found] + [x for _, others in found for x in others]
-    of_legs = []
-    for slot, leg in enumerate(here):
-        # Nothing before a cut leaves a leg. No state passes it: the chain of legs is cut there too.
-        first = max(nodes.cuts.intersection(leg), default=leg[0])
-        of_legs.append([*((NONE, places[j]) for j in range(first, leg[-1] + 1)), (slot, NONE)])
-    return _ShareSteps(
-        Steps.build(of_nodes, device), nodes.of_legs(n), Steps.build(of_legs, device)
-    )
+def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
+    """Steps over all nodes; every state is written at the place of its node's map."""
+    places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
+    return Steps.build(_from_zero(places, dict(enumerate(places)), nodes.cuts), device)
 
 
 def exchange_rows(

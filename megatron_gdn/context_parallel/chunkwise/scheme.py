@@ -11,7 +11,6 @@ Legend: s this rank's tokens, B batch, W conv taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,8 @@ from .states import Exchange, StatesOfPieces, state_table
 from .static_history import static_history_route
 from .static_pieces import static_pieces, static_state_table
 
+EXCHANGES: dict[str, Exchange] = {"gather": gather_and_fold, "share": share_and_fold}
+
 
 class Chunkwise:
     """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
@@ -45,10 +46,8 @@ class Chunkwise:
         taps: of the convolution, W.
         group: the context-parallel group.
         sequence_layout: how the data loader cut the sequence.
-        exchange: how state maps travel, ``"gather"``, ``"share"`` or ``"levels"`` (see
-            :func:`exchange_of`); None takes the cheapest for each micro-batch, see
-            :mod:`megatron_gdn.context_parallel.price`; ``"fixed"`` one for all micro-batches, the
-            cheaper of the last two for one sequence.
+        exchange: how state maps travel, one of :data:`EXCHANGES`; None takes the cheaper for each
+            micro-batch, see :mod:`megatron_gdn.context_parallel.price`.
         cp_ranks_per_machine: None asks the hosts, see :mod:`..machines`.
     """
 
@@ -88,14 +87,15 @@ class Chunkwise:
             NotImplementedError: documents in fixed buffers in another layout than zigzag.
         """
         if isinstance(documents, StaticDocuments):
-            return self._static_passage(documents, like.device)
+            return self._static_passage(documents)
         lengths, device = Documents.lengths_of(documents, tokens), like.device
         where = (lengths, self.size, self._sequence_layout, self._group.rank())
         history = history_route(*where, self._taps, device)
         table, states = state_table(*where, rows, device), None
         if table is not None:
-            exchange = self._exchange_for(None if documents is None else lengths, rows, device)
-            states = StatesOfPieces(table, exchange, self._group)
+            packed = None if documents is None else lengths
+            name = self._exchange or self._cheapest(packed, rows, device)
+            states = StatesOfPieces(table, EXCHANGES[name], self._group)
         neighbours = Neighbours(
             _local_pieces(*where, device),
             None if history is None else HistoryOfPieces(history, self._group),
@@ -103,10 +103,10 @@ class Chunkwise:
         )
         return Passage(stay, stay, neighbours)
 
-    def _static_passage(self, documents: StaticDocuments, device: torch.device) -> Passage:
+    def _static_passage(self, documents: StaticDocuments) -> Passage:
         pieces = static_pieces(documents, self.size, self._sequence_layout)
         route = static_history_route(documents, self.size, self._group.rank(), self._taps)
-        exchange = self._exchange_for(None, 1, device, fixed=True)
+        exchange = EXCHANGES[self._exchange or "share"]
         neighbours = Neighbours(
             pieces,
             None if route is None else HistoryOfPieces(route, self._group),
@@ -114,30 +114,10 @@ class Chunkwise:
         )
         return Passage(stay, stay, neighbours)
 
-    def _exchange_for(
-        self,
-        packed: tuple[int, ...] | None,
-        rows: int,
-        device: torch.device,
-        fixed: bool = False,
-    ) -> Exchange:
-        """``fixed``: the same for all micro-batches, unless the constructor was told which."""
-        name, n = self._exchange, ranks_per_machine(self._group, self._told, device)
-        if name in (None, "fixed"):
-            name = "fixed" if fixed else name
-            batch = (rows, packed) if name is None else (1, None)
-            prices = exchange_prices(self._state, self.size, self._sequence_layout, *batch, n)
-            if name == "fixed":
-                prices.pop("gather", None)
-            name = min(prices, key=prices.__getitem__)
-        return exchange_of(name, n)
-
-
-def exchange_of(name: str, per_machine: int) -> Exchange:
-    """``"gather"``, ``"share"``, or ``"levels"``: share within machines, then across."""
-    if name == "levels":
-        return partial(share_and_fold, per_machine=per_machine)
-    return {"gather": gather_and_fold, "share": share_and_fold}[name]
+    def _cheapest(self, packed: tuple[int, ...] | None, rows: int, device: torch.device) -> str:
+        n = ranks_per_machine(self._group, self._told, device)
+        prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, packed, n)
+        return min(prices, key=prices.__getitem__)
 
 
 @cached_by_stream(16)

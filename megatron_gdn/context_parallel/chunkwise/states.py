@@ -171,7 +171,7 @@ class StatesOfPieces:
 
     Args:
         table: between which pieces states travel.
-        exchange: of :func:`.scheme.exchange_of`.
+        exchange: of :data:`.scheme.EXCHANGES`.
         group: the ranks that hold the pieces.
     """
 

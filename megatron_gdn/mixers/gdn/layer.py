@@ -115,7 +115,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
             the last machine may have fewer. None (default): the ranks exchange their hosts once.
-            ``"auto"`` prices messages by it, and state maps cross machines last.
+            ``"auto"`` prices messages by it.
         recompute: what the backward computes again instead of saving it: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
             output of the delta rule and the inverses of its chunks); see :mod:`.recompute`.

@@ -76,8 +76,8 @@ class SlotBuffers(NamedTuple):
                 raise ValueError(
                     f"the context holds {name} of {tuple(buffer.shape)}, and this layer's are "
                     f"{of_request} per request. A dynamic context has room for recurrent layers of "
-                    f"one kind and size; generate with this model through "
-                    f"StaticInferenceContext or RequestsContext."
+                    f"one kind and size; generate with this model through a "
+                    f"StaticInferenceContext."
                 )
             if torch.promote_types(buffer.dtype, least) != buffer.dtype:
                 raise ValueError(
@@ -153,8 +153,9 @@ def decode_requests(
 def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor) -> Tensor:
     """One token of aligned requests, ``[1, N, P]`` to ``[1, N, H V]``.
 
-    As :func:`...ops.generation.aligned.decode_on_grid`, where only the device knows slots and
-    places, and some slots are -1: windows and states are copied, and all states are computed.
+    As :func:`...ops.generation.aligned.decode_on_grid`, but requests lie in slots, of which some
+    are -1, and only the device knows slots and places: windows and states are copied, and all
+    states are computed.
     """
     past, read = parts.past, slots.clamp(min=0).long()
     number = torch.arange(len(slots), device=slots.device)

@@ -21,7 +21,6 @@ from ..arguments import require_causal
 from ..micro_batch import MicroBatch, MicroBatches
 from ..packing import resolve_packed_seq_params
 from .dynamic import SlotBuffers, decode_requests, prefill_requests, refuse
-from .pooled import mix_requests
 from .static import mix_static
 
 if TYPE_CHECKING:
@@ -86,19 +85,17 @@ class GeneratingMixer:
 
         Args:
             rows: ``[s, B, P]``, all tokens, also under sequence parallelism.
-            context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``, or a
-                :class:`megatron_gdn.inference.context.RequestsContext`.
+            context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``.
             attention_mask: None or causal.
-            packed: boundaries of the requests; with a ``RequestsContext`` only.
+            packed: refused if it holds boundaries.
 
         Returns:
             ``[s, B, H * V]``.
 
         Raises:
-            ValueError: see :func:`.static.mix_static`, :func:`.pooled.mix_requests` and
-                :class:`.dynamic.SlotBuffers`.
-            NotImplementedError: context parallelism, a call that wants gradients; see also
-                :mod:`.dynamic`.
+            ValueError: see :func:`.static.mix_static` and :class:`.dynamic.SlotBuffers`.
+            NotImplementedError: packed sequences, context parallelism, a call that wants gradients;
+                see also :mod:`.dynamic`.
         """
         self._refuse_generation(rows, context)
         assert self.layer_number is not None
@@ -113,13 +110,10 @@ class GeneratingMixer:
         parts = self.whole_parts(rows)
         s, B = rows.shape[:2]
         with span(self, "mixer"):
-            if getattr(context, "pool", None) is not None:
-                require_causal(attention_mask, B, s, lambda: range(s))
-                return mix_requests(rows, parts, context, self.layer_number, packed)
             if packed is not None and resolve_packed_seq_params(packed, s, rows.device) is not None:
                 raise NotImplementedError(
-                    "a StaticInferenceContext holds one batch of equal lengths; packed requests go "
-                    "through megatron_gdn.inference.context.RequestsContext."
+                    "a StaticInferenceContext holds one batch of equal lengths; for requests of "
+                    "other lengths use Megatron's DynamicInferenceContext."
                 )
             offset = context.sequence_len_offset
             require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
@@ -130,8 +124,7 @@ class GeneratingMixer:
         if static is None or not (static() or hasattr(context, "mamba_states_cache")):
             raise NotImplementedError(
                 f"{type(self).__name__} generates with Megatron's StaticInferenceContext and "
-                f"DynamicInferenceContext or with megatron_gdn.inference.context.RequestsContext, "
-                f"not with a {type(context).__name__}."
+                f"DynamicInferenceContext, not with a {type(context).__name__}."
             )
         if self.layer_number is None:
             raise ValueError(
@@ -187,8 +180,8 @@ class GeneratingMixer:
     def carry_shape(self) -> CarryShape:
         """What one sequence carries from call to call in generation, on this rank."""
         layout: Layout = self.dims.layout
-        taps, tp = self.conv_weight.shape[-1], self.tp_group
-        return CarryShape.of(layout, self.state_shape, taps, self.aligned, tp.rank(), tp.size())
+        taps = self.conv_weight.shape[-1]
+        return CarryShape.of(layout, self.state_shape, taps, self.aligned)
 
     # Megatron's dynamic inference calls the methods below by these names.
 

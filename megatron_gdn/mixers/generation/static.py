@@ -92,8 +92,8 @@ def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
     The context's ``sequence_len_offset`` goes back too, so attention layers overwrite the keys of
-    the other tokens. Every row of the batch keeps the same number of tokens; for requests that
-    differ use a :class:`...ops.generation.requests.RequestPool`.
+    the other tokens. Every row of the batch keeps the same number of tokens; requests that differ
+    need Megatron's ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`

@@ -84,37 +84,17 @@ class GeneratingFront(Front, Protocol):
     Attributes:
         state: the states of the heads.
         step_rule: the recurrence of a decode step.
-        triton: whether :meth:`in_slots` can be called.
     """
 
     @property
     def state(self) -> StateShape: ...
     @property
     def step_rule(self) -> Rule: ...
-    @property
-    def triton(self) -> bool: ...
 
     def for_step(self, dtype: torch.dtype) -> Front:
         """The front of a decode step of rows in ``dtype``.
 
         The rule's inputs of one token are small, so they have the dtype of the state.
-        """
-        ...
-
-    def in_slots(
-        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
-    ) -> Tensor:
-        """Run one token of N sequences and overwrite the histories and states in their slots.
-
-        The host never waits for the device.
-
-        Args:
-            rows: ``[N, P]``.
-            memory: histories ``[M, C, W - 1]`` and states ``[M, H, K, V]``, written.
-            slots: int64 ``[N]``.
-
-        Returns:
-            ``[N, 1, H, V]``.
         """
         ...
 

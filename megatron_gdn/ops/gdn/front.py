@@ -117,17 +117,6 @@ class GDNFront:
         wide = torch.promote_types(dtype, torch.float32)
         return GDNFront(self.sizes, self.kernels, self.normalise_qk, self.allow_neg_eigval, wide)
 
-    def in_slots(
-        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
-    ) -> Tensor:
-        from .step import step_slots
-
-        weight, bias, A_log, dt_bias = parameters
-        return step_slots(
-            rows, weight, bias, A_log, dt_bias, *memory, slots, self.sizes,
-            normalise_qk=self.normalise_qk, allow_neg_eigval=self.allow_neg_eigval,
-        )  # fmt: skip
-
     def forward(
         self,
         proj: Tensor,

@@ -1,6 +1,6 @@
 """One token of many sequences whose states lie in slots, in two launches (Triton).
 
-The plain twin is :func:`megatron_gdn.ops.generation.slots.decode_slots` on the CPU.
+The plain twin is :func:`megatron_gdn.ops.generation.step.decode`. No context calls it yet.
 """
 
 from __future__ import annotations

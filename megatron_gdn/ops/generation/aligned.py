@@ -9,7 +9,7 @@ calls of the shapes of training, for all sequences together. It moves nothing el
 writes a state only where a chunk ends. (A front reads as many bytes as a copy of the rule's inputs
 would, and on a CPU a call of one row would round elsewhere. So the rule's inputs are not kept.)
 
-Legend: N sequences, M slots, s tokens, P projection width, W conv taps, H heads with a state, K
+Legend: N sequences, s tokens, P projection width, W conv taps, H heads with a state, K
 rows of a state, V columns, T tokens since the chunks of all sequences began.
 """
 
@@ -79,20 +79,13 @@ def prefill_on_grid(
 
 
 @torch.no_grad()
-def decode_on_grid(
-    row: Tensor,
-    parts: Parts,
-    memory: Carry,
-    stands: Sequence[int],
-    slots: Sequence[int] | None = None,
-) -> Tensor:
+def decode_on_grid(row: Tensor, parts: Parts, memory: Carry, stands: Sequence[int]) -> Tensor:
     """One token of each of N sequences, in place. The host does not wait for the device.
 
     Args:
         row: ``[1, N, P]``.
-        memory: of M slots, contiguous: ``[M, W - 1 + 64, P]`` and ``[M, H, K, V]``; written.
+        memory: contiguous, ``[N, W - 1 + 64, P]`` and ``[N, H, K, V]``; written.
         stands: how many tokens each sequence has had.
-        slots: of the sequences, all different; None: sequence n is in slot n.
 
     Returns:
         ``[1, N, H * V]``.
@@ -101,20 +94,14 @@ def decode_on_grid(
         ValueError: memory of other sizes or dtypes.
     """
     history, states = memory
-    parts.shape.check(memory, len(states), row.dtype)
-    numbers = tuple(range(row.shape[1]) if slots is None else slots)
-    places = tuple(n % CHUNK for n in stands)
-    step = _Step.of(numbers, places, parts.past, row.device)
+    parts.shape.check(memory, row.shape[1], row.dtype)
+    step = _Step.of(tuple(n % CHUNK for n in stands), parts.past, row.device)
     history.view(-1, row.shape[2]).index_copy_(0, step.row, row[0])
-    if step.slots is None:  # neighbours: a view
-        rows, state = (x.narrow(0, numbers[0], len(numbers)) for x in memory)
-    else:
-        rows, state = (x.index_select(0, step.slots) for x in memory)
-    mixed, after = newest_of_chunks(row, parts, rows, state, step.token, step.ended)
+    mixed, after = newest_of_chunks(row, parts, history, states, step.token, step.ended)
     if after is not None:
-        last = rows[:, CHUNK:].index_select(0, step.ended)
-        history[:, : parts.past].index_copy_(0, step.slots_ended, last)
-        states.index_copy_(0, step.slots_ended, after)
+        last = history[:, CHUNK:].index_select(0, step.ended)
+        history[:, : parts.past].index_copy_(0, step.ended, last)
+        states.index_copy_(0, step.ended, after)
     return mixed
 
 
@@ -199,32 +186,23 @@ class _Step(NamedTuple):
     """Where the tokens of a decode step lie; int64.
 
     Attributes:
-        slots: ``[N]``, of the sequences; None if they are neighbours.
         row: ``[N]``, the new rows among those of all histories.
         token: ``[N]``, the new tokens among those of the N chunks.
         ended: ``[E]``, the sequences whose chunks end.
-        slots_ended: ``[E]``, their slots.
     """
 
-    slots: Tensor | None
     row: Tensor
     token: Tensor
     ended: Tensor
-    slots_ended: Tensor
 
     @staticmethod
     @cached_by_stream(32)  # all layers take the same
-    def of(
-        slots: tuple[int, ...], places: tuple[int, ...], past: int, device: torch.device
-    ) -> _Step:
-        slot, place = torch.tensor([slots, places], device="cpu")
-        number = torch.arange(len(slots), device="cpu")
+    def of(places: tuple[int, ...], past: int, device: torch.device) -> _Step:
+        place, number = torch.tensor(places, device="cpu"), torch.arange(len(places), device="cpu")
         ended = (place == CHUNK - 1).nonzero()[:, 0]
-        row, token = slot * (past + CHUNK) + past + place, number * CHUNK + place
-        tables = [slot, row, token, ended, slot[ended]]
+        tables = [number * (past + CHUNK) + past + place, number * CHUNK + place, ended]
         in_one = to_device(torch.cat(tables), device)  # one copy
-        step = _Step(*in_one.split([len(x) for x in tables]))
-        return step._replace(slots=None) if torch.equal(slot, slot[0] + number) else step
+        return _Step(*in_one.split([len(x) for x in tables]))
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:

@@ -33,38 +33,21 @@ class Carry(NamedTuple):
 
 
 class CarryShape(NamedTuple):
-    """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank.
-
-    Attributes:
-        sections: widths of the sections of the channels. Each section is split over the ranks by
-            itself. Empty means one section.
-        rank, ranks: this rank, and how many hold equal shares of channels and heads.
-    """
+    """Sizes of one sequence's :class:`Carry` in one layer, on one tensor-parallel rank."""
 
     channels: int
     past: int  # rows of history
     heads: int
     rows: int
     columns: int
-    sections: tuple[int, ...] = ()
-    rank: int = 0
-    ranks: int = 1
     rows_first: bool = False  # of an aligned mixer's history
 
     @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        state: StateShape,
-        taps: int,
-        aligned: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> CarryShape:
+    def of(cls, layout: Layout, state: StateShape, taps: int, aligned: bool = False) -> CarryShape:
         """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
-        sections = layout.widths if aligned else layout.conv_widths
+        channels = layout.width if aligned else layout.conv_width
         past = taps - 1 + (CHUNK if aligned else 0)
-        return cls(sum(sections), past, *state[:3], sections, rank, ranks, aligned)
+        return cls(channels, past, *state[:3], aligned)
 
     @property
     def history(self) -> tuple[int, int]:

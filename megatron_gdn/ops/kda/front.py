@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,6 @@ class KDAFront:
     convolved = ("q", "k", "v")
 
     step_rule = RecurrentKDA()
-    triton = False  # a decode step has no kernels
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -87,11 +86,6 @@ class KDAFront:
     def for_step(self, dtype: torch.dtype) -> KDAFront:
         wide = torch.promote_types(dtype, torch.float32)
         return KDAFront(self.layout, self.kernels, self.lower_bound, wide)
-
-    def in_slots(
-        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
-    ) -> NoReturn:
-        raise NotImplementedError("a decode step of Kimi Delta Attention has no kernels.")
 
     def _gate_rows(self, proj: Tensor) -> tuple[Tensor, Tensor]:
         rows = proj.transpose(0, 1)

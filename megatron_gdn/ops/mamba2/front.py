@@ -91,17 +91,6 @@ class Mamba2Front:
     def for_step(self, dtype: torch.dtype) -> Front:
         return _WideFront(self)
 
-    def in_slots(
-        self, rows: Tensor, parameters: Parameters, memory: tuple[Tensor, Tensor], slots: Tensor
-    ) -> Tensor:
-        from .step import mamba2_step_slots
-
-        weight, bias, A_log, dt_bias, D = parameters
-        return mamba2_step_slots(
-            rows, weight, bias, A_log, dt_bias, D, *memory, slots, self.layout,
-            dt_limit=self.dt_limit,
-        )  # fmt: skip
-
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``[Bt, S, C]`` to x, B and C with heads."""
         kinds = ("head", "group", "group")
