@@ -14,7 +14,7 @@ from ..ops.gdn.rule.plain import PlainRule
 from ..ops.gdn.rule.resolve import resolve_rule
 from ..ops.gdn.sizes import HeadSizes
 from ..ops.rules.base import Rule
-from .finding import Finding
+from .packages import Finding
 
 _NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 _REPEATS = 10
