@@ -25,17 +25,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as often set for Megatron, queues streams up
 
 import torch  # noqa: E402
+from lib.invariance import check_batch_invariance  # noqa: E402
 from lib.layers import DEVICE, our_layer, start_megatron, thd, upstream_layer  # noqa: E402
 from lib.measure import environment, memory_mib, table, time_ms, write_lines  # noqa: E402
+from lib.processes import compare_processes, in_processes  # noqa: E402
+from lib.repeats import check_repeats, forward_backward  # noqa: E402
 
 from megatron_gdn.ops.gdn.sizes import HeadSizes  # noqa: E402
-from megatron_gdn.testing import (
-    check_batch_invariance,
-    check_repeats,
-    compare_processes,
-    forward_backward,
-    in_processes,
-)
 
 KEY_HEADS, HEAD_DIM = 16, 128
 DOCUMENTS = (100, 63, 1, 3932, 4096)

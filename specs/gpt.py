@@ -1,10 +1,13 @@
 """GPT blocks that mix Gated DeltaNet and full attention by ``config.linear_attention_freq``."""
 
+import functools
+import inspect
 from typing import Any, cast
 
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm import gated_delta_net as upstream
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,7 +22,6 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_gdn.compat.spec_functions import call_spec_functions
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 
@@ -37,6 +39,29 @@ from .local import (
 # Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
 # the first by it.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
+
+
+def call_spec_functions() -> None:
+    """Let a ``TransformerBlock`` take ``spec(config, vp_stage=..., pp_rank=...)`` for its spec.
+
+    ``pretrain_gpt.py`` of Megatron-LM's branch dev hands what ``--spec`` names to the model, which
+    refuses a function ("specialize for function"); core_r0.19.0 and main call it.
+    """
+    theirs = transformer_block._get_block_submodules
+    if getattr(theirs, "_calls_functions", False):
+        return
+
+    @functools.wraps(theirs)
+    def submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any):
+        if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+            taken = inspect.signature(spec).parameters
+            given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
+            spec = spec(config, **{name: n for name, n in given.items() if name in taken})
+        return theirs(config, spec, *stage, **named)
+
+    submodules_of._calls_functions = True  # pyright: ignore[reportAttributeAccessIssue]
+    transformer_block._get_block_submodules = submodules_of
+
 
 call_spec_functions()  # here: between the import for `--spec` and the model no code of ours runs
 

@@ -49,25 +49,7 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     Raises:
         ValueError, ImportError: see `resolve_modules`.
     """
-    if resolve_modules(modules) == "te":
-        submodules = GatedDeltaNetSubmodules(
-            in_proj=te.TELayerNormColumnParallelLinear,
-            out_norm=te.TENorm,
-            out_proj=te.TERowParallelLinear,
-        )
-        fused = True
-    else:
-        submodules = GatedDeltaNetSubmodules(
-            in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
-        )
-        fused = False
-    return ModuleSpec(
-        module=GatedDeltaNet,
-        params=options,
-        submodules=submodules,
-        # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
-        metainfo={"fuse_input_layernorm": fused},
-    )
+    return _delta_spec(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
@@ -77,21 +59,22 @@ def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSp
         modules: as in `gated_delta_net_spec`.
         **options: keyword arguments of the KimiDeltaAttention constructor.
     """
+    return _delta_spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
+
+
+def _delta_spec(mixer: type, parts: type, modules: str, options: dict[str, Any]) -> ModuleSpec:
     fused = resolve_modules(modules) == "te"
     if fused:
-        submodules = KimiDeltaAttentionSubmodules(
-            in_proj=te.TELayerNormColumnParallelLinear,
-            out_norm=te.TENorm,
-            out_proj=te.TERowParallelLinear,
-        )
+        in_proj, norm, out_proj = (
+            te.TELayerNormColumnParallelLinear, te.TENorm, te.TERowParallelLinear,
+        )  # fmt: skip
     else:
-        submodules = KimiDeltaAttentionSubmodules(
-            in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
-        )
+        in_proj, norm, out_proj = ColumnParallelLinear, TorchRMSNorm, RowParallelLinear
     return ModuleSpec(
-        module=KimiDeltaAttention,
+        module=mixer,
         params=options,
-        submodules=submodules,
+        submodules=parts(in_proj=in_proj, out_norm=norm, out_proj=out_proj),
+        # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
         metainfo={"fuse_input_layernorm": fused},
     )
 

@@ -1,42 +1,29 @@
-"""Lets Megatron's optimizers save and load models that mix fp32 with 16-bit parameters.
+"""Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit parameters.
 
-A model in bf16 whose ``A_log`` and ``dt_bias`` are fp32 trains with megatron-core 0.19 as it is
-(under ``--use-torch-fsdp2`` with 7), but its optimizer state does not survive a checkpoint:
+A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of megatron-core 0.19:
 
-1. ``DistributedOptimizer`` records each parameter's place in its group in the order of the gradient
-   buffers, but passes the group to Adam with the fp32 parameters first. So it saves and loads
-   another parameter's state under a name: an error if shapes differ, silently wrong if they are
-   equal. NVIDIA/Megatron-LM issue 2777, repaired on its dev branch (5835).
-2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` numbers the 16-bit parameters only,
-   while Adam's state numbers all of them, with the same consequences. Repaired on main (5929).
-3. ``DistributedOptimizer`` loads a shard of an fp32 parameter by writing into a view of it, which
-   autograd refuses for ``dp_reshardable`` checkpoints and for those of ``--ckpt-format torch``.
-   It also writes this rank's shard only. So replicas hold different values if the checkpoint's
-   model and master differ, as in a checkpoint of a layer that kept a 16-bit ``A_log``.
-4. ``DistributedOptimizer`` refuses to save ``dp_reshardable``, its default, on a rank whose share
-   of the fp32 parameters is empty, see :mod:`.empty_shares`.
-5. ``DistributedOptimizer`` saves wrong states under ``fully_reshardable`` where a buffer has
-   several buckets, with any dtypes, see :mod:`.padded_buckets`.
-6. ``Float16OptimizerWithFloat16Params.state_dict``, which ``--ckpt-format torch`` writes, lists the
-   masters of 16-bit parameters only, see :mod:`.listed_masters`.
-7. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
-   no parameter has it, so the first step raises. 16-bit parameters may have ``grad`` alone.
-8. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor, see
-   :mod:`.gathered_by_dtype`.
-9. ``ChainedOptimizer`` loads no file of ``--ckpt-format torch_dcp``, see :mod:`.states_to_load`.
-10. With torch 2.15 no checkpoint's tensors can be listed, see :mod:`.stored_strides`.
+1. ``DistributedOptimizer`` saves and loads another parameter's state under a name: it records
+   places in the order of the gradient buffers, and Adam gets the fp32 parameters first
+   (NVIDIA/Megatron-LM issue 2777, repaired on dev, 5835).
+2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` does the same: it numbers 16-bit
+   parameters only, Adam's state all of them (repaired on main, 5929).
+3. ``DistributedOptimizer`` loads a shard of an fp32 parameter into a view of it, which autograd
+   refuses, and this rank's shard only, so that replicas may differ.
+4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists the masters of
+   16-bit parameters only, by their order.
+5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, which no parameter
+   has under torch's FSDP2; 16-bit ones may have ``grad`` alone.
+6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
+7. Those of :mod:`.optimizer_checkpoints`.
 
-The layer therefore installs the wrappers below the first time it marks a parameter, before any
-optimizer of it can exist. The wrappers need nothing from the user and leave the parameter
-groups as they are. (The alternative, a group of its own for fp32 parameters through
-``config_overrides``, must be set in every training script, does nothing for the second optimizer,
-and writes checkpoints that no run without that override can load.) Each wrapper checks whether the
-optimizer at hand has the fault. It does nothing if not: in models of one dtype, and in a Megatron
-that has been repaired.
+The layer installs the wrappers the first time it marks a parameter, before any optimizer of it can
+exist. Parameter groups stay as they are: a group of its own for fp32 parameters would have to be
+set in every script, and its checkpoints load in no run without it. Each wrapper does nothing where
+the optimizer at hand has not the fault: in models of one dtype, and in a repaired Megatron.
 
-In a file, an fp32 parameter is its own master: it is stored under ``optimizer.state.param.*`` and
-``optimizer.state.fp32_param.*``, like the master of a 16-bit parameter. Checkpoints of layers with
-a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
+In a file an fp32 parameter is its own master, under ``optimizer.state.param.*`` and
+``optimizer.state.fp32_param.*`` as the master of a 16-bit one. Checkpoints of layers with a 16-bit
+``A_log`` load here with their fp32 masters, and load there with ours.
 """
 
 from __future__ import annotations
@@ -49,24 +36,27 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .bucket_sizes import (
+from .optimizer_checkpoints import (
+    log_repair,
     with_bucket_sizes_explained,
+    with_empty_shares,
     with_file_sizes_explained,
+    with_padded_buckets,
+    with_states_to_load,
+    with_stored_strides,
     with_switch_named,
     with_switch_of_a_file_named,
 )
-from .empty_shares import with_empty_shares
-from .gathered_by_dtype import with_gathers_by_dtype
-from .listed_masters import take_native_masters, with_every_master
-from .padded_buckets import with_padded_buckets
-from .states_to_load import with_states_to_load
-from .stored_strides import with_stored_strides
 
 # Key of the fp32 parameters' masters in a Float16Optimizer's state dict, beside Megatron's own list
 # of masters. A Megatron without this wrapper does not read it.
 _MASTERS = "fp32_params"
+
+_LIST = "fp32_from_fp16_params"  # Megatron's list of masters
+_PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
 _originals: list[tuple[type, str, Callable]] = []
 
@@ -94,14 +84,14 @@ def repair_mixed_dtype_optimizers() -> None:
         (ChainedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
         (ChainedOptimizer, "state_dict", with_states_to_load),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
-        (Float16OptimizerWithFloat16Params, "state_dict", with_every_master),
+        (Float16OptimizerWithFloat16Params, "state_dict", _with_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
         (
             Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads",
             _with_grads_for_main_grads,
         ),
-        (LayerWiseDistributedOptimizer, "allgather_params", with_gathers_by_dtype),
+        (LayerWiseDistributedOptimizer, "allgather_params", _with_gathers_by_dtype),
         (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", with_stored_strides),
     ):  # fmt: skip
@@ -117,21 +107,13 @@ def restore_mixed_dtype_optimizers() -> None:
         setattr(owner, name, original)
 
 
-def _log_once(message: str) -> None:
-    from megatron.core import __version__
-
-    from .observe import log_once
-
-    log_once(f"megatron-core {__version__}: {message}")
-
-
 def _with_true_order(init: Callable) -> Callable:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         places = _places_in_adam(self)
         if places is not None and places != self.model_param_group_index_map:
             self.model_param_group_index_map = places
-            _log_once("DistributedOptimizer's order of fp32 and 16-bit parameters was corrected.")
+            log_repair("DistributedOptimizer's order of fp32 and 16-bit parameters was corrected.")
 
     return __init__
 
@@ -193,7 +175,7 @@ def _gather_fp32_parameters(optimizer: Any) -> None:
     group = optimizer.data_parallel_group
     for bucket in chain.from_iterable(b.buckets for b in buffers if b.param_dtype == torch.float32):
         mine = bucket.param_data.chunk(group.size())[group.rank()]
-        torch.distributed.all_gather_into_tensor(bucket.param_data, mine.clone(), group=group)
+        dist.all_gather_into_tensor(bucket.param_data, mine.clone(), group=group)
 
 
 def _with_grads_for_main_grads(copy: Callable) -> Callable:
@@ -222,12 +204,12 @@ def _with_all_parameters(sharded: Callable) -> Callable:
         natives = [] if self.is_stub_optimizer else list(_flat(self.fp32_from_fp32_groups))
         if not natives or not _forgets_fp32_parameters(sharded, natives[0].device):
             return sharded_by_megatron(self, model_sharded_state_dict, is_loading, metadata)
-        _log_once("fp32 parameters were added to Float16Optimizer's checkpoint.")
+        log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
         with _fp32_parameters_as_their_own_masters(self):
             state = sharded_by_megatron(self, model_sharded_state_dict, is_loading, metadata)
         native = {id(parameter) for parameter in natives}
         is_native = [id(p) in native for g in self.optimizer.param_groups for p in g["params"]]
-        masters = list(_flat(state["fp32_from_fp16_params"]))
+        masters = list(_flat(state[_LIST]))
         state[_MASTERS] = {
             # The model's entry is loaded into the parameter; the master needs its own memory.
             index: replace(master, data=master.data.clone()) if is_loading else master
@@ -235,9 +217,7 @@ def _with_all_parameters(sharded: Callable) -> Callable:
             if is_native[index]
         }
         others = (master for index, master in enumerate(masters) if not is_native[index])
-        state["fp32_from_fp16_params"] = [
-            [next(others) for _ in group] for group in self.fp32_from_float16_groups
-        ]
+        state[_LIST] = [[next(others) for _ in group] for group in self.fp32_from_float16_groups]
         return state
 
     return sharded_state_dict
@@ -260,13 +240,95 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
 def _with_fp32_masters(load: Callable) -> Callable:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        masters = state_dict.pop(_MASTERS, {}) or take_native_masters(self, state_dict)
+        masters = state_dict.pop(_MASTERS, {}) or _take_native_masters(self, state_dict)
         load(self, state_dict)
         parameters = list(_flat(g["params"] for g in self.optimizer.param_groups))
         for index, master in masters.items():
             parameters[int(index)].copy_(master)
 
     return load_state_dict
+
+
+def _with_every_master(state_dict: Callable) -> Callable:
+    """An fp32 parameter is listed as its own master, in Adam's order.
+
+    So layers with a 16-bit ``A_log`` and with an fp32 one write one list and read it. In
+    ``sharded_state_dict``, which lists others, nothing changes.
+    """
+
+    def state_dict_with_every_master(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = state_dict(self, *args, **kwargs)
+        if not getattr(self, "_in_sharded_state_dict", False) and _LIST in state:
+            state[_LIST] = [list(group["params"]) for group in self.optimizer.param_groups]
+        return state
+
+    return state_dict_with_every_master
+
+
+def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
+    """Remove the masters of fp32 parameters from the list of ``state``.
+
+    Returns:
+        Index of a parameter in Adam -> its master; empty for a list without them.
+
+    Raises:
+        ValueError: the list is neither that of all parameters nor that of the 16-bit ones.
+    """
+    saved = state.get(_LIST)
+    own = [[tuple(p.shape) for p in group] for group in optimizer.fp32_from_float16_groups]
+    if saved is None or [[tuple(p.shape) for p in group] for group in saved] == own:
+        return {}
+    groups = [group["params"] for group in optimizer.optimizer.param_groups]
+    every = [[tuple(p.shape) for p in group] for group in groups]
+    if [[tuple(p.shape) for p in group] for group in saved] != every:
+        raise ValueError(
+            f"the checkpoint lists {sum(map(len, saved))} fp32 masters, the model has "
+            f"{sum(map(len, every))} parameters, or their shapes differ. It was written by another "
+            f"model, or before fp32 parameters were listed. --ckpt-format torch_dist with "
+            f"--dist-ckpt-optim-fully-reshardable stores masters by name; --no-load-optim loads "
+            f"the parameters alone."
+        )
+    half = {id(master) for group in optimizer.fp32_from_float16_groups for master in group}
+    pairs = [list(zip(*both, strict=True)) for both in zip(groups, saved, strict=True)]
+    state[_LIST] = [[master for p, master in group if id(p) in half] for group in pairs]
+    flat = [pair for group in pairs for pair in group]
+    return {index: master for index, (p, master) in enumerate(flat) if id(p) not in half}
+
+
+def _with_gathers_by_dtype(allgather_params: Callable) -> Callable:
+    """fp32 parameters of a 16-bit model are sent by their ranks one by one; the others as ever.
+
+    Each rank updates whole parameters. Megatron flattens those of a rank into one tensor to gather
+    them, which is fp32 where an fp32 parameter is among them, and 16-bit on another rank.
+    """
+
+    @torch.no_grad()
+    def allgather_params_by_dtype(self) -> None:
+        groups = self.pg_collection
+        whole = {name: getattr(self, name, None) for name in _PARAMS_LISTS}
+        try:
+            for name, group in _PARAMS_LISTS.items():
+                lists = whole[name]
+                if groups is not None and lists and len({p.dtype for ps in lists for p in ps}) > 1:
+                    setattr(self, name, _without_fp32_ones(lists, getattr(groups, group)))
+            allgather_params(self)
+        finally:
+            vars(self).update(whole)
+
+    return allgather_params_by_dtype
+
+
+def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
+    """Send every fp32 parameter from its rank to the others, and return the other parameters.
+
+    None if rank 0, of whose list Megatron reads the first, has no other: then all are sent here.
+    """
+    others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
+    for rank, parameters in enumerate(lists):
+        for parameter in parameters:
+            if parameter.dtype == torch.float32 or not others[0]:
+                dist.broadcast(parameter.data, dist.get_global_rank(group, rank), group)
+    return others if others[0] else None
 
 
 @cache

@@ -1,7 +1,14 @@
-"""Hides notes that importing Megatron and fla prints. This file imports no Megatron."""
+"""What importing Megatron says: its notes hidden, a version that was not tested warned of.
+
+This file imports no Megatron.
+"""
 
 import logging
+import re
 import warnings
+from functools import cache
+
+OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installed too
 
 
 def hide_import_notes() -> None:
@@ -13,3 +20,21 @@ def hide_import_notes() -> None:
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+@cache
+def warn_of_untested(version: str) -> None:
+    """Warn if ``version`` of Megatron-Core lies outside the tested range, once.
+
+    Releases before the range lack what the layer is built from; later ones rename and rebuild it.
+    """
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if OLDEST <= numbers < UNTESTED_FROM:
+        return
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, UNTESTED_FROM))
+    warnings.warn(
+        f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}, and this is "
+        f"{version}, which was not tested. Install a tested version, or run this "
+        f"package's tests with yours.",
+        stacklevel=3,
+    )

@@ -1,8 +1,76 @@
-"""``python -m megatron_gdn.doctor``, see :mod:`.command`."""
+"""``python -m megatron_gdn.doctor``: a line for each finding."""
 
+from __future__ import annotations
+
+import argparse
+import json
 import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from .command import main
+if TYPE_CHECKING:
+    from .packages import Finding
+
+_DESCRIPTION = """\
+Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
+is installed in a version that does not work, and whether the rule is exact and repeats. Seconds.
+"""
+_EPILOG = """\
+States: ok; note, it works, but slower or with less; wrong, it raises or computes something wrong.
+The exit status is 1 if anything is wrong, else 0.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    findings: list[Finding] = []
+    for finding in _examine(options):
+        findings.append(finding)
+        if not options.json:
+            print(f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True)
+    if options.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    return int(any(finding.state == "wrong" for finding in findings))
+
+
+def _examine(options: argparse.Namespace) -> Iterator[Finding]:
+    warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
+    from ..ops.gdn.sizes import HeadSizes
+    from .packages import kernels, machine, packages
+    from .rules import rules
+
+    yield from machine()
+    yield from packages()
+    yield from kernels()
+    key, value = options.heads
+    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
+    yield from rules(sizes, options.tokens)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--heads", type=_heads, default=(2, 4), metavar="KEY:VALUE",
+        help="heads of one rank, as 16:32 (2:4)",
+    )  # fmt: skip
+    parser.add_argument("--head-dim", type=int, default=128, help="of keys and values (128)")
+    parser.add_argument("--tokens", type=int, default=1000, help="of the checks (1000)")
+    parser.add_argument("--json", action="store_true", help="a list of findings, for programs")
+    return parser.parse_args(argv)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    key, _, value = text.partition(":")
+    if not (key.isdecimal() and value.isdecimal() and int(key) and int(value) % int(key) == 0):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not KEY:VALUE, such as 16:32; key heads divide value heads"
+        )
+    return int(key), int(value)
+
 
 if __name__ == "__main__":
     sys.exit(main())

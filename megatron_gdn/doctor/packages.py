@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
+from typing import Literal, NamedTuple
 
 import torch
 from packaging.requirements import Requirement
@@ -17,13 +18,26 @@ from ..ops.rules.obstacles import (
     flash_qla_package,
     installed_version,
 )
-from .finding import Finding
 
 # Extras of what runs in training; the others are for the project itself.
 _EXTRAS = ("fla", "te", "conv1d", "hf")
 # Built against a torch: such a package can be installed and not be importable.
 _BUILT = {"transformer-engine": "transformer_engine.pytorch", "causal-conv1d": "causal_conv1d"}
 _HOPPER = 9
+
+
+class Finding(NamedTuple):
+    """What was found of a package, a rule or a check.
+
+    Attributes:
+        state: ``"ok"``; ``"note"``, it works, but slower or with less; ``"wrong"``, it raises or
+            computes something wrong.
+        text: what was found, and for the other two states what to change.
+    """
+
+    subject: str
+    state: Literal["ok", "note", "wrong"]
+    text: str
 
 
 def machine() -> Iterator[Finding]:

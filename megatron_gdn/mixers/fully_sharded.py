@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from ..compat.launch_arguments import launch_arguments
+from .loader_layout import launch_arguments
 from .precision import Fp32Parameters
 
 NOT_BY_SECTION = (

@@ -21,11 +21,11 @@ Every loader of Megatron cuts batches that are not packed in zigzag. For these b
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..compat.launch_arguments import launch_arguments
 from ..compat.observe import log_once
 from ..context_parallel.layouts import SequenceLayout
 
@@ -40,6 +40,12 @@ _ARGUMENTS = (
     "sft",
     "dataloader_inter_document_masking",
 )
+
+
+def launch_arguments() -> dict[str, Any]:
+    """The arguments of a launch of Megatron's scripts; empty outside one."""
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return {} if args is None else vars(args)
 
 
 class _Said(NamedTuple):

@@ -12,8 +12,7 @@ The command is ``python -m megatron_gdn.models``.
 
 from typing import Any
 
-from .catalogue import ENTRIES, Entry
-from .model import Model, Parts
+from .catalogue import ENTRIES, Entry, Model, Parts
 from .stack import Flops, Stack, flops_per_step
 
 __all__ = [

@@ -1,12 +1,22 @@
-"""The published models, as their ``config.json`` describes their language model.
-
-Each entry has the fields of transformers' config class of its architecture, and says where the
-numbers were read. Vision encoders and heads of multi-token prediction are not part of an entry.
-"""
+"""The published models, whose numbers are in ``catalogue.toml``, in Megatron's words."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+from ..hf.megatron_arguments import megatron_flags
+from ..hf.model_config import HFModelConfig, parse_hf_config
+from ..mixers.gdn.sizes import GDNDims
+from ..mixers.mamba2.sizes import Mamba2Dims
+from .stack import MAMBA_TAPS, Stack
+
+Architecture = Literal["hybrid", "gpt"]
 
 
 class Entry(NamedTuple):
@@ -23,118 +33,225 @@ class Entry(NamedTuple):
     source: str
 
 
-_DEV = "Megatron-LM dev, examples/multimodal_dev/models/qwen35_vl/configuration.py"
-_CARD = "the model's card"
-_BRIDGE = "Megatron-Bridge, recipes/nemotronh"
-
-_GDN = {
-    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25,
-    },
-}  # fmt: skip
+def _entries() -> dict[str, Entry]:
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    known, entries = tables["shared"], {}
+    for name, own in tables["models"].items():
+        architecture, source = own.pop("architecture"), own.pop("source")
+        known[name] = known.get(own.pop("like", None), {}) | own
+        entries[name] = Entry(architecture, known[name], source)
+    return entries
 
 
-def _fields(
-    hidden: int, layers: int, heads: int, groups: int, value_heads: int, *,
-    tied: bool = False, vocab: int = 248_320, **more: int,
-) -> dict[str, Any]:  # fmt: skip
-    return _GDN | {
-        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": groups, "linear_num_value_heads": value_heads,
-        "tie_word_embeddings": tied, "vocab_size": vocab,
-    } | more  # fmt: skip
+ENTRIES = _entries()
+# Nemotron-H's sizes: field of a TransformerConfig -> field of its config.json.
+_NEMOTRON = {
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "layer_norm_epsilon",
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_state_dim": "ssm_state_size",
+    "mamba_num_groups": "n_groups",
+    "num_moe_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+}
+# Flags that have not their field's name.
+_FLAGS = {"layernorm_epsilon": "--norm-epsilon", "num_moe_experts": "--num-experts"}
 
 
-def _dense(ffn: int, *sizes: int, tied: bool = False) -> dict[str, Any]:
-    return _fields(*sizes, tied=tied, intermediate_size=ffn)
+class Parts(NamedTuple):
+    """What a Megatron model is built from: ``HybridModel(config, spec, **arguments)``."""
+
+    config: Any
+    spec: Any
+    arguments: dict[str, Any]
 
 
-def _moe(ffn: int, experts: int, used: int, *sizes: int, vocab: int = 248_320) -> dict[str, Any]:
-    return _fields(
-        *sizes, vocab=vocab, moe_intermediate_size=ffn, shared_expert_intermediate_size=ffn,
-        num_experts=experts, num_experts_per_tok=used,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Model:
+    """One model: sizes, configuration, spec and flags."""
 
+    name: str
+    entry: Entry
 
-def _nemotron(pattern: str, **more: Any) -> dict[str, Any]:
-    return {
-        "hybrid_override_pattern": pattern, "vocab_size": 131_072, "head_dim": 128,
-        "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": False,
-    } | more  # fmt: skip
+    @classmethod
+    def named(cls, name: str) -> Model:
+        """The model of this name; capitals do not count.
 
+        Raises:
+            ValueError: there is none; the message has those that there are.
+        """
+        for known, entry in ENTRIES.items():
+            if known.lower() == name.lower():
+                return cls(known, entry)
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(ENTRIES)}.")
 
-_DENSE, _MOE, _NEMOTRON = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM"
-_27B = _dense(17408, 5120, 64, 24, 4, 48)
-_35B = _moe(512, 256, 8, 2048, 40, 16, 2, 32)
+    @cached_property
+    def hf(self) -> HFModelConfig | None:
+        """For `megatron_gdn.hf.build_model` and weights; None of families it does not know."""
+        architecture, fields, _ = self.entry
+        if architecture.startswith("Qwen"):
+            return parse_hf_config({"architectures": [architecture]} | fields)
+        return None
 
-ENTRIES: dict[str, Entry] = {
-    "tiny": Entry(
-        _DENSE,
-        _dense(256, 128, 4, 4, 2, 8)
-        | {"linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-        | {"head_dim": 32, "vocab_size": 1024},
-        "made for trying out",
-    ),
-    "Qwen3-Next-80B-A3B": Entry(
-        "Qwen3NextForCausalLM",
-        _moe(512, 512, 10, 2048, 48, 16, 2, 32, vocab=151_936) | {"intermediate_size": 5120},
-        "transformers' Qwen3NextConfig; rotary base and unused MLP width: slime, scripts/models",
-    ),
-    "Qwen3.5-0.8B": Entry(_DENSE, _dense(3584, 1024, 24, 8, 2, 16, tied=True), f"{_DEV}; {_CARD}"),
-    "Qwen3.5-2B": Entry(_DENSE, _dense(6144, 2048, 24, 8, 2, 16, tied=True), f"{_DEV}; {_CARD}"),
-    "Qwen3.5-4B": Entry(_DENSE, _dense(9216, 2560, 32, 16, 4, 32, tied=True), f"{_DEV}; {_CARD}"),
-    "Qwen3.5-9B": Entry(_DENSE, _dense(12288, 4096, 32, 16, 4, 32), _DEV),
-    "Qwen3.5-27B": Entry(_DENSE, _27B, _DEV),
-    "Qwen3.5-35B-A3B": Entry(_MOE, _35B, _DEV),
-    "Qwen3.5-122B-A10B": Entry(_MOE, _moe(1024, 256, 8, 3072, 48, 32, 2, 64), f"{_DEV}; {_CARD}"),
-    "Qwen3.5-397B-A17B": Entry(_MOE, _moe(1024, 512, 10, 4096, 60, 32, 2, 64), _DEV),
-    "Qwen3.6-27B": Entry(_DENSE, _27B, _CARD),
-    "Qwen3.6-35B-A3B": Entry(_MOE, _35B, f"{_CARD}; Megatron-Bridge, docs/models/qwen"),
-    "Qwen3.8-27B": Entry(
-        _DENSE, _27B, "Megatron-Bridge, examples/model_verification_cards/qwen3.8-27b"
-    ),
-    "Qwen3.8-2.4T-A95B": Entry(_MOE, _moe(2048, 512, 10, 8192, 92, 64, 4, 128), _CARD),
-    "Olmo-Hybrid-7B": Entry(
-        "OlmoHybridForCausalLM",
-        {
-            "vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008,
-            "num_hidden_layers": 32, "num_attention_heads": 30, "num_key_value_heads": 30,
-            "linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96,
-            "linear_value_head_dim": 192, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-        },
-        "transformers' OlmoHybridConfig",
-    ),
-    "Nemotron-H-8B": Entry(
-        _NEMOTRON,
-        _nemotron(
-            "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", hidden_size=4096,
-            intermediate_size=21_504, num_attention_heads=32, num_key_value_heads=8,
-            mamba_num_heads=128, mamba_head_dim=64,
-        ),
-        f"transformers' NemotronHConfig; {_BRIDGE}/h100/nemotronh.py",
-    ),
-    "Nemotron-3-Nano-4B": Entry(
-        _NEMOTRON,
-        _nemotron(
-            "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", hidden_size=3136,
-            intermediate_size=12_544, num_attention_heads=40, num_key_value_heads=8,
-            mamba_num_heads=96, mamba_head_dim=80,
-        ),
-        f"{_BRIDGE}/h100/nemotron_3_nano_4b.py",
-    ),
-    "Nemotron-3-Nano-30B-A3B": Entry(
-        _NEMOTRON,
-        _nemotron(
-            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", hidden_size=2688,
-            intermediate_size=1856, num_attention_heads=32, num_key_value_heads=2,
-            mamba_num_heads=64, mamba_head_dim=64, n_routed_experts=128, num_experts_per_tok=6,
-            moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
-            routed_scaling_factor=2.5,
-        ),
-        f"{_BRIDGE}/h100/nemotron_3_nano.py",
-    ),
-}  # fmt: skip
+    @property
+    def pattern(self) -> str:
+        """HybridModel's: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        if self.hf is not None:
+            return self.hf.hybrid_layer_pattern
+        fields = self.entry.fields
+        if self._is_nemotron:
+            return fields["hybrid_override_pattern"]
+        return "G-G-G-*-" * (fields["num_hidden_layers"] // 4)
+
+    @property
+    def _is_nemotron(self) -> bool:
+        return self.entry.architecture == "NemotronHForCausalLM"
+
+    @property
+    def tied(self) -> bool:
+        return self.entry.fields["tie_word_embeddings"]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The ``TransformerConfig`` fields that describe the model; GPTModel's number of layers."""
+        if self.hf is not None:
+            return self.hf.megatron_settings()
+        fields = self.entry.fields
+        if self._is_nemotron:
+            return self._nemotron_settings()
+        return {name: value for name, value in fields.items() if name.startswith("linear_")} | {
+            "hidden_size": fields["hidden_size"],
+            "ffn_hidden_size": fields["intermediate_size"],
+            "num_attention_heads": fields["num_attention_heads"],
+            "num_query_groups": fields["num_key_value_heads"],
+            "kv_channels": fields["hidden_size"] // fields["num_attention_heads"],
+            "gated_linear_unit": True,
+            "qk_layernorm": True,
+        }
+
+    @property
+    def _nemotron_sizes(self) -> dict[str, Any]:
+        fields = self.entry.fields
+        return {ours: fields[theirs] for ours, theirs in _NEMOTRON.items() if theirs in fields}
+
+    def _nemotron_settings(self) -> dict[str, Any]:
+        from megatron.core.activations import squared_relu
+
+        found = {
+            "num_layers": len(self.pattern), "is_hybrid_model": True,
+            "activation_func": squared_relu, "gated_linear_unit": False,
+            "normalization": "RMSNorm", "add_bias_linear": False,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        }  # fmt: skip
+        if "E" in self.pattern:
+            found |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        return found | self._nemotron_sizes
+
+    def _nemotron_flags(self) -> list[str]:
+        words = ["--spec", "megatron_gdn.specs", "hybrid_stack_spec"]
+        words += ["--hybrid-layer-pattern", self.pattern, "--group-query-attention"]
+        words += ["--position-embedding-type", "none", "--squared-relu"]
+        words += ["--normalization", "RMSNorm", "--disable-bias-linear"]
+        words += ["--untie-embeddings-and-output-weights"]
+        words += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+        if "E" in self.pattern:
+            words += ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
+        for name, value in self._nemotron_sizes.items():
+            words += [_FLAGS.get(name, f"--{name.replace('_', '-')}"), str(value)]
+        return words
+
+    @cached_property
+    def stack(self) -> Stack:
+        """What it costs."""
+        config, vocab = SimpleNamespace(**self.settings), self.entry.fields["vocab_size"]
+        wide = self.entry.architecture == "OlmoHybridForCausalLM"
+        return Stack.of(config, self.pattern, vocab, self.tied, wide_qk_norm=wide)
+
+    @cached_property
+    def dims(self) -> GDNDims | Mamba2Dims:
+        """The sizes of its recurrent layers."""
+        config = SimpleNamespace(**self.settings)
+        if "G" in self.pattern:
+            return GDNDims.from_config(config)
+        return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
+
+    def refuse_unless_built(self, model: Architecture = "hybrid") -> None:
+        """Refuse a model that Megatron would not build as it was published.
+
+        Raises:
+            NotImplementedError: it would be another model.
+        """
+        if self.hf is None and not self._is_nemotron:
+            raise NotImplementedError(
+                f"{self.name} is listed for its sizes: its layers norm their outputs and write "
+                f"with beta up to 2, which Megatron's blocks and our layer do not do."
+            )
+        if self.hf is None and model == "gpt":
+            raise NotImplementedError(
+                f"{self.name} has Mamba2 layers, which a GPTModel has not; use model='hybrid' "
+                f"(pretrain_hybrid.py)."
+            )
+
+    def parts(
+        self,
+        model: Architecture = "hybrid",
+        *,
+        modules: Literal["auto", "te", "local"] = "auto",
+        layer_options: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Parts:
+        """Configuration, spec and arguments of a ``HybridModel`` or ``GPTModel``.
+
+        Args:
+            model: "hybrid" or "gpt".
+            modules: whose linears and norms, as in `megatron_gdn.specs.hybrid_stack_spec`.
+            layer_options: options of the Gated DeltaNet layer.
+            **changes: fields of the ``TransformerConfig`` to add or override, such as
+                ``tensor_model_parallel_size=2``. Without them parallel sizes are Megatron's
+                current ones; 1 where its parallel state was not set up.
+
+        Raises:
+            NotImplementedError: see `refuse_unless_built`.
+        """
+        from megatron.core import parallel_state
+
+        from ..hf.build import current_settings, model_arguments, transformer_config
+        from ..specs import gpt_block_spec, hybrid_stack_spec
+        from ..specs.layer import resolve_modules
+
+        self.refuse_unless_built(model)
+        resolved, options = resolve_modules(modules), dict(layer_options or {})
+        if self.hf is not None:
+            config = transformer_config(self.hf, model, modules=resolved, **changes)
+            arguments = model_arguments(self.hf, config)
+        else:
+            from megatron.core.transformer.transformer_config import TransformerConfig
+
+            config = TransformerConfig(**(self.settings | current_settings(resolved) | changes))
+            arguments = {
+                "vocab_size": self.entry.fields["vocab_size"],
+                "share_embeddings_and_output_weights": self.tied,
+                "position_embedding_type": "none",
+            }
+        if model == "gpt":
+            first = None if parallel_state.model_parallel_is_initialized() else 0
+            return Parts(config, gpt_block_spec(config, pp_rank=first, **options), arguments)
+        spec = hybrid_stack_spec(resolved, qk_layernorm=self.hf is not None, **options)
+        return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
+
+    def flags(self, model: Architecture = "hybrid") -> list[str]:
+        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model.
+
+        Raises:
+            NotImplementedError: see `refuse_unless_built`.
+        """
+        self.refuse_unless_built(model)
+        return self._nemotron_flags() if self.hf is None else megatron_flags(self.hf, model)

@@ -23,8 +23,7 @@ def unfilled_memory() -> Iterator[None]:
     NaN, so that a program that reads it gives the same result in every run. The kernels' buffers
     are about twice the layer's activations. To fill them takes one launch each and writes as many
     bytes as the kernels do.
-    Tests over memory poisoned with NaN show that no unwritten element is read
-    (:mod:`megatron_gdn.testing`).
+    Tests over memory poisoned with NaN show that no unwritten element is read.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield

@@ -97,10 +97,7 @@ def names_follow_the_group() -> None:
         two = groups_of(parallel_state.get_context_parallel_group())
         layer = build_module(gated_delta_net_spec("local"), config, pg_collection=two)
         key_columns, value_columns = 4 * 8, 8 * 12
-        assert layer.in_proj_extra_dim == 2 * 8
-        assert layer.in_proj_qkvg_dim == 2 * key_columns + 2 * value_columns
-        assert layer.in_proj_dim == layer.in_proj_qkvg_dim + layer.in_proj_extra_dim
-        assert (layer.a_log_dim, layer.dt_bias_dim, layer.num_k_heads_local_tp) == (8, 8, 4)
+        assert layer.in_proj_dim == 2 * key_columns + 2 * value_columns + 2 * 8
         both = (2 * key_columns + value_columns, value_columns, 8, 8)
         assert layer.feat_dim_split == tuple(width // 2 for width in both)
         for kind in (layer, build_mamba(mamba_config(context_parallel_size=2), two)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.doctor import rules
-from megatron_gdn.doctor.command import main
+from megatron_gdn.doctor.__main__ import main
 from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 
 from megatron_gdn import GatedDeltaNet, Mamba2Mixer, specs
-from megatron_gdn.compat import tested_megatron
+from megatron_gdn.compat import quiet
 from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from megatron_gdn.specs import (
     gated_delta_net_spec,
@@ -257,7 +257,7 @@ def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(
     monkeypatch, version, warned
 ):
     monkeypatch.setattr(megatron.core, "__version__", version)
-    tested_megatron.warn_of_untested.cache_clear()
+    quiet.warn_of_untested.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         importlib.reload(specs)

@@ -7,11 +7,12 @@ import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+from benchmarks.lib.invariance import check_batch_invariance
+from benchmarks.lib.repeats import check_repeats
 from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
 from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.testing import check_batch_invariance, check_repeats  # noqa: E402
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import (  # noqa: E402
     FP32,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.models import find
-from megatron_gdn.models.command import launch_flags, parse
+from megatron_gdn.models.__main__ import launch_flags, parse
 from tests.launches.launching import CLONE, in_a_clone, launched, losses
 
 pytestmark = in_a_clone

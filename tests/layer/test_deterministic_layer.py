@@ -6,9 +6,9 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
+from benchmarks.lib.repeats import check_repeats, forward_backward
 from megatron_gdn.compat import observe
 from megatron_gdn.specs import gated_delta_net_spec
-from megatron_gdn.testing import check_repeats, forward_backward
 from tests.distributed.layer_laws import randomise_, thd
 from tests.parallel import make_config
 

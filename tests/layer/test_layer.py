@@ -280,7 +280,7 @@ def test_names_that_other_tools_look_up():
     assert layer.gated_delta_rule is torch_chunk_gated_delta_rule
     methods = """reset_parameters sharded_state_dict backward_dw _backward_in_proj
         _backward_out_proj _apply_gated_norm _compute_g_and_beta _prepare_qkv_for_gated_delta_rule
-        _prepare_input_for_gated_delta_rule _resolve_cu_seqlens set_for_recompute_input_layernorm"""
+        _prepare_input_for_gated_delta_rule set_for_recompute_input_layernorm"""
     for method in methods.split():
         assert callable(getattr(layer, method))
 

@@ -6,7 +6,6 @@ from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Upstream
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import GatedDeltaNet
 from megatron_gdn.ops import l2norm
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import make_config
@@ -50,35 +49,3 @@ def test_the_rules_inputs(monkeypatch, normalise, value_heads):
     ):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other) and one.is_contiguous()
-
-
-class NoLayer:
-    """Upstream's tests call the step on an object that has nothing else."""
-
-    ours, theirs = GatedDeltaNet._resolve_cu_seqlens, Upstream._resolve_cu_seqlens
-
-
-@pytest.mark.parametrize(
-    ("padded", "actual", "cp_size"),
-    [
-        ([0, 504, 1008], [0, 500, 1000], 2),
-        (None, [0, 504, 1008], 2),
-        (None, [0, 505, 1008], 1),
-        (None, [0, 1000], 1),
-        ([0, 504, 1004], [0, 500, 1000], 2),
-        (None, [0, 505, 1008], 2),
-    ],
-)
-def test_boundaries_of_an_exchange(padded, actual, cp_size):
-    padded, actual = (
-        None if x is None else torch.tensor(x, dtype=torch.int32) for x in (padded, actual)
-    )
-    arguments = padded, actual, 1008, "cu_seqlens_q", cp_size
-    try:
-        expected = NoLayer().theirs(*arguments)
-    except ValueError as error:
-        words = "does not match" if "does not match" in str(error) else "must be divisible by cp_s"
-        with pytest.raises(ValueError, match=words):
-            NoLayer().ours(*arguments)
-    else:
-        assert NoLayer().ours(*arguments) is expected

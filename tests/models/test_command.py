@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.models import ENTRIES, find
-from megatron_gdn.models.command import launch_flags, main, parse
-from megatron_gdn.models.memory import saved_bytes
-from megatron_gdn.models.plan import headwise_sizes, scheme, tensor_parallel_sizes
+from megatron_gdn.models.__main__ import launch_flags, main, parse
+from megatron_gdn.models.sizes import (
+    headwise_sizes,
+    saved_bytes,
+    scheme,
+    tensor_parallel_sizes,
+)
 from megatron_gdn.ops.size_error import SizeError
 from tests.examples.commands import commands_of, launches_of
 

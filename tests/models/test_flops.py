@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_gdn.models import Stack, find, flops_per_step
-from megatron_gdn.models.catalogue import ENTRIES, Entry
-from megatron_gdn.models.model import Model
+from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_step
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.gdn.rule.base import RuleInputs
 from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda

@@ -5,12 +5,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from benchmarks.lib.repeats import digest
 from megatron_gdn.compat.megatron_on_cpu import (
     resume_distributed_optimizer_with_torch_adam,
     use_torch_norm_after_the_last_hybrid_layer,
 )
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.testing import digest
 from tests.distributed.layer_laws import thd
 from tests.parallel import parallel
 from tests.precision.training import VOCABULARY, Training, build_model, load, save, wrap

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import torch
 from megatron.core import parallel_state
 
-from megatron_gdn.compat.empty_shares import with_empty_shares
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
 )
-from megatron_gdn.compat.padded_buckets import with_padded_buckets
+from megatron_gdn.compat.optimizer_checkpoints import with_empty_shares, with_padded_buckets
 from tests.parallel import parallel
 from tests.precision.training import (
     FLOAT16,

@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_gdn.compat.stored_strides import with_stored_strides
+from megatron_gdn.compat.optimizer_checkpoints import with_stored_strides
 from megatron_gdn.specs import hybrid_stack_spec
 from tests import upstream
 from tests.parallel import make_config

@@ -5,11 +5,11 @@ import os
 import torch
 from torch import nn
 
+from benchmarks.lib.repeats import check_repeats, forward_backward, poison_free_memory
 from megatron_gdn.ops import Documents
 from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.testing import check_repeats, forward_backward, poison_free_memory
 from tests.gdn_mixer import gated_delta_mixer
 
 # Heads in multiples of 32: on the CPU torch computes exp, rsqrt and the like in vectors, and the

@@ -6,14 +6,9 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from megatron_gdn.testing import (
-    check_batch_invariance,
-    check_repeats,
-    compare_processes,
-    difference_of,
-    forward_backward,
-    in_processes,
-)
+from benchmarks.lib.invariance import check_batch_invariance
+from benchmarks.lib.processes import compare_processes, in_processes
+from benchmarks.lib.repeats import check_repeats, difference_of, forward_backward
 from tests.testing import planted
 from tests.whole_groups import whole_groups
 

@@ -97,7 +97,7 @@ def test_the_version_is_that_of_pyproject_installed_or_not():
         assert done.stdout.strip() == pyproject["project"]["version"], done.stderr
 
 
-def test_a_wheel_holds_every_package_and_no_other():
+def test_a_wheel_holds_every_package_and_data_file_and_no_other():
     """A wheel without them installs well, and fails at the user's first import."""
     from setuptools import find_packages
 
@@ -106,3 +106,7 @@ def test_a_wheel_holds_every_package_and_no_other():
     files = (ROOT / "megatron_gdn").rglob("__init__.py")
     there = {".".join(path.parent.relative_to(ROOT).parts) for path in files}
     assert set(found) == there | {"megatron_gdn.specs"}
+    home = ROOT / "megatron_gdn"
+    others = {path for path in home.rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    data = pyproject["tool"]["setuptools"]["package-data"]["megatron_gdn"]
+    assert others == {home / name for name in data}

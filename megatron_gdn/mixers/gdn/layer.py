@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ...compat.tested_megatron import warn_of_untested
+from ...compat.quiet import warn_of_untested
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...ops.gdn.parts import gdn_parts

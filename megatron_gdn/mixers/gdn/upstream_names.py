@@ -1,8 +1,7 @@
 """What Megatron and tools look up on megatron-core's layer by name.
 
-These are its sizes, the methods that Megatron calls besides the forward, and the single steps of
-the forward. The forward of :class:`megatron_gdn.GatedDeltaNet` does not call these steps; they
-compute the same.
+These are its sizes, the methods that Megatron calls besides the forward, and the single steps that
+its API documents. The forward of :class:`megatron_gdn.GatedDeltaNet` does not call these steps.
 
 Legend: S tokens, B batch, G key heads, H value heads, K key dim, V value dim.
 """
@@ -18,7 +17,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from ...ops import (
-    Documents,
     decay_and_write_gates,
     gated_delta_rule,
     l2norm,
@@ -50,8 +48,8 @@ class UpstreamNames:
     def _name_sizes(self) -> None:
         """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.
 
-        ``feat_dim_split`` has four widths inside a head exchange over the context-parallel group:
-        of q, k and v together, of z, of beta and of alpha.
+        ``feat_dim_split``, which Megatron-Bridge has refreshed, is the widths of qkv, z, beta and
+        alpha inside a head exchange.
         """
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
@@ -62,15 +60,10 @@ class UpstreamNames:
         self.in_proj_dim, self.conv_dim = whole.layout.width, whole.layout.conv_width
         self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
-        self.num_k_heads_local_tp = local.num_key_heads
         self.num_v_heads_local_tp = local.num_value_heads
-        self.a_log_dim = self.dt_bias_dim = local.num_value_heads
-        self.in_proj_qkvg_dim = 2 * whole.qk_dim + 2 * whole.v_dim
-        self.in_proj_extra_dim = 2 * whole.num_value_heads
         gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
         self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
-        self.in_proj_split_names = list(local.layout.names)
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
@@ -82,7 +75,7 @@ class UpstreamNames:
         return "silu"
 
     def _setup_variant_attrs(self) -> None:
-        """As upstream's, which tools call after they have set other process groups."""
+        """Name the sizes again: Megatron-Bridge calls this after it has set other groups."""
         self._name_sizes()
 
     def set_for_recompute_input_layernorm(self) -> None:
@@ -117,7 +110,7 @@ class UpstreamNames:
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """Cut convolved rows into heads and normalise query and key; for tools, not the forward.
+        """Cut convolved rows into heads and normalise query and key.
 
         Args:
             qkv: ``[B, S, C]``, the convolved columns of this rank, or of one of the ranks that
@@ -126,9 +119,8 @@ class UpstreamNames:
             gates: beta and alpha, ``[B, S, H]``.
 
         Returns:
-            query and key ``[B, S, H, K]``, repeated for the value heads that share them (the
-            forward never does that), value ``[B, S, H, V]``, ``gate`` and ``gates``; all
-            contiguous.
+            query and key ``[B, S, H, K]``, repeated for the value heads that share them, value
+            ``[B, S, H, V]``, ``gate`` and ``gates``; all contiguous.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
         q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
@@ -140,59 +132,16 @@ class UpstreamNames:
         return tuple(x.contiguous() for x in (q, k, v, gate, *gates))
 
     def _prepare_qkv_for_gated_delta_rule(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        alpha: Tensor,
-        batch: int,
-        seq_len: int,
+        self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
     ) -> tuple[Tensor, ...]:
-        """:meth:`_prepare_input_for_gated_delta_rule` as megatron-core called it before 0.19.
-
-        Args:
-            gate: ``[B, S, H, V]`` or ``[B, S, H * V]``.
-        """
+        """The step as megatron-core called it before 0.19; ``gate`` may be ``[B, S, H * V]``."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
 
-    def _resolve_cu_seqlens(
-        self,
-        cu_seqlens_padded: Tensor | None,
-        cu_seqlens_actual: Tensor,
-        total_seq_len: int,
-        name: str,
-        cp_size: int = 1,
-    ) -> Tensor:
-        """The padded offsets of documents if there are any, else the actual ones; for tools.
-
-        The forward asks for more if documents are cut in zigzag: slots must be multiples of
-        ``2 * cp_size``.
-
-        Raises:
-            ValueError: they are no offsets of ``total_seq_len`` tokens, or ``cp_size`` does not
-                divide a document.
-        """
-        boundaries = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
-        try:
-            lengths = Documents.from_cu_seqlens(boundaries, total_seq_len).lengths
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if any(length % cp_size for length in lengths):
-            raise ValueError(
-                f"{name}: the documents' lengths must be divisible by cp_size={cp_size}, got "
-                f"{list(lengths)}. Pad them and give the padded offsets."
-            )
-        return boundaries
-
     def _compute_g_and_beta(
-        self,
-        A_log_local_cp: Tensor,
-        dt_bias_local_cp: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
+        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-decay and write strength, for tools: ``megatron_gdn.ops.decay_and_write_gates``."""
+        """Log-decay and write strength."""
         return decay_and_write_gates(
             alpha, beta, A_log_local_cp, dt_bias_local_cp, allow_neg_eigval=self.allow_neg_eigval
         )

@@ -44,7 +44,6 @@ def check_batch_invariance(
     run: Callable[[Tensor, list[int], Tensor], Mapping[str, Tensor]],
     documents: Sequence[Tensor],
     d_documents: Sequence[Tensor],
-    among: Sequence[Arrangement] | None = None,
 ) -> list[Difference]:
     """Whether document 0 has the same bits at every place and beside any neighbours.
 
@@ -54,23 +53,14 @@ def check_batch_invariance(
             output, the gradient of ``x``.
         documents: their rows, ``[t, ...]`` each; the first is the one that is watched.
         d_documents: gradients of their outputs, likewise.
-        among: arrangements to try; the first is what the others are compared with.
 
     Returns:
         What differed, in which arrangement; an empty list when nothing did. In a buffer of another
         size the projections around the rule are matrix products of another shape, for which the
         library may take another kernel. So a layer may differ between "alone" and the other
         arrangements although the mixer without the projections does not.
-
-    Raises:
-        ValueError: fewer than two arrangements.
     """
-    places = arrangements(len(documents) - 1) if among is None else list(among)
-    if len(places) < 2:
-        raise ValueError(
-            f"{len(places)} arrangement of {len(documents)} documents leaves nothing to compare; "
-            f"give at least one more document, or two arrangements."
-        )
+    places = arrangements(len(documents) - 1)
     found: list[Difference] = []
     expected: dict[str, Tensor] = {}
     for arrangement in places:

@@ -1,4 +1,4 @@
-"""Which parallel sizes a model can take, and how context parallelism would then run."""
+"""Which parallel sizes a model can take, how context parallelism then runs, what a layer keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import NamedTuple
 from ..context_parallel import SequenceLayout
 from ..context_parallel.machines import stretch
 from ..context_parallel.price import Price, price
-from .model import Model
+from ..mixers.gdn.recompute import LEVELS
+from ..mixers.gdn.sizes import GDNDims
+from .catalogue import Model
+from .stack import CHUNK
 
 
 class Scheme(NamedTuple):
@@ -26,7 +29,8 @@ class Scheme(NamedTuple):
 def tensor_parallel_sizes(model: Model) -> list[int]:
     """The sizes that divide all heads and the MLP; routed experts are not cut."""
     heads, groups = (model.settings[f"num_{name}"] for name in ("attention_heads", "query_groups"))
-    cut = [heads, model.key_heads]
+    key_heads = model.dims.layout.counts[-1][1]  # of Mamba2: groups
+    cut = [heads, key_heads]
     if "-" in model.pattern:
         cut.append(model.settings["ffn_hidden_size"])
     if "E" in model.pattern:
@@ -82,11 +86,9 @@ def check(model: Model, tp: int, cp: int, ep: int, length: int, gpus: int | None
 
 def _one_of(what: str, name: str, value: int, legal: Sequence[int]) -> None:
     if value not in legal:
-        raise ValueError(f"{what} {name}={value} is not legal; use one of {_list(legal)}.")
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+        raise ValueError(
+            f"{what} {name}={value} is not legal; use one of {', '.join(map(str, legal))}."
+        )
 
 
 def scheme(
@@ -115,3 +117,36 @@ def scheme(
         share.state, share.layout.share(cp), cp, zigzag, length, 1, documents, 2, per_machine
     )
     return Scheme(cost.cheaper.value, cost)
+
+
+def saved_bytes(
+    dims: GDNDims,
+    *,
+    tp: int = 1,
+    recompute: str = "none",
+    recompute_layer: bool = False,
+) -> int:
+    """What a layer keeps for its backward: bytes per token in bf16 with flash_qla or fla.
+
+    That is of one tensor-parallel rank with sequence parallelism. Where `flash_qla` cuts long
+    sequences into parts it keeps their states too: 16 MiB for 32768 tokens of 32 heads.
+
+    Args:
+        dims: of the whole layer.
+        recompute: the layer's option, ``"none"``, ``"light"`` or ``"full"``.
+        recompute_layer: ``--recompute-modules gdn`` of Megatron's dev: the input alone is kept.
+    """
+    share = dims.shard(tp)
+    kept = 2 * dims.hidden_size // tp  # bf16: of the input of in_proj
+    if recompute_layer:
+        return kept
+    again = LEVELS[recompute]
+    kept += 2 * share.layout.width  # in_proj's output
+    if "rule" not in again:
+        kept += 2 * share.v_dim  # o
+        kept += share.num_value_heads * (2 * CHUNK + 2 * 4)  # inverses; sum of g and beta in fp32
+    if "qkv" not in again:
+        kept += 2 * (share.qk_dim + share.v_dim)  # k and v: q is always computed again
+    if "norm_out" not in again:
+        kept += 2 * share.v_dim  # the input of out_proj
+    return kept

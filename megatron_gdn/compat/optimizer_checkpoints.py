@@ -1,0 +1,328 @@
+"""Repairs of how Megatron's optimizers write and read checkpoints, in megatron-core 0.19.
+
+Each wrapper says what its fault is. `.mixed_dtype_optimizers` installs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .observe import log_once
+
+
+def log_repair(message: str) -> None:
+    from megatron.core import __version__
+
+    log_once(f"megatron-core {__version__}: {message}")
+
+
+def with_empty_shares(sharded: Callable) -> Callable:
+    """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
+
+    A bucket ``[parameter | gap | parameter | ... | padding]`` is cut into one equal share per
+    data-parallel rank. The fp32 bucket of ``A_log`` and ``dt_bias`` is small, so some shares hold
+    no parameter, and Megatron refuses to save or load those ("empty bucket encountered";
+    NVIDIA/Megatron-LM pull request 6191 covers shares of padding). The file covers parameters and
+    gaps. So such a share gets one entry, marked as padding, for the part of it that the file
+    covers. Every file has such entries between parameters, and Megatron's load skips them.
+    """
+
+    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        try:
+            return sharded(self, *args, **kwargs)
+        except (AssertionError, IndexError):  # IndexError where python -O skips the assertion
+            if not _has_empty_share(self):
+                raise
+        with _empty_shares_listed(self):
+            state = sharded(self, *args, **kwargs)
+        log_repair(
+            "a share of the optimizer's state that holds no parameter was added to the "
+            "dp_reshardable checkpoint."
+        )
+        return state
+
+    return sharded_param_state_dp_reshardable
+
+
+def _has_empty_share(optimizer: Any) -> bool:
+    buckets = chain.from_iterable(
+        buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values()
+    )
+    return any(not bucket["param_map"] for bucket in buckets)
+
+
+@contextmanager
+def _empty_shares_listed(optimizer: Any) -> Iterator[None]:
+    """Have ``optimizer.get_parameter_state_dp_reshardable`` return an entry for every share."""
+    state_of = optimizer.get_parameter_state_dp_reshardable
+    optimizer.get_parameter_state_dp_reshardable = partial(_listed, optimizer, state_of)
+    try:
+        yield
+    finally:
+        del optimizer.get_parameter_state_dp_reshardable
+
+
+def _listed(optimizer: Any, state_of: Callable) -> dict[Any, Any]:
+    state = state_of()
+    group = optimizer.data_parallel_group
+    for index, buffer in enumerate(optimizer.buffers):
+        for entries_of_buckets in state[index].values():
+            known = next(chain.from_iterable(entries_of_buckets), {})
+            for bucket, entries in zip(buffer.buckets, entries_of_buckets, strict=True):
+                if not entries:
+                    share = bucket.grad_data.numel() // group.size()
+                    covered = bucket.numel_unpadded - group.rank() * share
+                    size = max(0, min(share, covered))
+                    entries.append(_entry_of_padding(optimizer, known, size, bucket))
+    return state
+
+
+def _entry_of_padding(
+    optimizer: Any, known: dict[str, Any], size: int, bucket: Any
+) -> dict[str, Any]:
+    """``size`` zeros for the parameter and each state of it, in the dtypes of the entry ``known``.
+
+    Without one they are fp32, as in every buffer of fp32 parameters.
+    """
+    dtypes = {
+        key: value.dtype
+        for key, value in known.items()
+        if isinstance(value, Tensor) and key != "step"  # a number, not a share
+    } or dict.fromkeys(("param", *optimizer.optimizer_state_keys), torch.float32)
+    device = bucket.grad_data.device
+    zeros = {key: torch.zeros(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
+    # A file cannot hold an empty tensor, so a share of padding alone has none.
+    return {
+        **(zeros if size else {}),
+        "gbuf_local_start": 0,
+        "gbuf_local_end": size,
+        "padding": True,
+    }
+
+
+def with_padded_buckets(sharded: Callable) -> Callable:
+    """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+
+    A buffer is ``[bucket | padding | bucket | padding | ...]``, with several buckets under
+    ``overlap_grad_reduce`` and where an embedding is shared between pipeline stages. Megatron
+    gathers every state without the padding, and then cuts the parameters out of it at their places
+    with the padding: those behind the first padding get values of their neighbours, without an
+    error. Here each gathered state gets its padding again before that. A repaired Megatron, as on
+    its main branch, is left alone.
+    """
+
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        if not any(map(_padded_between_buckets, self.buffers)) or not _cuts_at_padded(sharded):
+            return sharded(self, *args, **kwargs)
+        log_repair(
+            "the places of the optimizer's states in a buffer of several buckets were corrected "
+            "for the fully_reshardable checkpoint."
+        )
+        gather = self.get_parameter_state_dp_zero
+        self.get_parameter_state_dp_zero = lambda *a, **k: _padded(self.buffers, gather(*a, **k))
+        try:
+            return sharded(self, *args, **kwargs)
+        finally:
+            del self.get_parameter_state_dp_zero
+
+    return sharded_param_state_fully_reshardable
+
+
+def _padded_between_buckets(buffer: Any) -> bool:
+    return any(b.grad_data.numel() != b.numel_unpadded for b in buffer.buckets[:-1])
+
+
+def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
+    """Put each bucket of the gathered states ``[numel_unpadded]`` at its offset in the buffer.
+
+    Args:
+        state: buffer number -> dtypes -> name -> tensor; None on ranks that gather nothing.
+    """
+    if state is None:
+        return None
+    for index, buffer in enumerate(buffers):
+        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+        for tensors in state[index].values():
+            for name, tensor in tensors.items():
+                if isinstance(tensor, Tensor):
+                    whole = tensor.new_zeros(buffer.numel)
+                    for bucket, part in zip(buffer.buckets, tensor.split(sizes), strict=True):
+                        whole[bucket.offset : bucket.offset + len(part)] = part
+                    tensors[name] = whole
+    return state
+
+
+@cache
+def _cuts_at_padded(sharded: Callable) -> bool:
+    """Whether Megatron's function cuts parameters at offsets that count the padding.
+
+    Tried on a buffer of two buckets: one element and one of padding, then two elements. Its state
+    is 0, 1, 2, ..., so the values cut for the second parameter show the offset that was used.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    first, second = (torch.nn.Parameter(torch.zeros(size)) for size in (1, 2))
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=size, offset=offset)
+        for size, offset in ((1, 0), (2, 2))
+    ]
+    buffer = SimpleNamespace(
+        buckets=buckets,
+        numel=4,
+        numel_unpadded=3,
+        param_index_map={first: (0, 1, 0), second: (2, 4, 1)},
+    )
+    kind = (torch.float32, torch.float32)
+    probe = SimpleNamespace(
+        buffers=[buffer],
+        gbuf_ranges=[{kind: [{"param_map": {}}, {"param_map": {}}]}],
+        # Longer than the buffer: Megatron warns of parameters that end behind it.
+        get_parameter_state_dp_zero=lambda **_: {0: {kind: {"param": torch.arange(8.0)}}},
+    )
+    model = {
+        name: ShardedTensor.from_rank_offsets(name, parameter)
+        for name, parameter in (("first", first), ("second", second))
+    }
+    state = sharded(probe, model, metadata={})
+    return state[1]["param"].data.tolist() != [1.0, 2.0]
+
+
+def with_states_to_load(state_dict: Callable) -> Callable:
+    """Wrap ``ChainedOptimizer.state_dict``: a fresh optimizer gets the states that a file fills.
+
+    ``--ckpt-format torch_dcp`` loads into the optimizer's own tensors, for which Megatron's script
+    calls ``state_dict(is_loading=True)``. ``ChainedOptimizer`` does not take this argument.
+    """
+
+    def state_dict_with_states(self, is_loading: bool = False) -> Any:
+        if is_loading:
+            for one in self.chained_optimizers:
+                if not one.is_stub_optimizer:
+                    one.init_state_fn(one.optimizer, one.config)
+                    _count_steps(one.optimizer)
+        return state_dict(self)
+
+    return state_dict_with_states
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state of torch's Adam its counter; fused ones keep theirs in parameter groups."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for state in optimizer.state.values():
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def with_stored_strides(read: Callable) -> Callable:
+    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``: strides are left out.
+
+    torch 2.15 stores them among a tensor's properties, all of which Megatron hands to
+    ``torch.empty``, which has no such argument.
+    """
+
+    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
+        from megatron.core.dist_checkpointing.strategies import torch as strategy
+
+        if metadata is None:
+            metadata = strategy._get_filesystem_reader(checkpoint_dir).read_metadata()
+        for stored in metadata.state_dict_metadata.values():
+            if isinstance(stored, strategy.TensorStorageMetadata):
+                vars(stored.properties).pop("strides", None)
+        return read(self, checkpoint_dir, metadata)
+
+    return load_tensors_metadata
+
+
+# ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` hold
+# gradient buffers, not tensors with names. A model with fp32 ``A_log`` and ``dt_bias`` has other
+# buffers than one that holds them in 16 bits, and Megatron's error names only sizes.
+_OF_A_BUCKET = re.compile(
+    r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
+)
+_NOTE = (
+    "The checkpoint's optimizer state has the format dp_reshardable, which holds gradient buffers, "
+    "and the buffers of this model have other sizes. It was written by a layer with 16-bit A_log "
+    "and dt_bias, such as Megatron's own, or in another parallel layout. Load the checkpoint with "
+    "that layer or layout and save it again with --dist-ckpt-optim-fully-reshardable (in Python "
+    "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}): that file loads here. "
+    "--no-load-optim loads the parameters alone."
+)
+
+_OF_A_FILE = re.compile(r"Number of unpadded elements")
+_NOTE_OF_A_FILE = (
+    "The file of the optimizer's state (--ckpt-format torch) holds gradient buffers, and the "
+    "buffers of this model have other sizes: it was written by a layer with 16-bit A_log and "
+    "dt_bias, such as Megatron's own. Load the checkpoint with that layer and save it again with "
+    "--ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable: "
+    "that file loads here. --no-load-optim loads the parameters alone."
+)
+
+_ON_SAVING = (
+    "Megatron's own layer does not load this checkpoint's optimizer state ({format}, with fp32 "
+    "parameters). To go on with it, load the checkpoint with this layer and save it again with "
+    "{flags}."
+)
+_FLAGS = "--dist-ckpt-optim-fully-reshardable"
+_OF_DP_RESHARDABLE = _ON_SAVING.format(format="dp_reshardable", flags=_FLAGS)
+_OF_TORCH = _ON_SAVING.format(
+    format="--ckpt-format torch",
+    flags=f"--ckpt-format torch_dist --auto-detect-ckpt-format {_FLAGS}",
+)
+
+
+def with_switch_named(sharded: Callable) -> Callable:
+    """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``: a save logs the advice."""
+
+    def sharded_param_state_dp_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        if not is_loading and _has_fp32_parameters(self):
+            log_once(_OF_DP_RESHARDABLE, logging.WARNING)
+        return sharded(self, model_sharded_state_dict, is_loading, metadata)
+
+    return sharded_param_state_dp_reshardable
+
+
+def with_switch_of_a_file_named(save: Callable) -> Callable:
+    """Wrap ``save_parameter_state``, of one optimizer or of several: it logs the advice."""
+
+    def save_parameter_state(self, filename: str) -> None:
+        if any(map(_has_fp32_parameters, getattr(self, "chained_optimizers", [self]))):
+            log_once(_OF_TORCH, logging.WARNING)
+        save(self, filename)
+
+    return save_parameter_state
+
+
+def _has_fp32_parameters(optimizer: Any) -> bool:
+    """Megatron's layer has other buffers, or cannot copy into views of fp32 parameters."""
+    return any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ()))
+
+
+def _with_note(error_of: re.Pattern, note: str) -> Callable[[Callable], Callable]:
+    def wrap(load: Callable) -> Callable:
+        def load_with_a_note(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(self, *args, **kwargs)
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                if error_of.search(str(error)) and note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+                raise
+
+        return load_with_a_note
+
+    return wrap
+
+
+# For DistributedOptimizer.load_parameter_state_from_dp_zero and TorchDistLoadShardedStrategy.load.
+with_file_sizes_explained = _with_note(_OF_A_FILE, _NOTE_OF_A_FILE)
+with_bucket_sizes_explained = _with_note(_OF_A_BUCKET, _NOTE)
