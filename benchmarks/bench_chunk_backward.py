@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lib.chunk_autograd import AutogradRule
+from lib.chunk_autograd import AutogradRule, RuleValues
 from torch import Tensor
 
 from megatron_gdn.ops.gdn.rule.base import RuleInputs
@@ -108,6 +108,41 @@ def check() -> None:
                       {n: f"{w:.1e}" for n, w in worst.items()}, flush=True)  # fmt: skip
 
 
+def check_own_erase_key() -> None:
+    """Gated DeltaNet-2: e = b k and u = w v, with gates of their own per channel."""
+    from megatron_gdn.ops.rules import chunk_table
+
+    chunk_table._AT_ONCE = 12
+    lengths, H, K, V = (130, 64, 1, 200), 4, 16, 8
+    q, k, v, g, _ = inputs_of(1, sum(lengths), H, H, K, True, torch.float64, "cpu", V=V)
+    b, w = torch.rand_like(g), torch.rand_like(v)
+    state, d_final = torch.randn(2, len(lengths), H, K, V, dtype=torch.float64)
+    do, inputs = torch.randn_like(v), (q, k, v, g, b, w)
+    values = lambda q, k, v, g, b, w: RuleValues(q, k, b * k, None, w * v, g)  # noqa: E731
+    rule = AutogradRule(lengths, 64, K**-0.5, values)
+    o, final, starts = rule.forward(*inputs, state)
+    found = (o, final, *rule.backward(do, d_final, inputs, state, starts))
+    leaves = [t.clone().requires_grad_() for t in (*inputs, state)]
+    q, k, v, g, b, w = (t[0] for t in leaves[:6])
+    outputs, states, t = [], [], 0
+    for n, length in enumerate(lengths):
+        S = leaves[6][n]
+        for _ in range(length):
+            S = g[t].exp()[..., None] * S
+            S = (
+                S
+                + k[t][..., None] * (w[t] * v[t] - ((b[t] * k[t])[..., None] * S).sum(-2))[:, None]
+            )
+            outputs.append((q[t][..., None] * S).sum(-2) * K**-0.5)
+            t += 1
+        states.append(S)
+    made = torch.stack(outputs)[None], torch.stack(states)
+    exact = (*(x.detach() for x in made), *torch.autograd.grad(made, leaves, (do, d_final)))
+    off = [float((a - x).abs().max() / x.abs().max()) for a, x in zip(found, exact, strict=True)]
+    assert max(off) < 1e-11, off
+    print(f"an erase key of its own, {lengths}: {max(off):.1e}")
+
+
 CASES = {
     # rows, tokens, key heads, value heads, head dim
     "demo-8x256-2:4x32": (8, 256, 2, 4, 32),  # the defaults of examples/pretraining
@@ -160,6 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.check:
         check()
+        check_own_erase_key()
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
