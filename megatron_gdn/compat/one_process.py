@@ -52,9 +52,14 @@ def in_one_process() -> Iterator[None]:
     """`start_one_process` for a block; nothing where one process has set up Megatron already.
 
     Raises:
-        RuntimeError: as `start_one_process`, such as on the ranks of a launch.
+        RuntimeError: torch.distributed runs several processes.
     """
-    if parallel_state.model_parallel_is_initialized() and dist.get_world_size() == 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"torch.distributed runs {dist.get_world_size()} processes; whole folders are "
+            f"converted in a process alone, such as `python -m megatron_gdn.hf`."
+        )
+    if parallel_state.model_parallel_is_initialized():
         yield
         return
     with torch.random.fork_rng(devices=[]):
