@@ -1,5 +1,8 @@
 """Megatron in one process without torchrun: for a script, a notebook, a first try."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -42,3 +45,26 @@ def end_one_process() -> None:
     """Undo `start_one_process`, so that torch does not warn at the end of the script."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """`start_one_process` for a block; nothing where one process has set up Megatron already.
+
+    Raises:
+        RuntimeError: torch.distributed runs several processes.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"torch.distributed runs {dist.get_world_size()} processes; whole folders are "
+            f"converted in a process alone, such as `python -m megatron_gdn.hf`."
+        )
+    if parallel_state.model_parallel_is_initialized():
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        start_one_process()
+        try:
+            yield
+        finally:
+            end_one_process()

@@ -14,7 +14,7 @@ even if a file has another dtype.
 from typing import TYPE_CHECKING, Any
 
 from .build import build_model, transformer_config
-from .checkpoint_folder import CheckpointWeights, export_folder, import_folder
+from .checkpoint_folder import export_folder, import_folder
 from .compare import Difference, compare_folders
 from .maps.gdn_layer import gdn_layer_from_hf, gdn_layer_to_hf
 from .maps.kda_layer import kda_layer_from_hf, kda_layer_to_hf
@@ -52,7 +52,6 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CPAwareGatedDeltaNet",
-    "CheckpointWeights",
     "ContextParallelTrainerMixin",
     "Difference",
     "HFModelConfig",

@@ -22,9 +22,10 @@ from .model_config import read_hf_config
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: done, or equal. 1: the compared weights differ. 2: an error, on stderr."""
     arguments = _parser().parse_args(argv)
-    # Megatron's import warns of absent packages that are not needed here.
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Megatron and torch warn of absent packages and of their own old names.
+    warnings.simplefilter("ignore")
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return arguments.run(arguments)
     except (Exception, CheckpointException) as error:

@@ -1,5 +1,10 @@
 """Hugging Face folder to a Megatron distributed checkpoint, and a checkpoint back to such a folder.
 
+Both build the model that a launch builds, of local modules on the CPU, and use what a launch uses:
+`load_hf_weights` and `save_hf_weights`, and Megatron's ``dist_checkpointing``. So both hold the
+whole model in memory, each tensor in the dtype that it has in the files, and Megatron's reader
+and writer second copies of the fused ones.
+
 The checkpoint is one that Megatron's ``--load`` takes at any tensor, pipeline, expert and data
 parallel size: weights alone, as a *release* (training starts at iteration 0 with a new optimizer).
 An export reads the Hugging Face folder again, for file names, dtypes and the tensors that no
@@ -8,35 +13,34 @@ Megatron text model has.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import PickleError
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from .files.checkpoint_files import (
-    RELEASE,
-    TRACKER,
-    CheckpointReader,
-    TensorToWrite,
-    write_checkpoint,
-)
-from .files.checkpoint_keys import StoredPart, extra_state_keys, joined, stored_parts
-from .files.safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
-from .files.safetensors_writer import new_folder, write_hf_files
-from .legal_weights import check_dtypes, read_pieces
+from .build import build_model
+from .files.checkpoint_files import RELEASE, TRACKER, find_checkpoint
+from .files.safetensors_reader import SafetensorsFolder
+from .files.safetensors_writer import new_folder, refuse_existing
 from .maps.model_map import Architecture
-from .maps.tensor_map import TensorMap
 from .megatron_arguments import megatron_arguments
-from .model_config import read_hf_config
-from .plan import check_aliases
-from .progress import progress_bar
+from .megatron_model import load_hf_weights, model_view, save_hf_weights
+from .model_config import HFModelConfig, read_hf_config
+from .plan import and_more
 from .view import HFView, SourceRecord
 
 # Megatron's own saves hold these: how a model of this version shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+# A checkpoint's other tensors are optimizer states.
+_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+# Modules of Transformer Engine that have an ``_extra_state``, where local ones have none.
+_STATEFUL_IN_TE = (
+    *("out_norm", "q_layernorm", "k_layernorm", "pre_mlp_layernorm"),
+    *("final_norm", "final_layernorm", "core_attention"),
+)
 
 
 def import_folder(
@@ -46,7 +50,9 @@ def import_folder(
     zero_centered_gamma: bool = True,
     progress: bool = False,
 ) -> None:
-    """Convert a Hugging Face folder into a Megatron checkpoint, one Megatron layer at a time.
+    """Convert a Hugging Face folder into a Megatron checkpoint.
+
+    In a script, call it under ``if __name__ == "__main__":``; Megatron's writer starts a process.
 
     Args:
         source: a folder with ``config.json`` and safetensors weights.
@@ -58,65 +64,25 @@ def import_folder(
     Raises:
         FileNotFoundError, FileExistsError, ValueError, NotImplementedError: the message names the
         cause; nothing is left behind.
+        RuntimeError: torch.distributed runs several processes.
     """
+    from megatron.core import dist_checkpointing
+
+    from ..compat.one_process import in_one_process
+
     config = read_hf_config(source)
-    weights = SafetensorsFolder(source)
-    plan = SourceRecord(config, dict(weights.specs)).plan(model, zero_centered_gamma)
-    check_aliases(weights, plan)
-    check_dtypes(weights, plan)
     common = {
         "args": megatron_arguments(config, model, zero_centered_gamma),
         "checkpoint_version": 3.0,
         "iteration": 0,
-        "content_metadata": _CONTENT,
     }
-    with new_folder(target) as folder:
+    with new_folder(target) as folder, in_one_process():
+        built = _on_cpu(config, model, zero_centered_gamma)
+        load_hf_weights(built, source, progress, keep_dtypes=True)
         (folder / RELEASE).mkdir()
-        write_checkpoint(
-            folder / RELEASE,
-            list(_by_layer(plan.maps, weights)),
-            dict.fromkeys(extra_state_keys(plan.maps)),
-            common,
-            lambda files: progress_bar(files, "import", progress, len(files)),
-        )
+        state = _with_states_of_te(built.sharded_state_dict()) | common
+        dist_checkpointing.save(state, str(folder / RELEASE), content_metadata=_CONTENT)
         (folder / TRACKER).write_text(RELEASE)
-
-
-def _by_layer(
-    maps: Sequence[TensorMap], weights: SafetensorsFolder
-) -> Iterator[list[TensorToWrite]]:
-    """What each file of the checkpoint holds: one Megatron layer."""
-    groups: dict[str, list[TensorToWrite]] = {}
-    for entry in maps:
-        # Meta tensors give dtype and shape before any weight is read.
-        pieces = [
-            torch.empty(s.piece_shape, dtype=weights.spec(s.key).torch_dtype, device="meta")
-            for s in entry.sources
-        ]
-        full = entry.to_megatron(pieces)
-        parts = stored_parts(entry, full.shape)
-        read = _ReadOnce(entry, weights)
-        group = groups.setdefault(".".join(entry.name.split(".")[:3]), [])
-        for part in parts:
-            last = part is parts[-1]
-            group.append(TensorToWrite(part, full.dtype, partial(read, part, last)))
-    yield from groups.values()
-
-
-class _ReadOnce:
-    """The whole tensor of one map, read for its first part and dropped after its last."""
-
-    def __init__(self, entry: TensorMap, weights: SafetensorsFolder) -> None:
-        self._entry, self._weights = entry, weights
-        self._full: Tensor | None = None
-
-    def __call__(self, part: StoredPart, last: bool) -> Tensor:
-        if self._full is None:
-            self._full = self._entry.to_megatron(read_pieces(self._weights, self._entry))
-        content = part.of(self._full).contiguous()
-        if last:
-            self._full = None
-        return content
 
 
 def export_folder(
@@ -145,126 +111,165 @@ def export_folder(
     Raises:
         FileNotFoundError, FileExistsError, ValueError: the message names the cause; nothing is
             left behind.
+        RuntimeError: torch.distributed runs several processes.
     """
-    weights = CheckpointWeights(source, like, fp32_gates, zero_centered_gamma)
-    with new_folder(target) as folder:
-        for path in weights.like.other_files():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(weights.like.folder / path, folder / path)
-        write_hf_files(folder, weights.files, weights.read, progress)
-    weights.warn_of_rounded_gates()
+    from ..compat.one_process import in_one_process
+
+    refuse_existing(target)
+    with in_one_process():
+        model = _loaded(source, like, zero_centered_gamma)
+        save_hf_weights(model, target, like, progress=progress, fp32_gates=fp32_gates)
 
 
-class CheckpointWeights:
-    """A Megatron checkpoint, read as Hugging Face tensors.
+def checkpoint_view(source: str | Path, like: str | Path) -> HFView:
+    """A checkpoint as the tensors that `export_folder` writes."""
+    from ..compat.one_process import in_one_process
 
-    Args: as for `export_folder`.
-    """
-
-    def __init__(
-        self,
-        source: str | Path,
-        like: str | Path,
-        fp32_gates: bool = False,
-        zero_centered_gamma: bool | None = None,
-    ) -> None:
-        self._checkpoint = CheckpointReader(source)
-        self.like = SafetensorsFolder(like)
-        self.record = SourceRecord.from_folder(like, fp32_gates)
-        plan = self.record.plan(
-            _architecture(self._checkpoint), _zero_centered(self._checkpoint, zero_centered_gamma)
-        )
-        self._refuse_another_model(plan.maps)
-        self._view = HFView(plan, self.record, self._read_whole)
-
-    @property
-    def files(self) -> list[FileSpec]:
-        """The files an export writes."""
-        return self.record.files(self.like.files)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.record.specs)
-
-    def __len__(self) -> int:
-        return len(self.record.specs)
-
-    def spec(self, key: str) -> TensorSpec:
-        return self.record.spec(key)
-
-    def read(self, key: str) -> Tensor:
-        return self._view.read(key) if key in self._view else self.like.read(key)
-
-    def warn_of_rounded_gates(self) -> None:
-        """Warn of the decay parameters read so far that the source's dtype rounded."""
-        self._view.warn_of_rounded_gates()
-
-    def _read_whole(self, entry: TensorMap) -> list[Tensor]:
-        """The whole Megatron tensor, as if one rank held it."""
-        parts = stored_parts(entry, _whole_shape(entry))
-        for part in parts:
-            stored = tuple(self._checkpoint.tensors[part.key].size)
-            # Every run may pad the vocabulary differently; the file's rows come first.
-            rows = stored[0] if entry.pad_rows else 0
-            if stored != (max(rows, part.shape[0]), *part.shape[1:]):
-                raise ValueError(
-                    f"{part.key} has shape {stored} in {self._checkpoint.folder}, but config.json "
-                    f"of {self.like.folder} asks for {part.shape}."
-                )
-        read = self._checkpoint.read
-        return [joined(entry, [read(part.key, part.offsets, part.sizes) for part in parts])]
-
-    def _refuse_another_model(self, maps: Sequence[TensorMap]) -> None:
-        """Refuse a checkpoint with other keys than ``like``: an export would lose weights."""
-        known = {part.key for entry in maps for part in stored_parts(entry, _whole_shape(entry))}
-        mine = {key for key in self._checkpoint.tensors if key.startswith(_MODEL_PREFIXES)}
-        for keys, what in (
-            (known - mine, "the checkpoint has no"),
-            (mine - known, "the Hugging Face model has no place for"),
-        ):
-            if keys:
-                more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
-                if any(".adapter." in key for key in keys):
-                    raise ValueError(
-                        f"{self._checkpoint.folder} has adapters, {min(keys)}{more}, and does not "
-                        f"tell their scale. Load it into a model with these adapters and call "
-                        f"megatron_gdn.hf.save_hf_weights, which merges them."
-                    )
-                raise ValueError(
-                    f"{self._checkpoint.folder} and {self.like.folder} are not the same model: "
-                    f"{what} {min(keys)}{more}."
-                )
+    with in_one_process():
+        model = _loaded(source, like)
+        return model_view(model, SourceRecord.from_folder(like), SafetensorsFolder(like))
 
 
-# A checkpoint's other tensors are optimizer states.
-_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+def _on_cpu(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool) -> Any:
+    """The model with parameters that nobody filled, which take no memory yet."""
+    return build_model(
+        config,
+        model,
+        modules="local",
+        dtype=torch.bfloat16,
+        vocab_divisible_by=1,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        layernorm_zero_centered_gamma=zero_centered_gamma,
+    )[0]
 
 
-def _whole_shape(entry: TensorMap) -> tuple[int, ...]:
-    pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
-    return tuple(entry.to_megatron(pieces).shape)
+def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
+    """And what a model of Transformer Engine's modules asks of a checkpoint besides."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    modules = [one.key.removesuffix(".weight") for one in state.values()]
+    modules += [name.replace("linear_proj", "core_attention") for name in modules]
+    found = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {"output_layer"}
+    keys = (f"{name}._extra_state" for name in found)
+    return state | {key: ShardedObject(key, None, (1,), (0,)) for key in keys}
 
 
-def _architecture(checkpoint: CheckpointReader) -> Architecture:
-    if "decoder.final_norm.weight" in checkpoint.tensors:
+def _loaded(source: str | Path, like: str | Path, zero_centered_gamma: bool | None = None) -> Any:
+    """The model of ``like`` with the weights of a checkpoint, in the checkpoint's dtypes."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        apply_factories,
+    )
+
+    folder = find_checkpoint(source)
+    with _reading(folder):
+        stored = _stored(folder)
+        common = dist_checkpointing.load_common_state_dict(folder)
+    kind, centred = (
+        _architecture(stored, folder),
+        _zero_centered(common, folder, zero_centered_gamma),
+    )
+    model = _on_cpu(read_hf_config(like), kind, centred)
+    pairs = model.sharded_state_dict().items()
+    state = {name: one for name, one in pairs if not isinstance(one, ShardedObject)}
+    wanted = dict(state)
+    apply_factories(wanted)
+    _refuse_another_model(stored, _flat(wanted), folder, like)
+    for one in state.values():
+        # A fused projection is stored by its sections.
+        of_it = stored.get(one.key) or next(v for k, v in stored.items() if k.startswith(one.key))
+        one.data = torch.empty_like(one.data, dtype=of_it.properties.dtype)
+        if isinstance(one, ShardedTensor):
+            one.dtype = one.data.dtype
+    with _reading(folder):
+        loaded = dist_checkpointing.load(state, str(folder))
+    model.load_state_dict(loaded, strict=False, assign=True)
+    return model
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Say of an error that it is about ``folder``."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, PickleError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[-1]
+        raise ValueError(f"{folder} is truncated or damaged: {said}") from error
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """Shape and dtype of every tensor, after a look at the length of every file."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = FileSystemReader(folder).read_metadata()
+    for part in metadata.storage_data.values():
+        path, end = folder / part.relative_path, part.offset + part.length
+        if path.stat().st_size < end:
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes of {end} or more.")
+    tensors = metadata.state_dict_metadata.items()
+    return {key: one for key, one in tensors if isinstance(one, TensorStorageMetadata)}
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    return {one.key: one for one in nested_values(state)}
+
+
+def _refuse_another_model(
+    stored: dict[str, Any], wanted: dict[str, Any], folder: Path, like: str | Path
+) -> None:
+    """Refuse a checkpoint with other keys or shapes: an export would lose weights."""
+    held = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
+    for keys, what in (
+        (wanted.keys() - held, "the checkpoint has no"),
+        (held - wanted.keys(), "the Hugging Face model has no place for"),
+    ):
+        if not keys:
+            continue
+        first = f"{min(keys)}{and_more([*keys])}"
+        if any(".adapter." in key for key in keys):
+            raise ValueError(
+                f"{folder} has adapters, {first}, and does not tell their scale. Load it into a "
+                f"model with these adapters and call megatron_gdn.hf.save_hf_weights, which "
+                f"merges them."
+            )
+        raise ValueError(f"{folder} and {like} are not the same model: {what} {first}.")
+    for key, one in sorted(wanted.items()):
+        shape, asked = tuple(stored[key].size), tuple(one.global_shape)
+        # Every run may pad the vocabulary differently; the file's rows come first.
+        rows = max(shape[0], asked[0]) if one.allow_shape_mismatch else asked[0]
+        if shape != (rows, *asked[1:]):
+            raise ValueError(
+                f"{key} has shape {shape} in {folder}, but config.json of {like} asks for {asked}."
+            )
+
+
+def _architecture(stored: dict[str, Any], folder: Path) -> Architecture:
+    if "decoder.final_norm.weight" in stored:
         return "hybrid"
-    if "decoder.final_layernorm.weight" in checkpoint.tensors:
+    if "decoder.final_layernorm.weight" in stored:
         return "gpt"
     raise ValueError(
-        f"{checkpoint.folder} holds neither a HybridModel (decoder.final_norm.weight) nor a "
-        f"GPTModel (decoder.final_layernorm.weight)."
+        f"{folder} holds neither a HybridModel (decoder.final_norm.weight) nor a GPTModel "
+        f"(decoder.final_layernorm.weight)."
     )
 
 
-def _zero_centered(checkpoint: CheckpointReader, wanted: bool | None) -> bool:
+def _zero_centered(common: dict[str, Any], folder: Path, wanted: bool | None) -> bool:
     """``layernorm_zero_centered_gamma`` of the run that saved the checkpoint."""
-    args = checkpoint.common_state().get("args")
+    args = common.get("args")
     # Older versions of Megatron named the attribute after the flag.
     said = getattr(args, "layernorm_zero_centered_gamma", getattr(args, "apply_layernorm_1p", None))
     if said is None:
         return True if wanted is None else wanted
     if wanted is not None and wanted != said:
         advice = "leave out --plain-norms" if said else "export with --plain-norms"
-        raise ValueError(
-            f"{checkpoint.folder} was saved with layernorm_zero_centered_gamma={said}; {advice}."
-        )
+        raise ValueError(f"{folder} was saved with layernorm_zero_centered_gamma={said}; {advice}.")
     return said

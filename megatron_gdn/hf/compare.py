@@ -8,11 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .checkpoint_folder import CheckpointWeights
+from .checkpoint_folder import checkpoint_view
 from .files.checkpoint_files import is_checkpoint
 from .files.safetensors_reader import SafetensorsFolder
 from .maps.tensor_map import bits_of
 from .progress import progress_bar
+from .view import HFView
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,7 @@ class Difference:
         return f"{self.key}: {self.what}"
 
 
-def open_weights(
-    folder: str | Path, like: str | Path | None = None
-) -> SafetensorsFolder | CheckpointWeights:
+def open_weights(folder: str | Path, like: str | Path | None = None) -> SafetensorsFolder | HFView:
     """A Hugging Face folder, or a Megatron checkpoint seen as the folder ``like``."""
     if not is_checkpoint(folder):
         return SafetensorsFolder(folder)
@@ -37,7 +36,7 @@ def open_weights(
             f"{folder} is a Megatron checkpoint, which is compared with the Hugging Face folder "
             f"it came from. To compare two checkpoints, export both."
         )
-    return CheckpointWeights(folder, like)
+    return checkpoint_view(folder, like)
 
 
 def compare_folders(
@@ -49,7 +48,7 @@ def compare_folders(
     """
     one, other = open_weights(left, right), open_weights(right, left)
     missing = set(other)
-    for key in progress_bar(one, "compare", progress, len(one)):
+    for key in progress_bar([*one], "compare", progress):
         if key not in missing:
             yield Difference(key, f"only in {left}")
             continue

@@ -13,12 +13,21 @@ from typing import Any
 from .maps.model_map import Architecture
 from .model_config import HFModelConfig
 
-# Flags whose attribute has another name or the opposite value.
+# Settings whose flag has another name; flags whose attribute has another value.
+_FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 _ATTRIBUTES = {
-    "--disable-bias-linear": ("add_bias_linear", False),
-    "--norm-epsilon": ("layernorm_epsilon", None),
-    "--apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
+    "disable_bias_linear": ("add_bias_linear", False),
+    "norm_epsilon": ("layernorm_epsilon", None),
+    "apply_layernorm_1p": ("layernorm_zero_centered_gamma", True),
 }
+# Settings that other flags say, or nobody; and of a HybridModel, those that its pattern says.
+_SAID_OTHERWISE = {
+    "layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "gated_linear_unit",
+    "activation_func", "moe_router_pre_softmax",
+}  # fmt: skip
+_IN_THE_PATTERN = {
+    "num_layers", "experimental_attention_variant", "linear_attention_freq", "moe_layer_freq",
+}  # fmt: skip
 
 
 def megatron_flags(
@@ -30,7 +39,8 @@ def megatron_flags(
     vocabulary is padded; a checkpoint loads with any padding.
     """
     words = []
-    for flag, value in _flags(config, model, zero_centered_gamma).items():
+    for name, value in _flags(config, model, zero_centered_gamma).items():
+        flag = f"--{name.replace('_', '-')}"
         words += [flag] if value is True else [flag, *str(value).split(" ")]
     return words
 
@@ -40,7 +50,7 @@ def megatron_arguments(
 ) -> Namespace:
     """The ``args`` that a Megatron run of the model would save: those that describe the model."""
     args = Namespace(
-        num_layers=_num_layers(config, model),
+        num_layers=config.num_layers * (2 if model == "hybrid" else 1),
         hybrid_layer_pattern=None,
         layernorm_zero_centered_gamma=zero_centered_gamma,
         untie_embeddings_and_output_weights=not config.tied,
@@ -52,66 +62,36 @@ def megatron_arguments(
         no_save_rng=True,
     )
     for flag, value in _flags(config, model, zero_centered_gamma).items():
-        name, fixed = _ATTRIBUTES.get(flag, (flag[2:].replace("-", "_"), None))
-        if flag != "--spec":
+        name, fixed = _ATTRIBUTES.get(flag, (flag, None))
+        if flag != "spec":
             setattr(args, name, value if fixed is None else fixed)
     return args
 
 
-def _num_layers(config: HFModelConfig, model: Architecture) -> int:
-    return config.num_layers * (2 if model == "hybrid" else 1)
-
-
 def _flags(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool) -> dict[str, Any]:
-    flags: dict[str, Any] = {}
+    """By the flags' names, with underscores."""
     if model == "hybrid":
-        flags["--spec"] = "megatron_gdn.specs gdn_qk_norm_hybrid_stack_spec"
-        flags["--hybrid-layer-pattern"] = config.hybrid_layer_pattern
+        flags: dict[str, Any] = {"spec": "megatron_gdn.specs gdn_qk_norm_hybrid_stack_spec"}
+        flags["hybrid_layer_pattern"] = config.hybrid_layer_pattern
+        left_out = _SAID_OTHERWISE | _IN_THE_PATTERN
     else:
-        flags["--spec"] = "megatron_gdn.specs gpt_block_spec"
-        flags["--num-layers"] = config.num_layers
-        flags["--experimental-attention-variant"] = "gated_delta_net"
-        flags["--linear-attention-freq"] = _list([int(gdn) for gdn in config.is_linear])
+        flags, left_out = {"spec": "megatron_gdn.specs gpt_block_spec"}, _SAID_OTHERWISE
+    for name, value in config.megatron_settings().items():
+        if name not in left_out:
+            value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value
+            flags[_FLAGS.get(name, name)] = value
     flags |= {
-        "--hidden-size": config.hidden_size,
-        "--ffn-hidden-size": config.ffn_size or config.expert_ffn_size,
-        "--num-attention-heads": config.num_attention_heads,
-        "--group-query-attention": True,
-        "--num-query-groups": config.num_query_groups,
-        "--kv-channels": config.head_dim,
-        "--attention-output-gate": True,
-        "--qk-layernorm": True,
-        "--linear-num-key-heads": config.gdn.num_key_heads,
-        "--linear-num-value-heads": config.gdn.num_value_heads,
-        "--linear-key-head-dim": config.gdn.key_head_dim,
-        "--linear-value-head-dim": config.gdn.value_head_dim,
-        "--linear-conv-kernel-dim": config.gdn.conv_kernel_dim,
-        "--normalization": "RMSNorm",
-        "--norm-epsilon": config.norm_eps,
-        "--swiglu": True,
-        "--disable-bias-linear": True,
-        "--hidden-dropout": 0.0,
-        "--attention-dropout": 0.0,
-        "--position-embedding-type": "rope",
-        "--rotary-percent": config.rotary_fraction,
-        "--rotary-base": int(config.rope_theta),
+        "group_query_attention": True,
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "position_embedding_type": "rope",
+        "rotary_percent": config.rotary_fraction,
+        "rotary_base": int(config.rope_theta),
     }
     if zero_centered_gamma:
-        flags["--apply-layernorm-1p"] = True
+        flags["apply_layernorm_1p"] = True
     if not config.tied:
-        flags["--untie-embeddings-and-output-weights"] = True
-    if config.num_experts:
-        flags |= {
-            "--num-experts": config.num_experts,
-            "--moe-ffn-hidden-size": config.expert_ffn_size,
-            "--moe-router-topk": config.experts_per_token,
-            "--moe-shared-expert-intermediate-size": config.shared_expert_ffn_size,
-            "--moe-shared-expert-gate": True,
-        }
-        if model == "gpt":
-            flags["--moe-layer-freq"] = _list([int(moe) for moe in config.is_moe])
+        flags["untie_embeddings_and_output_weights"] = True
     return flags
-
-
-def _list(numbers: list[int]) -> str:
-    return "([" + ",".join(map(str, numbers)) + "])"

@@ -12,19 +12,18 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .adapters import base_parameters, with_adapters_merged
 from .files.safetensors_reader import SafetensorsFolder
-from .files.safetensors_writer import new_folder, refuse_existing, write_hf_files
-from .legal_weights import check_dtypes, read_pieces
+from .files.safetensors_writer import new_folder, refuse_existing, write_like
 from .maps.model_map import Architecture
 from .maps.tensor_map import TensorMap
 from .model_config import HFModelConfig
-from .plan import Plan, check_aliases
+from .plan import Plan, and_more, check_source, read_finite
 from .progress import progress_bar
 from .view import HFView, SourceRecord
 
@@ -33,46 +32,43 @@ logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+")
 _OUTPUT = "output_layer.weight"
+_PUBLISHED = {"output_gate_activation": "silu", "allow_neg_eigval": False, "use_qk_l2norm": True}
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """Sizes and ranks of the groups that share weights."""
+    """Rank and size of the groups that share weights."""
 
-    tp: int
-    tp_size: int
-    expert_tp: int
-    expert_tp_size: int
-    ep: int
-    ep_size: int
-    pp_size: int
-    dp: int
+    tp: tuple[int, int] = (0, 1)
+    expert_tp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+    pp_size: int = 1
+    dp: int = 0
 
     @classmethod
     def current(cls) -> _Ranks:
-        from megatron.core import parallel_state as state
+        from megatron.core import parallel_state
 
+        state: Any = parallel_state  # some of its functions say that they give no int
         if not state.model_parallel_is_initialized():
-            return cls(0, 1, 0, 1, 0, 1, 1, 0)
-        return cls(
-            state.get_tensor_model_parallel_rank(),
-            state.get_tensor_model_parallel_world_size(),
-            cast(int, state.get_expert_tensor_parallel_rank()),
-            cast(int, state.get_expert_tensor_parallel_world_size()),
-            state.get_expert_model_parallel_rank(),
-            state.get_expert_model_parallel_world_size(),
-            state.get_pipeline_model_parallel_world_size(),
-            state.get_data_parallel_rank(with_context_parallel=True),
-        )
+            return cls()
+
+        def of(group: str) -> tuple[int, int]:
+            rank, size = f"get_{group}_parallel_rank", f"get_{group}_parallel_world_size"
+            return getattr(state, rank)(), getattr(state, size)()
+
+        groups = of("tensor_model"), of("expert_tensor"), of("expert_model")
+        dp = state.get_data_parallel_rank(with_context_parallel=True)
+        return cls(*groups, pp_size=of("pipeline_model")[1], dp=dp)
 
     def of(self, entry: TensorMap) -> tuple[int, int]:
-        """Rank and size of the group that shares ``entry``."""
-        if entry.is_expert:
-            return self.expert_tp, self.expert_tp_size
-        return self.tp, self.tp_size
+        """Of the group that shares ``entry``."""
+        return self.expert_tp if entry.is_expert else self.tp
 
 
-def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False) -> SourceRecord:
+def load_hf_weights(
+    model: nn.Module, folder: str | Path, progress: bool = False, *, keep_dtypes: bool = False
+) -> SourceRecord:
     """Fill ``model`` with the weights of a Hugging Face folder, one tensor at a time.
 
     Args:
@@ -80,6 +76,8 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
             Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
         folder: ``config.json`` and safetensors weights.
         progress: show a bar.
+        keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
+            values are cast to the parameters'.
 
     Returns:
         The record that an export needs to restore the file's own bits and dtypes.
@@ -91,26 +89,30 @@ def load_hf_weights(model: nn.Module, folder: str | Path, progress: bool = False
             place), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
             read, so that the model is partly filled: a weight that is NaN or inf.
     """
-    bare = unwrapped(model)
-    kind = _architecture(bare)
-    weights = SafetensorsFolder(folder)
-    record = SourceRecord.from_folder(folder)
-    plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
-    check_aliases(weights, plan)
-    check_dtypes(weights, plan)
-    _check_tie(bare, record.config)
-    _check_mixers(bare)
-    ranks = _Ranks.current()
-    params = _global_parameters(bare, ranks)
-    targets = _match(plan, params, ranks, record, kind)
+    weights, record = SafetensorsFolder(folder), SourceRecord.from_folder(folder)
+    plan, params, ranks = _planned(model, record)
+    check_source(weights, plan)
+    targets = _match(plan, params, ranks, record.config)
     rounded = []
-    for entry, names in progress_bar(targets, "load", progress, len(targets)):
-        pieces = read_pieces(weights, entry)
+    for entry, names in progress_bar(targets, "load", progress):
+        pieces = [read_finite(weights, source) for source in entry.sources]
         for name in names:
             piece = _local_piece(entry, pieces, params[name], ranks)
-            if not _copy(params[name], piece):
+            if keep_dtypes:
+                params[name].data = piece
+            elif not _copy(params[name], piece):
                 rounded.append(name)
-    _report(plan.passthrough, rounded, record.config)
+    if plan.passthrough:
+        logger.warning(
+            "%d tensors of the %s are not part of a Megatron text model and were not loaded, "
+            "the first %s; an export copies them from the source folder.",
+            *(len(plan.passthrough), record.config.architecture, plan.passthrough[0]),
+        )
+    if rounded:
+        logger.warning(
+            "%d parameters have a narrower dtype than their file and were rounded, the first %s.",
+            *(len(rounded), rounded[0]),
+        )
     return record
 
 
@@ -142,48 +144,50 @@ def save_hf_weights(
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
-    import shutil
-
     ranks = _Ranks.current()
-    if ranks.pp_size > 1 or ranks.ep_size > 1 or ranks.expert_tp_size != ranks.tp_size:
+    if ranks.pp_size > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
         raise NotImplementedError(
             f"pipeline_model_parallel_size={ranks.pp_size}, "
-            f"expert_model_parallel_size={ranks.ep_size} and "
-            f"expert_tensor_parallel_size={ranks.expert_tp_size}: weights are gathered over "
+            f"expert_model_parallel_size={ranks.ep[1]} and "
+            f"expert_tensor_parallel_size={ranks.expert_tp[1]}: weights are gathered over "
             f"tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and etp=tp first."
         )
     if ranks.dp:
         return
     refuse_existing(folder)  # Every rank refuses, or the others would wait in a collective.
-    bare = unwrapped(model)
     record = record or SourceRecord.from_folder(like)
     record = replace(record, fp32_gates=fp32_gates or record.fp32_gates)
     source = SafetensorsFolder(like)
-    plan = record.plan(_architecture(bare), bare.config.layernorm_zero_centered_gamma)
-    _check_tie(bare, record.config)
-    _check_mixers(bare)
-    params, merged = _global_parameters(bare, ranks), with_adapters_merged(bare)
-
-    def read_shards(entry: TensorMap) -> list[Tensor]:
-        name = next(name for name in entry.names if name in params)
-        return _gather(merged(params[name]), ranks.tp_size)
-
-    view = HFView(plan, record, read_shards)
-
-    def read(key: str) -> Tensor:
-        return view.read(key) if key in view else source.read(key)
-
-    if ranks.tp:
+    view = model_view(model, record, source)
+    if ranks.tp[0]:
         # The same order of collectives as on rank 0, which writes.
         for key in source:
-            read(key)
+            view.read(key)
         return
     with new_folder(folder) as scratch:
-        for path in source.other_files():
-            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / path, scratch / path)
-        write_hf_files(scratch, record.files(source.files), read, progress)
+        write_like(scratch, source, view.read, progress)
     view.warn_of_rounded_gates()
+
+
+def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
+    """``model`` as the tensors that a save writes. Reading is a collective of the tp ranks."""
+    plan, params, ranks = _planned(model, record)
+    merged = with_adapters_merged(unwrapped(model))
+
+    def read_shards(entry: TensorMap) -> list[Tensor]:
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        shard = merged(next(params[name] for name in entry.names if name in params))
+        if ranks.tp[1] == 1:
+            return [shard]
+        shards, group = (
+            [torch.empty_like(shard) for _ in range(ranks.tp[1])],
+            get_tensor_model_parallel_group(),
+        )
+        torch.distributed.all_gather(shards, shard.contiguous(), group=group)
+        return shards
+
+    return HFView(plan, record, read_shards, rest=like)
 
 
 def unwrapped(model: Any) -> Any:
@@ -203,40 +207,41 @@ def megatron_state(model: nn.Module) -> dict[str, Tensor]:
     return {n: merged(p) for n, p in _global_parameters(model, _Ranks.current()).items()}
 
 
-def _architecture(model: nn.Module) -> Architecture:
+def _planned(
+    model: nn.Module, record: SourceRecord
+) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
+    """The plan for ``model``, its parameters by their names in it, and this rank's place.
+
+    Raises:
+        ValueError: the model ties its embeddings and the files do not, or the other way round, or
+            no file says that one of its layers computes something else from its weights.
+    """
     from megatron.core.models.hybrid.hybrid_block import HybridStack
 
-    return "hybrid" if isinstance(getattr(model, "decoder", None), HybridStack) else "gpt"
-
-
-def _check_tie(model: Any, config: HFModelConfig) -> None:
-    shared = model.share_embeddings_and_output_weights
-    if shared != config.tied:
+    bare, ranks, tied = unwrapped(model), _Ranks.current(), record.config.tied
+    kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
+    plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
+    shared = bare.share_embeddings_and_output_weights
+    if shared != tied:
         raise ValueError(
-            f"tie_word_embeddings={config.tied} in config.json, but the model was built with "
-            f"share_embeddings_and_output_weights={shared}; build it with {config.tied}."
+            f"tie_word_embeddings={tied} in config.json, but the model was built with "
+            f"share_embeddings_and_output_weights={shared}; build it with {tied}."
         )
-
-
-def _check_mixers(model: nn.Module) -> None:
-    """No file says that a layer computes something else from its weights."""
-    published = {
-        "output_gate_activation": "silu", "allow_neg_eigval": False, "use_qk_l2norm": True,
-    }  # fmt: skip
-    for name, module in model.named_modules():
-        for option, value in published.items():
+    for name, module in bare.named_modules():
+        for option, value in _PUBLISHED.items():
             given = getattr(module, option, value)
             if given != value:
                 raise ValueError(
                     f"{name} was built with {option}={given!r}; models of these formats have "
                     f"{value!r}, and their weights mean something else in such a layer."
                 )
+    return plan, _global_parameters(bare, ranks), ranks
 
 
 def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
     """Parameters by name without adapters, layers and experts numbered as in the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    first_expert = ranks.ep * ((model.config.num_moe_experts or 0) // ranks.ep_size)
+    first_expert = ranks.ep[0] * ((model.config.num_moe_experts or 0) // ranks.ep[1])
 
     def renamed() -> Iterator[tuple[str, nn.Parameter]]:
         for name, param in base_parameters(model):
@@ -250,14 +255,13 @@ def _match(
     plan: Plan,
     params: dict[str, nn.Parameter],
     ranks: _Ranks,
-    record: SourceRecord,
-    kind: Architecture,
+    config: HFModelConfig,
 ) -> list[tuple[TensorMap, list[str]]]:
     """Which parameters each map fills, with every shape checked on meta tensors."""
     unfilled, targets, homeless = set(params), [], []
     for entry in plan.maps:
         names = entry.names
-        if record.config.tied and entry.pad_rows:
+        if config.tied and entry.pad_rows:
             # The last pipeline stage of a tied model has a copy of the embedding.
             names = (*names, _OUTPUT)
         here = [name for name in names if name in params]
@@ -274,15 +278,14 @@ def _match(
             targets.append((entry, here))
         else:
             homeless.append(entry.name)
-    if homeless and ranks.pp_size == ranks.ep_size == 1:
+    if homeless and ranks.pp_size == ranks.ep[1] == 1:
         raise ValueError(
-            f"the model has no {homeless[0]}{_count(homeless)}. Build a {kind} model of "
-            f"config.json's sizes, with the layer pattern "
-            f"{record.config.hybrid_layer_pattern!r}."
+            f"the model has no {homeless[0]}{and_more(homeless)}. Build it with config.json's "
+            f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
         )
     if unfilled:
         names = [name for name in params if name in unfilled]
-        raise ValueError(f"the files have nothing for {names[0]}{_count(names)} of the model.")
+        raise ValueError(f"the files have nothing for {names[0]}{and_more(names)} of the model.")
     return targets
 
 
@@ -315,35 +318,3 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
     if first is not None:
         first.copy_(cast)
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
-
-
-def _gather(shard: Tensor, ranks: int) -> list[Tensor]:
-    if ranks == 1:
-        return [shard]
-    from megatron.core import parallel_state
-
-    shards = [torch.empty_like(shard) for _ in range(ranks)]
-    group: Any = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_gather(shards, shard.contiguous(), group=group)
-    return shards
-
-
-def _report(passthrough: list[str], rounded: list[str], config: HFModelConfig) -> None:
-    if passthrough:
-        logger.warning(
-            "%d tensors of the %s are not part of a Megatron text model and were not loaded, "
-            "the first %s; save_hf_weights copies them from the source folder.",
-            len(passthrough),
-            config.architecture,
-            passthrough[0],
-        )
-    if rounded:
-        logger.warning(
-            "%d parameters have a narrower dtype than their file and were rounded, the first %s.",
-            len(rounded),
-            rounded[0],
-        )
-
-
-def _count(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

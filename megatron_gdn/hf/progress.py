@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 
-def progress_bar[Item](
-    items: Iterable[Item], label: str, show: bool, total: int | None = None
-) -> Iterator[Item]:
-    """Iterate with a tqdm bar on a terminal; silently if not asked, not a terminal, or no tqdm."""
+def progress_bar[Item](items: Collection[Item], label: str, show: bool) -> Iterable[Item]:
+    """``items`` with a tqdm bar on a terminal; as they are if not asked, or without tqdm."""
     if show and sys.stderr.isatty():
         try:
             from tqdm import tqdm
         except ImportError:
-            return iter(items)
-        return iter(tqdm(items, desc=label, total=total, unit="part"))
-    return iter(items)
+            return items
+        return tqdm(items, desc=label, unit="part")
+    return items

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .files.safetensors_reader import FileSpec, SafetensorsFolder, TensorSpec
+from .files.safetensors_reader import SafetensorsFolder, TensorSpec
 from .fp32_contract import is_gated_delta_net_fp32_param_key
 from .maps.model_map import Architecture
 from .maps.tensor_map import HFRef, TensorMap
@@ -51,13 +51,6 @@ class SourceRecord:
     def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
         return make_plan(self.config, self.specs, model, zero_centered_gamma)
 
-    def files(self, like: Sequence[FileSpec]) -> list[FileSpec]:
-        """The files an export writes: those of ``like`` with the dtypes of `spec`."""
-        return [
-            FileSpec(file.name, {key: self.spec(key) for key in file.tensors}, file.metadata)
-            for file in like
-        ]
-
     def spec(self, key: str) -> TensorSpec:
         """Dtype and shape that an export gives ``key``."""
         spec = self.specs[key]
@@ -74,6 +67,7 @@ class HFView:
         record: dtypes and originals of the source.
         read_shards: called with a map; returns the shards of its Megatron tensor, one of each
             tensor-parallel rank, in rank order (or the whole tensor as the only one).
+        rest: has the tensors that no Megatron text model has; None: they are not in the view.
 
     Attributes:
         rounded_gates: the keys of the ``A_log`` and ``dt_bias`` read so far that lost bits in the
@@ -85,31 +79,30 @@ class HFView:
         plan: Plan,
         record: SourceRecord,
         read_shards: Callable[[TensorMap], Sequence[Tensor]],
+        rest: SafetensorsFolder | None = None,
     ) -> None:
-        self.record = record
-        self.rounded_gates: set[str] = set()
-        self._read_shards = read_shards
+        self.spec, self.rounded_gates = record.spec, set[str]()
+        self._originals, self._read_shards, self._rest = record.originals, read_shards, rest
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
-        self._aliases = plan.aliases
         for entry in plan.maps:
             for source in entry.sources:
                 self._maps_of.setdefault(source.key, []).append((entry, source))
+        self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
         # Tensors of one fused projection lie close together in the files: keep the last few.
         self._pieces = lru_cache(maxsize=4)(self._compute_pieces)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._maps_of or key in self._aliases
-
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._maps_of, *self._aliases))
+        return iter(self._rest or self._maps_of)
 
     def read(self, key: str) -> Tensor:
         """The tensor ``key`` in its export dtype; packed experts are put together again."""
-        parts = self._maps_of[self._aliases.get(key, key)]
+        if key not in self._maps_of and self._rest:
+            return self._rest.read(key)
+        parts = self._maps_of[key]
         if parts[0][1].expert is None:
             ((entry, source),) = parts
             return self._pieces(entry)[source]
-        spec = self.record.spec(key)
+        spec = self.spec(key)
         packed = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         for entry, source in parts:
             packed[source.expert] = self._compute_pieces(entry)[source]
@@ -119,10 +112,10 @@ class HFView:
         full = entry.unshard(self._read_shards(entry))
         if entry.pad_rows:
             full = full[: entry.sources[0].shape[0]]
-        dtypes = [self.record.spec(source.key).torch_dtype for source in entry.sources]
+        dtypes = [self.spec(source.key).torch_dtype for source in entry.sources]
         original = None
-        if entry.shift and all(s.key in self.record.originals for s in entry.sources):
-            original = [self.record.originals[source.key] for source in entry.sources]
+        if entry.shift and all(s.key in self._originals for s in entry.sources):
+            original = [self._originals[source.key] for source in entry.sources]
         pieces = entry.to_hf(full, dtypes, original)
         if entry.fp32:
             for source, piece in zip(entry.sources, pieces, strict=True):

@@ -166,6 +166,21 @@ def load_dist_checkpoint(model, folder: Path) -> None:
     model.load_state_dict(dist_checkpointing.load(state, str(find_checkpoint(folder)))["model"])
 
 
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by their keys."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    reader = FileSystemReader(find_checkpoint(folder))
+    stored = reader.read_metadata().state_dict_metadata.items()
+    tensors = {
+        key: torch.empty(one.size, dtype=one.properties.dtype)
+        for key, one in stored
+        if hasattr(one, "size")
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 def _model_of_stage(config, kind: str, dtype: torch.dtype, tp: int, pp: int):
     pattern = config.hybrid_layer_pattern
     if kind == "hybrid" and pp == 2:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
 from megatron_gdn.hf import (
     build_model,
@@ -16,7 +17,7 @@ from megatron_gdn.hf import (
     megatron_flags,
     read_hf_config,
 )
-from megatron_gdn.hf.files.checkpoint_files import CheckpointReader
+from megatron_gdn.hf.files.checkpoint_files import find_checkpoint
 from tests.hf.megatron_models import build_megatron
 from tests.hf.model_laws import checkpoint_loads, load_and_save
 from tests.parallel import parallel
@@ -48,9 +49,9 @@ def stored_by_a_model(folder, kind: str) -> tuple[dict, set]:
 
 
 def written_by_import(checkpoint) -> tuple[dict, set]:
-    reader = CheckpointReader(checkpoint)
-    tensors = {key: tuple(stored.size) for key, stored in reader.tensors.items()}
-    return tensors, reader.objects
+    stored = load_sharded_metadata(str(find_checkpoint(checkpoint)))
+    tensors = {k: tuple(v.global_shape) for k, v in stored.items() if isinstance(v, ShardedTensor)}
+    return tensors, stored.keys() - tensors.keys()
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "gpt"])
@@ -158,6 +159,20 @@ def test_megatrons_own_loader_takes_an_import_and_our_flags_build_its_model(
         for setting in ("experimental_attention_variant", "linear_attention_freq"):
             different.pop(setting)
     assert different == {}
+
+
+def importing_fails(folder: Path, target: Path) -> str:
+    try:
+        import_folder(folder, target)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_folder_is_not_converted_by_several_ranks(pools, hf_folder, tmp_path):
+    for said in pools(2).run(importing_fails, hf_folder("dense"), tmp_path / "imported"):
+        assert said.startswith("torch.distributed runs 2 processes; whole folders are converted")
+    assert [*tmp_path.iterdir()] == []
 
 
 def building_fails(folder: Path, **options) -> str:

@@ -14,7 +14,7 @@ from megatron_gdn.hf.maps.gdn_layer import (
     gdn_layer_to_hf,
     unfuse_interleaved,
 )
-from megatron_gdn.hf.maps.tensor_map import shard, unshard
+from megatron_gdn.hf.maps.tensor_map import TensorMap
 from megatron_gdn.mixers.gdn.sizes import GDNDims
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -205,9 +205,10 @@ def test_interleaving_is_a_bijection_of_rows(G, R, K, V):
 @given(data=st.data(), ranks=st.integers(1, 4), dim=st.integers(0, 1))
 @settings(deadline=None)
 def test_unshard_undoes_shard(data, ranks, dim):
-    sections = [ranks * n for n in data.draw(st.lists(sizes, min_size=1, max_size=6))]
+    sections = tuple(ranks * n for n in data.draw(st.lists(sizes, min_size=1, max_size=6)))
     full = torch.randn(sum(sections), 3) if dim == 0 else torch.randn(3, sum(sections))
-    assert torch.equal(unshard(shard(full, ranks, dim, sections), dim, sections), full)
+    entry = TensorMap(names=("any",), sources=(), shard_dim=dim, sections=sections)
+    assert torch.equal(entry.unshard(entry.shards(full, ranks)), full)
 
 
 def test_gates_are_fp32_in_every_shard_and_other_weights_keep_their_dtype():

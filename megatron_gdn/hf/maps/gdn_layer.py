@@ -1,49 +1,60 @@
 """One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
 
-Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face has three
-ways to store them:
-
-  interleaved (Qwen3-Next)   in_proj_qkvz: for each key head  [q | k | v of its r value heads | z]
-                             in_proj_ba:   for each key head  [b of its r value heads | a]
-  flat (Qwen3.5, 3.6, 3.8,   in_proj_qkv: [q | k | v], in_proj_z, in_proj_b, in_proj_a
-    Qwen4-Exp)
-  separate (OLMo Hybrid)     q_proj, k_proj, v_proj, g_proj (z), b_proj, a_proj
-
-b is the write strength (beta), a the decay input (alpha). Convolution channels are [q | k | v] in
-every family; files of "separate" layers have three tensors of them (transformers joins them in
-memory: q_conv1d, k_conv1d, v_conv1d, or conv1d alone), and call norm and out_proj o_norm and
-o_proj.
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. `_PROJECTIONS` has the
+ways in which Hugging Face stores them: "interleaved" (Qwen3-Next; in each tensor key head by key
+head, as ``[q | k | v of its value heads | z]``), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp), "separate"
+(OLMo Hybrid). b is the write strength (beta), a the decay input (alpha). Convolution channels are
+[q | k | v] in every family; files of "separate" layers have three tensors of them (transformers
+joins them in memory: q_conv1d, k_conv1d, v_conv1d, or conv1d alone), and call norm and out_proj
+o_norm and o_proj.
 
 What a weight means is not in it: build Qwen4-Exp's layers with its ``output_gate_type`` as
 `output_gate_activation`, OLMo Hybrid's with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 """
 
-# G key heads, R value heads per key head, K key dim, V value dim, D hidden, W conv width.
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...mixers.gdn.sizes import GDNDims
+from ...ops.layout import Layout
 from .layer_maps import hf_from_ranks, ranks_from_hf
-from .tensor_map import HFRef, TensorMap, conv_map
+from .tensor_map import TensorMap, concatenated, mapped
 
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
 
+_SEPARATE = {
+    "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "g_proj": ("z",),
+    "b_proj": ("beta",), "a_proj": ("alpha",),
+}  # fmt: skip
+# Each tensor, and the sections of the fused projection that it holds.
+_PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
+    "interleaved": {
+        "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
+    },
+    "flat": {
+        "in_proj_qkv": ("query", "key", "value"), "in_proj_z": ("z",), "in_proj_b": ("beta",),
+        "in_proj_a": ("alpha",),
+    },
+    "separate": _SEPARATE,
+    "separate, one conv": _SEPARATE,
+}  # fmt: skip
+
 
 def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
-    """``(qkvz [2GK + 2GRV, D], ba [2GR, D])`` to the fused projection ``[q|k|v|z|beta|alpha]``."""
-    qkvz, ba = pieces
-    grouped_qkvz = qkvz.reshape(dims.num_key_heads, -1, qkvz.shape[-1])
-    grouped_ba = ba.reshape(dims.num_key_heads, -1, ba.shape[-1])
-    sections = [*grouped_qkvz.split(qkvz_rows(dims), 1), *grouped_ba.split(ba_rows(dims), 1)]
-    dtype = torch.promote_types(qkvz.dtype, ba.dtype)
-    return torch.cat([section.flatten(0, 1).to(dtype) for section in sections])
+    """``(qkvz [2GK + 2GRV, D], ba [2GR, D])`` to the fused projection ``[q|k|v|z|beta|alpha]``.
+
+    G key heads, R value heads for each, K key dim, V value dim, D hidden.
+    """
+    sections = []
+    for piece, rows in zip(pieces, (qkvz_rows(dims), ba_rows(dims)), strict=True):
+        sections += piece.reshape(dims.num_key_heads, -1, piece.shape[-1]).split(rows, 1)
+    return concatenated([section.flatten(0, 1) for section in sections])
 
 
 def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
@@ -54,6 +65,7 @@ def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
 
 
 def qkvz_rows(dims: GDNDims) -> list[int]:
+    """What a key head has in ``in_proj_qkvz``."""
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
     return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
 
@@ -62,42 +74,13 @@ def ba_rows(dims: GDNDims) -> list[int]:
     return [dims.value_heads_per_key_head] * 2
 
 
-def is_separate(storage: Storage) -> bool:
-    return storage.startswith("separate")
-
-
-def projection_map(prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage) -> TensorMap:
-    """The map of ``in_proj.weight``; ``prefix`` and ``hf_prefix`` end in a dot."""
-    layout, hidden = dims.layout, dims.hidden_size
-    width = dict(zip(layout.names, layout.widths, strict=True))
-    if storage == "interleaved":
-        rows = {
-            "in_proj_qkvz": width["query"] + width["key"] + width["value"] + width["z"],
-            "in_proj_ba": width["beta"] + width["alpha"],
-        }
-        join, split = partial(fuse_interleaved, dims=dims), partial(unfuse_interleaved, dims=dims)
-    elif is_separate(storage):
-        names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-        rows = dict(zip(names, layout.widths, strict=True))
-        join = split = None  # the fused projection cut in six
-    else:
-        rows = {
-            "in_proj_qkv": layout.conv_width,
-            "in_proj_z": width["z"],
-            "in_proj_b": width["beta"],
-            "in_proj_a": width["alpha"],
-        }
-        # Flat storage is the fused projection cut in four.
-        join = split = None
-    return TensorMap(
-        names=(f"{prefix}in_proj.weight",),
-        sources=tuple(HFRef(f"{hf_prefix}{n}.weight", (r, hidden)) for n, r in rows.items()),
-        join=join,
-        split=split,
-        shard_dim=0,
-        sections=layout.widths,
-        section_names=layout.names,
-    )
+def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
+    """The map of the convolution's weight, stored whole or by its sections q, k and v."""
+    rows = {"": layout.conv_width}
+    if in_three:
+        rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
+    sources = {f"{hf_prefix}{n}conv1d.weight": (r, 1, taps) for n, r in rows.items()}
+    return mapped(name, sources, 0, sections=layout.conv_widths)
 
 
 def gdn_layer_maps(
@@ -117,27 +100,32 @@ def gdn_layer_maps(
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
             ``out_norm.weight`` is ``norm.weight - 1``.
     """
-    heads, value_dim = dims.num_value_heads, dims.value_head_dim
-
-    norm, out = ("o_norm", "o_proj") if is_separate(storage) else ("norm", "out_proj")
-
-    def one(name: str, hf_name: str, shape: tuple[int, ...], **kwargs) -> TensorMap:
-        return TensorMap(
-            names=(prefix + name,), sources=(HFRef(hf_prefix + hf_name, shape),), **kwargs
-        )
-
+    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
+    norm, out = ("norm", "out_proj")
+    if storage.startswith("separate"):
+        norm, out = ("o_norm", "o_proj")
+    width = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
+    projections = {
+        f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
+        for name, sections in _PROJECTIONS[storage].items()
+    }
+    # Other storages are the fused projection cut in four or six.
+    fusing: dict[str, Any] = {"sections": dims.layout.widths}
+    if storage == "interleaved":
+        fusing["join"] = partial(fuse_interleaved, dims=dims)
+        fusing["split"] = partial(unfuse_interleaved, dims=dims)
+    taps, in_three = dims.conv_kernel_dim, storage == "separate"
     return [
-        projection_map(prefix, hf_prefix, dims, storage),
-        conv_map(prefix, hf_prefix, dims.layout, dims.conv_kernel_dim, storage == "separate"),
-        one("A_log", "A_log", (heads,), shard_dim=0, fp32=True),
-        one("dt_bias", "dt_bias", (heads,), shard_dim=0, fp32=True),
-        one(
-            "out_norm.weight",
-            f"{norm}.weight",
-            (value_dim,),
-            shift=-1.0 if zero_centered_gamma else 0.0,
+        mapped(f"{p}in_proj.weight", projections, 0, **fusing),
+        conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
+        mapped(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
+        mapped(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
+        mapped(
+            f"{p}out_norm.weight",
+            {f"{hf}{norm}.weight": (dims.value_head_dim,)},
+            shift=-float(zero_centered_gamma),
         ),
-        one("out_proj.weight", f"{out}.weight", (dims.hidden_size, dims.v_dim), shard_dim=1),
+        mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
     ]
 
 

@@ -14,8 +14,6 @@ have no ``forget_gate``, and three convolutions; Bailing's call o_proj dense. Ki
 
 What a weight means is not in it: `forget_rank` and `output_rank` are in the dims; a bounded gate is
 the layer's `gate_lower_bound`.
-
-Legend: D hidden size, H heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ...mixers.kda.sizes import KDADims
+from .gdn_layer import conv_map
 from .layer_maps import hf_from_ranks, ranks_from_hf
-from .tensor_map import HFRef, TensorMap, conv_map
+from .tensor_map import TensorMap, mapped
 
 KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]
 
@@ -52,45 +51,35 @@ def kda_layer_maps(
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
             ``out_norm.weight`` is ``o_norm.weight - 1``.
     """
-    D, H, K, V = dims.hidden_size, dims.num_heads, dims.key_head_dim, dims.value_head_dim
-    rows, layout = dims.layout, dims.in_proj_layout
-    forget = "" if in_files else "forget_gate."
+    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_heads
+    K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout
+    gate = hf if in_files else f"{hf}forget_gate."
     out = "dense" if in_files and family == "bailing_hybrid" else "o_proj"
-    projections = {
-        "query": "q_proj", "key": "k_proj", "value": "v_proj", "beta": "b_proj",
-        "f": f"{forget}f_proj", "f_a": f"{forget}f_a_proj", "z": "g_proj", "z_a": "g_a_proj",
+    named = {
+        "query": f"{hf}q_proj", "key": f"{hf}k_proj", "value": f"{hf}v_proj", "beta": f"{hf}b_proj",
+        "f": f"{gate}f_proj", "f_a": f"{gate}f_a_proj", "z": f"{hf}g_proj", "z_a": f"{hf}g_a_proj",
     }  # fmt: skip
-
-    def one(name: str, hf_name: str, shape: tuple[int, ...], **kwargs) -> TensorMap:
-        source = HFRef(hf_prefix + hf_name, shape)
-        return TensorMap(names=(prefix + name,), sources=(source,), **kwargs)
-
-    of_rate: dict = {"shard_dim": 0, "fp32": True}
-    rate_shape: tuple[int, ...] = (H,)
+    projections = {
+        f"{named[section]}.weight": (width, D)
+        for section, width in zip(layout.names, layout.widths, strict=True)
+    }
+    rate_shape, reshaping = (H,), {}
     if family == "kimi_linear":
         rate_shape = (1, 1, H, 1)
-        of_rate |= {"join": _flattened, "split": _in_four_dimensions}
+        reshaping = {"join": _flattened, "split": _in_four_dimensions}
+    shift = -float(zero_centered_gamma)
     maps = [
-        TensorMap(
-            names=(f"{prefix}in_proj.weight",),
-            sources=tuple(
-                HFRef(f"{hf_prefix}{projections[name]}.weight", (width, D))
-                for name, width in zip(layout.names, layout.widths, strict=True)
-            ),
-            shard_dim=0,
-            sections=layout.widths,
-            section_names=layout.names,
-        ),
-        conv_map(prefix, hf_prefix, rows, dims.conv_kernel_dim, in_files, "conv1d_weight"),
-        one("A_log", f"{forget}A_log", rate_shape, **of_rate),
-        one("dt_bias", f"{forget}dt_bias", (H * K,), shard_dim=0, fp32=True),
-        one("out_norm.weight", "o_norm.weight", (V,), shift=-1.0 if zero_centered_gamma else 0.0),
-        one("out_proj.weight", f"{out}.weight", (D, H * V), shard_dim=1),
+        mapped(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
+        conv_map(f"{p}conv1d_weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
+        mapped(f"{p}A_log", {f"{gate}A_log": rate_shape}, 0, fp32=True, **reshaping),
+        mapped(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
+        mapped(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
+        mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
     ]
-    wide = {"f": (f"{forget}f_b_proj.weight", K), "z": ("g_b_proj.weight", V)}
-    for gate, (name, width) in wide.items():
-        if rank := dims.ranks[gate]:
-            maps.append(one(f"{gate}_b_weight", name, (H * width, rank), shard_dim=0))
+    wide = {"f": (f"{gate}f_b_proj.weight", H * K), "z": (f"{hf}g_b_proj.weight", H * V)}
+    for name, (key, width) in wide.items():
+        if rank := dims.ranks[name]:
+            maps.append(mapped(f"{p}{name}_b_weight", {key: (width, rank)}, 0))
     return maps
 
 

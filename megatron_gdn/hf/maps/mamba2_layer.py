@@ -8,13 +8,14 @@ equal names except the convolution's. So tensors keep their bits, but ``A_log``,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...mixers.mamba2.sizes import Mamba2Dims
 from .layer_maps import hf_from_ranks, ranks_from_hf
-from .tensor_map import HFRef, TensorMap
+from .tensor_map import TensorMap, mapped
 
 
 def mamba2_layer_maps(
@@ -28,25 +29,24 @@ def mamba2_layer_maps(
         dims: the whole mixer's sizes.
         conv_bias: ``use_conv_bias`` of the Hugging Face config.
     """
-    layout, hidden, inner, heads = dims.layout, dims.hidden_size, dims.d_inner, dims.num_heads
-    projection = {"sections": layout.widths, "section_names": layout.names}
-    conv = {"sections": layout.conv_widths, "section_names": layout.conv_names}
-
-    def one(
-        name: str, hf_name: str, shape: tuple[int, ...], shard_dim: int = 0, **kwargs
-    ) -> TensorMap:
-        source = HFRef(hf_prefix + hf_name, shape)
-        return TensorMap(names=(prefix + name,), sources=(source,), shard_dim=shard_dim, **kwargs)
-
+    p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
+    conv, taps = layout.conv_width, dims.conv_kernel_dim
+    of_conv: dict[str, Any] = {"shard_dim": 0, "sections": layout.conv_widths}
     maps = [
-        one("in_proj.weight", "in_proj.weight", (layout.width, hidden), **projection),
-        one("conv1d_weight", "conv1d.weight", (layout.conv_width, 1, dims.conv_kernel_dim), **conv),
-        *(one(name, name, (heads,), fp32=True) for name in ("A_log", "dt_bias", "D")),
-        one("norm.weight", "norm.weight", (inner,)),
-        one("out_proj.weight", "out_proj.weight", (hidden, inner), shard_dim=1),
+        mapped(
+            f"{p}in_proj.weight",
+            {f"{hf}in_proj.weight": (layout.width, D)},
+            0,
+            sections=layout.widths,
+        ),
+        mapped(f"{p}conv1d_weight", {f"{hf}conv1d.weight": (conv, 1, taps)}, **of_conv),
+        mapped(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
+        mapped(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
     ]
+    for name in ("A_log", "dt_bias", "D"):
+        maps.append(mapped(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))
     if conv_bias:
-        maps.append(one("conv1d_bias", "conv1d.bias", (layout.conv_width,), **conv))
+        maps.append(mapped(f"{p}conv1d_bias", {f"{hf}conv1d.bias": (conv,)}, **of_conv))
     return maps
 
 

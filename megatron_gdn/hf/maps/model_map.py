@@ -4,12 +4,11 @@ Layers are numbered as Hugging Face numbers them. GPTModel has one layer for eac
 (mixer, then MLP): `layer_names` says which.
 """
 
-# N attention heads, Q query groups, A attention head dim, D hidden, I ffn size, E experts.
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Literal
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..model_config import HFModelConfig
 from .gdn_layer import gdn_layer_maps
-from .tensor_map import HFRef, TensorMap
+from .tensor_map import HFRef, TensorMap, mapped
 
 Architecture = Literal["hybrid", "gpt"]
 
@@ -42,53 +41,41 @@ def model_maps(
     Raises:
         ValueError: no key ends in ``embed_tokens.weight``.
     """
-    root = text_root(keys)
-    hidden, vocab = config.hidden_size, config.vocab_size
-    # These norms multiply by (1 + w) in the file; a plain Megatron norm needs the whole gain.
-    shift = 0.0 if zero_centered_gamma else 1.0
-    yield TensorMap(
-        names=("embedding.word_embeddings.weight",),
-        sources=(HFRef(root + _EMBEDDING, (vocab, hidden)),),
-        shard_dim=0,
-        pad_rows=True,
-    )
+    root, hidden, vocab = text_root(keys), config.hidden_size, config.vocab_size
+
+    def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
+        # These norms multiply by (1 + w) in the file; a plain Megatron norm needs the whole gain.
+        return mapped(names, {key: (size,)}, shift=float(not zero_centered_gamma))
+
+    embedding = {root + _EMBEDDING: (vocab, hidden)}
+    yield mapped("embedding.word_embeddings.weight", embedding, 0, pad_rows=True)
     for layer in range(config.num_layers):
         mixer, mlp = layer_names(layer, model)
-        hf = f"{root}layers.{layer}."
+        hf, attention = f"{root}layers.{layer}.", f"{mixer}self_attention."
         if config.is_linear[layer]:
-            attention = f"{mixer}self_attention."
-            fused_norm = f"{attention}in_proj.layer_norm_weight"
+            fused = "in_proj"
             yield from gdn_layer_maps(
                 attention, f"{hf}linear_attn.", config.gdn, config.storage, zero_centered_gamma
             )
         else:
-            fused_norm = f"{mixer}self_attention.linear_qkv.layer_norm_weight"
-            yield from _attention_maps(f"{mixer}self_attention.", f"{hf}self_attn.", config, shift)
-        yield _norm(
-            (fused_norm, f"{mixer}input_layernorm.weight"),
-            f"{hf}input_layernorm.weight",
-            hidden,
-            shift,
-        )
+            fused = "linear_qkv"
+            yield from _attention_maps(attention, f"{hf}self_attn.", config)
+            for one in "qk":
+                names = f"{attention}{one}_layernorm.weight", f"{hf}self_attn.{one}_norm.weight"
+                yield norm(*names, config.head_dim)
+        in_norms = (f"{attention}{fused}.layer_norm_weight", f"{mixer}input_layernorm.weight")
+        yield norm(in_norms, f"{hf}input_layernorm.weight")
+        pre_norms = (f"{mlp}pre_mlp_layernorm.weight",)
         if config.is_moe[layer]:
-            pre_norms = (f"{mlp}pre_mlp_layernorm.weight",)
             yield from _moe_maps(f"{mlp}mlp.", f"{hf}mlp.", config, keys)
         else:
-            pre_norms = (
-                f"{mlp}mlp.linear_fc1.layer_norm_weight",
-                f"{mlp}pre_mlp_layernorm.weight",
-            )
+            pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight", *pre_norms)
             yield from _mlp_maps(f"{mlp}mlp.", f"{hf}mlp.", hidden, config.ffn_size)
-        yield _norm(pre_norms, f"{hf}post_attention_layernorm.weight", hidden, shift)
+        yield norm(pre_norms, f"{hf}post_attention_layernorm.weight")
     final = "decoder.final_norm.weight" if model == "hybrid" else "decoder.final_layernorm.weight"
-    yield _norm((final,), f"{root}norm.weight", hidden, shift)
+    yield norm(final, f"{root}norm.weight")
     if not config.tied:
-        yield TensorMap(
-            names=("output_layer.weight",),
-            sources=(HFRef(LM_HEAD, (vocab, hidden)),),
-            shard_dim=0,
-            pad_rows=True,
-        )
+        yield mapped("output_layer.weight", {LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
 
 
 def text_root(keys: Collection[str]) -> str:
@@ -110,13 +97,10 @@ def layer_names(layer: int, model: Architecture) -> tuple[str, str]:
     return f"decoder.layers.{2 * layer}.", f"decoder.layers.{2 * layer + 1}."
 
 
-def _norm(names: tuple[str, ...], key: str, size: int, shift: float) -> TensorMap:
-    return TensorMap(names=names, sources=(HFRef(key, (size,)),), shift=shift)
-
-
 def fuse_gated_qkv(pieces: Sequence[Tensor], groups: int, head_dim: int) -> Tensor:
     """``(q and gate [N 2A, D], k [QA, D], v [QA, D])`` to one projection, group by group.
 
+    N attention heads, Q query groups, A head dim, D hidden.
     The file alternates ``[q | gate]`` head by head; Megatron keeps, for each query group,
     ``[q of its heads | gate of its heads | k | v]``.
     """
@@ -124,7 +108,7 @@ def fuse_gated_qkv(pieces: Sequence[Tensor], groups: int, head_dim: int) -> Tens
     hidden = q_gate.shape[-1]
     q_gate = q_gate.reshape(groups, -1, 2, head_dim, hidden).transpose(1, 2)
     grouped = [part.reshape(groups, -1, hidden) for part in (q_gate, k, v)]
-    dtype = torch.promote_types(torch.promote_types(q_gate.dtype, k.dtype), v.dtype)
+    dtype = reduce(torch.promote_types, [part.dtype for part in pieces])
     return torch.cat([part.to(dtype) for part in grouped], 1).flatten(0, 1)
 
 
@@ -137,89 +121,44 @@ def unfuse_gated_qkv(qkv: Tensor, groups: int, head_dim: int) -> tuple[Tensor, T
     return q_gate.reshape(-1, hidden), k.flatten(0, 1), v.flatten(0, 1)
 
 
-def _attention_maps(
-    prefix: str, hf: str, config: HFModelConfig, shift: float
-) -> Iterator[TensorMap]:
+def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
     hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
-    query_rows = config.num_attention_heads * head_dim
-    sizes = {"groups": groups, "head_dim": head_dim}
-    yield TensorMap(
-        names=(f"{prefix}linear_qkv.weight",),
-        sources=(
-            HFRef(f"{hf}q_proj.weight", (2 * query_rows, hidden)),
-            HFRef(f"{hf}k_proj.weight", (groups * head_dim, hidden)),
-            HFRef(f"{hf}v_proj.weight", (groups * head_dim, hidden)),
-        ),
-        join=partial(fuse_gated_qkv, **sizes),
-        split=partial(unfuse_gated_qkv, **sizes),
-        shard_dim=0,
+    rows = {
+        "q": 2 * config.num_attention_heads * head_dim,
+        "k": groups * head_dim,
+        "v": groups * head_dim,
+    }
+    yield mapped(
+        f"{p}linear_qkv.weight",
+        {f"{hf}{name}_proj.weight": (count, hidden) for name, count in rows.items()},
+        0,
+        join=partial(fuse_gated_qkv, groups=groups, head_dim=head_dim),
+        split=partial(unfuse_gated_qkv, groups=groups, head_dim=head_dim),
     )
-    yield TensorMap(
-        names=(f"{prefix}linear_proj.weight",),
-        sources=(HFRef(f"{hf}o_proj.weight", (hidden, query_rows)),),
-        shard_dim=1,
-    )
-    for name, hf_name in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
-        yield _norm((f"{prefix}{name}.weight",), f"{hf}{hf_name}.weight", head_dim, shift)
+    yield mapped(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, rows["q"] // 2)}, 1)
 
 
-def _mlp_maps(prefix: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
-    yield TensorMap(
-        names=(f"{prefix}linear_fc1.weight",),
-        sources=tuple(HFRef(f"{hf}{n}_proj.weight", (ffn, hidden)) for n in ("gate", "up")),
-        shard_dim=0,
-        sections=(ffn, ffn),
-    )
-    yield TensorMap(
-        names=(f"{prefix}linear_fc2.weight",),
-        sources=(HFRef(f"{hf}down_proj.weight", (hidden, ffn)),),
-        shard_dim=1,
-    )
+def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
+    up = {f"{hf}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+    yield mapped(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
+    yield mapped(f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1)
 
 
-def _moe_maps(
-    prefix: str, hf: str, config: HFModelConfig, keys: Collection[str]
-) -> Iterator[TensorMap]:
+def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> Iterator[TensorMap]:
     hidden, ffn, experts = config.hidden_size, config.expert_ffn_size, config.num_experts
-    packed = f"{hf}experts.gate_up_proj" in keys
-    yield TensorMap(
-        names=(f"{prefix}router.weight",),
-        sources=(HFRef(f"{hf}gate.weight", (experts, hidden)),),
-    )
+    yield mapped(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
     for e in range(experts):
-        if packed:
-            up = (HFRef(f"{hf}experts.gate_up_proj", (experts, 2 * ffn, hidden), e),)
+        fc1, fc2 = _mlp_maps("", f"{hf}experts.{e}.", hidden, ffn)
+        if f"{hf}experts.gate_up_proj" in keys:
+            up = HFRef(f"{hf}experts.gate_up_proj", (experts, 2 * ffn, hidden), e)
             down = HFRef(f"{hf}experts.down_proj", (experts, hidden, ffn), e)
-        else:
-            one = f"{hf}experts.{e}."
-            up = tuple(HFRef(f"{one}{n}_proj.weight", (ffn, hidden)) for n in ("gate", "up"))
-            down = HFRef(f"{one}down_proj.weight", (hidden, ffn))
-        yield TensorMap(
-            names=_expert_names(prefix, e, "linear_fc1"),
-            sources=up,
-            shard_dim=0,
-            sections=(ffn, ffn),
-            expert=e,
-            num_experts=experts,
-        )
-        yield TensorMap(
-            names=_expert_names(prefix, e, "linear_fc2"),
-            sources=(down,),
-            shard_dim=1,
-            expert=e,
-            num_experts=experts,
-        )
-    shared = config.shared_expert_ffn_size
-    yield from _mlp_maps(f"{prefix}shared_experts.", f"{hf}shared_expert.", hidden, shared)
-    yield TensorMap(
-        names=(f"{prefix}shared_experts.gate_weight",),
-        sources=(HFRef(f"{hf}shared_expert_gate.weight", (1, hidden)),),
-    )
-
-
-def _expert_names(prefix: str, expert: int, linear: str) -> tuple[str, ...]:
-    """Grouped experts number their weights, sequential ones their modules."""
-    return (
-        f"{prefix}experts.{linear}.weight{expert}",
-        f"{prefix}experts.local_experts.{expert}.{linear}.weight",
-    )
+            fc1, fc2 = replace(fc1, sources=(up,)), replace(fc2, sources=(down,))
+        for entry in (fc1, fc2):
+            # Grouped experts number their weights, sequential ones their modules.
+            linear = entry.name.removesuffix(".weight")
+            grouped = f"{p}experts.{linear}.weight{e}"
+            sequential = f"{p}experts.local_experts.{e}.{linear}.weight"
+            yield replace(entry, names=(grouped, sequential), is_expert=True)
+    shared, gate = config.shared_expert_ffn_size, {f"{hf}shared_expert_gate.weight": (1, hidden)}
+    yield from _mlp_maps(f"{p}shared_experts.", f"{hf}shared_expert.", hidden, shared)
+    yield mapped(f"{p}shared_experts.gate_weight", gate)

@@ -5,15 +5,16 @@ Everything here is a pure function of tensors: no files, no process groups, no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.fp8_weights import dequantised
 from ...mixers.init import take_share
-from ...ops.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,7 @@ class HFRef:
 
 def concatenated(pieces: Sequence[Tensor]) -> Tensor:
     """Join along rows, in the dtype that holds every piece exactly."""
-    dtype = pieces[0].dtype
-    for piece in pieces[1:]:
-        dtype = torch.promote_types(dtype, piece.dtype)
+    dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])
     return torch.cat([piece.to(dtype) for piece in pieces])
 
 
@@ -55,12 +54,9 @@ class TensorMap:
         shard_dim: the dimension that tensor-parallel ranks share; None means every rank has all.
         sections: sizes along ``shard_dim`` that are shared out separately, so that a rank's rows
             are ``[section 0 of rank | section 1 of rank | ...]``; empty means one section.
-        section_names: suffixes of the keys of a distributed checkpoint that stores each section
-            as its own tensor; empty if it stores one tensor.
         shift: +1 or -1 where the two sides store a norm gain around different centres.
         fp32: the Megatron tensor is fp32 even if the file has another dtype.
-        expert, num_experts: the tensor's expert, and how many there are; such a tensor is cut
-            over the expert-tensor-parallel group.
+        is_expert: cut over the expert-tensor-parallel group.
         pad_rows: the full tensor may be padded with zero rows at its end (vocabulary).
     """
 
@@ -70,20 +66,14 @@ class TensorMap:
     split: Callable[[Tensor], Sequence[Tensor]] | None = None
     shard_dim: int | None = None
     sections: tuple[int, ...] = ()
-    section_names: tuple[str, ...] = ()
     shift: float = 0.0
     fp32: bool = False
-    expert: int | None = None
-    num_experts: int = 0
+    is_expert: bool = False
     pad_rows: bool = False
 
     @property
     def name(self) -> str:
         return self.names[0]
-
-    @property
-    def is_expert(self) -> bool:
-        return self.expert is not None
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
         """Refuse a source tensor of ``dtype``; ``where`` names it and its file.
@@ -104,9 +94,8 @@ class TensorMap:
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor. Shifted and fp32 tensors come out as fp32."""
         full = self.join(pieces) if self.join else concatenated(pieces)
-        if self.fp32 or self.shift:
-            # In bf16, w - 1 forgets the low bits of every w below one half.
-            full = full.float()
+        # In bf16, w - 1 forgets the low bits of every w below one half.
+        full = full.float() if self.fp32 or self.shift else full
         return full + self.shift if self.shift else full
 
     def to_hf(
@@ -124,30 +113,42 @@ class TensorMap:
                 unchanged since the import is exported as its original, bit for bit. Without
                 originals a shifted gain cannot come back exactly from bf16.
         """
+        split = self.split or self._split_rows
         unshifted = full.float() - self.shift if self.shift else full
-        pieces = self.split(unshifted) if self.split else self._split_rows(unshifted)
-        pieces = [piece.to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)]
+        pieces = [piece.to(dtype) for piece, dtype in zip(split(unshifted), dtypes, strict=True)]
         if original is None or [piece.dtype for piece in original] != list(dtypes):
             return pieces
         original = [piece.to(full.device) for piece in original]
         imported = self.to_megatron(original).to(full.dtype)
-        changed = bits_of(imported) != bits_of(full)
-        changed = self.split(changed) if self.split else self._split_rows(changed)
+        changed = split(bits_of(imported) != bits_of(full))
         return [
             torch.where(new, piece, old)
             for new, piece, old in zip(changed, pieces, original, strict=True)
         ]
 
-    def _split_rows(self, full: Tensor) -> tuple[Tensor, ...]:
+    def _split_rows(self, full: Tensor) -> Sequence[Tensor]:
         if len(self.sources) == 1:
             return (full.reshape(self.sources[0].piece_shape),)
         return full.split([source.piece_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
-        """What each of ``ranks`` ranks holds of ``full``."""
-        if self.shard_dim is None:
+        """What each of ``ranks`` ranks holds of ``full``.
+
+        Raises:
+            ValueError: a section does not divide.
+        """
+        if (dim := self.shard_dim) is None:
             return [full] * ranks
-        return shard(full, ranks, self.shard_dim, self.sections, self.name)
+        sections = self.sections or (full.shape[dim],)
+        assert sum(sections) == full.shape[dim], f"{self.name}: {sections} against {full.shape}"
+        for size in sections:
+            if size % ranks:
+                raise ValueError(
+                    f"{self.name}: {size} rows along dimension {dim} do not split over {ranks} "
+                    f"ranks; use a tensor-parallel size that divides "
+                    f"{', '.join(map(str, sections))}."
+                )
+        return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The full tensor from the ranks' shards, dequantised if they are stored in FP8.
@@ -156,8 +157,12 @@ class TensorMap:
             ValueError: a tensor that every rank holds whole differs between ranks.
         """
         shards = [dequantised(shard) for shard in shards]
-        if self.shard_dim is not None:
-            return unshard(shards, self.shard_dim, self.sections)
+        if (dim := self.shard_dim) is not None:
+            local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
+            by_rank = [shard.split(local, dim) for shard in shards]
+            return torch.cat(
+                [piece for section in zip(*by_rank, strict=True) for piece in section], dim
+            )
         for rank, other in enumerate(shards[1:], start=1):
             if not torch.equal(bits_of(other), bits_of(shards[0])):
                 raise ValueError(
@@ -167,68 +172,19 @@ class TensorMap:
         return shards[0]
 
 
-def shard(
-    full: Tensor, ranks: int, dim: int, sections: Sequence[int] = (), name: str = "tensor"
-) -> list[Tensor]:
-    """Cut each section of ``full`` along ``dim`` over ``ranks`` ranks.
-
-    Rank ``t`` holds ``[section_0[t] | section_1[t] | ...]``, where ``section[t]`` is the t-th of
-    ``ranks`` equal, contiguous pieces.
-
-    Raises:
-        ValueError: a section does not divide.
-    """
-    sections = list(sections) or [full.shape[dim]]
-    assert sum(sections) == full.shape[dim], f"{name}: {sections} do not fill {full.shape}"
-    for size in sections:
-        if size % ranks:
-            raise ValueError(
-                f"{name}: {size} rows along dimension {dim} do not split over {ranks} ranks; "
-                f"use a tensor-parallel size that divides {', '.join(map(str, sections))}."
-            )
-    return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
-
-
-def unshard(shards: Sequence[Tensor], dim: int, sections: Sequence[int] = ()) -> Tensor:
-    """The inverse of `shard`: ``sections`` are those of the full tensor."""
-    ranks = len(shards)
-    if not sections:
-        return torch.cat(list(shards), dim)
-    local = [size // ranks for size in sections]
-    by_rank = [piece.split(local, dim) for piece in shards]
-    return torch.cat([torch.cat(section, dim) for section in zip(*by_rank, strict=True)], dim)
+def mapped(
+    names: str | tuple[str, ...],
+    sources: Mapping[str, tuple[int, ...]],
+    shard_dim: int | None = None,
+    **how: Any,
+) -> TensorMap:
+    """A map of ``sources``, keys to shapes; ``how`` are `TensorMap`'s other attributes."""
+    names = (names,) if isinstance(names, str) else names
+    refs = tuple(HFRef(key, shape) for key, shape in sources.items())
+    return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
     """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(sizes[tensor.element_size()])
-
-
-def conv_map(
-    prefix: str,
-    hf_prefix: str,
-    layout: Layout,
-    taps: int,
-    in_three: bool,
-    name: str = "conv1d.weight",
-) -> TensorMap:
-    """The map of the convolution's weight, stored whole or by its sections q, k and v.
-
-    Args:
-        name: Megatron's, after ``prefix``.
-    """
-    if in_three:
-        rows = dict(zip("qkv", layout.conv_widths, strict=True))
-        sources = tuple(
-            HFRef(f"{hf_prefix}{n}_conv1d.weight", (r, 1, taps)) for n, r in rows.items()
-        )
-    else:
-        sources = (HFRef(f"{hf_prefix}conv1d.weight", (layout.conv_width, 1, taps)),)
-    return TensorMap(
-        names=(prefix + name,),
-        sources=sources,
-        shard_dim=0,
-        sections=layout.conv_widths,
-        section_names=layout.conv_names,
-    )
