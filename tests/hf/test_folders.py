@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import weakref
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,9 +21,8 @@ from megatron_gdn.hf import (
 )
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.compare import open_weights
-from megatron_gdn.hf.files.checkpoint_files import CheckpointReader
 from megatron_gdn.hf.files.safetensors_reader import SafetensorsFolder
-from tests.hf.model_laws import load_and_save
+from tests.hf.model_laws import load_and_save, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 
 
@@ -58,7 +55,7 @@ def test_plain_norms_round_trip_too_and_are_not_taken_for_others(hf_folder, tmp_
     import_folder(folder, imported, zero_centered_gamma=False)
     export_folder(imported, tmp_path / "back", like=folder)
     assert digests(tmp_path / "back") == digests(folder)
-    gains = CheckpointReader(imported).read("decoder.final_norm.weight")
+    gains = stored_tensors(imported)["decoder.final_norm.weight"]
     source = open_weights(folder)
     assert torch.equal(gains, source.read("model.norm.weight").float() + 1.0)
     zero_centred = tmp_path / "zero-centred"
@@ -129,7 +126,7 @@ def test_the_command_line_says_which_trained_gates_it_rounds(
     pools(1).run(load_and_save, imported, folder, trained, "hybrid", torch.bfloat16, change)
     assert main(["export", str(trained), str(back), "--like", str(folder), *options]) == 0
     key = "model.layers.0.linear_attn.dt_bias"
-    expected = CheckpointReader(imported).read(name) + 2.0**-12
+    expected = stored_tensors(imported)[name] + 2.0**-12
     assert torch.equal(open_weights(back).read(key).float(), expected) == bool(options)
     said = [r.getMessage() for r in caplog.records if "rounded from" in r.getMessage()]
     assert len(said) == (not options)
@@ -405,41 +402,3 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
     assert "--hidden-dropout 0.0 " in run("flags", copy).stdout
     broken = run("import", tmp_path / "nowhere", tmp_path / "x")
     assert (broken.returncode, "Traceback" in broken.stderr) == (2, False)
-
-
-@pytest.mark.parametrize("name", ["next", "moe packed"])
-def test_conversion_holds_one_layer_at_a_time(hf_folder, tmp_path, monkeypatch, name):
-    """Bytes of tensors read and still alive never exceed the largest layer."""
-    alive, peak = 0, 0
-
-    def counting(read):
-        def counted(*args, **kwargs):
-            nonlocal alive, peak
-            tensor = read(*args, **kwargs).clone()
-            size = tensor.numel() * tensor.element_size()
-
-            def freed():
-                nonlocal alive
-                alive -= size
-
-            weakref.finalize(tensor, freed)
-            alive += size
-            peak = max(peak, alive)
-            return tensor
-
-        return counted
-
-    source = SafetensorsFolder(hf_folder(name))
-    layers = Counter()
-    for key in source:
-        layer = key.split("layers.")[-1].split(".")[0] if "layers." in key else key
-        layers[layer] += source.read(key).nbytes
-    whole, largest = sum(layers.values()), max(layers.values())
-    monkeypatch.setattr(SafetensorsFolder, "read", counting(SafetensorsFolder.read))
-    import_folder(hf_folder(name), tmp_path / "imported")
-    assert 0 < peak <= largest < whole / 3
-    monkeypatch.setattr(CheckpointReader, "read", counting(CheckpointReader.read))
-    originals = sum(t.nbytes for t in SourceRecord.from_folder(hf_folder(name)).originals.values())
-    peak = 0
-    export_folder(tmp_path / "imported", tmp_path / "back", like=hf_folder(name))
-    assert 0 < peak <= largest + originals
