@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -57,6 +59,7 @@ def write_like(
 
     Files that are not weights are copied; the index's size is corrected.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     for path in like.other_files():
@@ -71,7 +74,13 @@ def write_like(
             for key in file.offset_keys()
         }
         size += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, folder / name, metadata=file.metadata() or None)
+        try:
+            save_file(tensors, folder / name, metadata=file.metadata() or None)
+        except SafetensorError as error:  # it has the number of the system's error in its words
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
     index = folder / INDEX_NAME
     if index.is_file():
         content = json.loads(index.read_text())
