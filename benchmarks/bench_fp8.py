@@ -7,9 +7,6 @@
 
 Errors are those of output and gradients against the same layer in fp64, relative to their size, for
 gates as initialised and for slow ones. "gates too" is FP8 for all columns of in_proj.
-
-With --fp8-operands, delayed scaling is also measured with operands that the kernels write in FP8:
-the gradient of in_proj's rows, and out_proj's input too (``RecurrentMixer.fp8_operands``).
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from megatron_gdn.mixers.fp8 import GatesApart
 from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
-OPERANDS = {"in_proj's by kernels": ("in_proj",), "both by kernels": ("in_proj", "out_proj")}
 SHAPES = {"2048 16/32": (2048, (16, 32)), "4096 16/64": (4096, (16, 64))}
 
 
@@ -43,7 +39,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this")
     parser.add_argument("--out", help="append JSON lines to this file")
-    parser.add_argument("--fp8-operands", action="store_true", help="see above")
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--profile", action="store_true", help="that alone, see above")
     parser.add_argument("--layers", nargs="+", default=["ours"], help="of --profile: upstream too")
@@ -91,16 +86,9 @@ def build(name: str, hidden: int, sizes: HeadSizes, recipe: str | None) -> tuple
             layer = our_layer(hidden, sizes, backend, linears=linears)
     if name == "gates too" and isinstance(layer.in_proj, GatesApart):
         layer.in_proj.__class__ = type(layer.in_proj).__mro__[2]
-    if name in OPERANDS:
-        layer.fp8_operands = OPERANDS[name]
     if linears == "te":
         accumulate(layer)
     return layer, configured
-
-
-def by_kernels(recipe: str | None, args: argparse.Namespace) -> tuple[str, ...]:
-    """Names of layers whose kernels write operands in FP8."""
-    return tuple(OPERANDS) if args.fp8_operands and recipe == "delayed" else ()
 
 
 def clear(layer: Any, x: torch.Tensor) -> None:
@@ -291,20 +279,15 @@ def timed(name: str, args: Any, late: Callable[[str], bool]) -> list[list[str]]:
     setting, rows = {"environment": environment(), "tokens": args.tokens}, []
     for shape in args.shapes:
         base = None
-        layers = [
-            (recipe, layer)
-            for recipe in (None, *args.recipes)
-            for layer in (name, *(by_kernels(recipe, args) if name == "ours" else ()))
-        ]
-        for recipe, layer in layers:
-            if late(f"{shape} {recipe} {layer}"):
+        for recipe in (None, *args.recipes):
+            if late(f"{shape} {recipe} {name}"):
                 continue
-            made = measure(layer, shape, recipe, args)
+            made = measure(name, shape, recipe, args)
             both = made["eager"]["median"]
             base = base or both
-            record = {"shape": shape, "recipe": recipe, "layer": layer, **made, **setting}
+            record = {"shape": shape, "recipe": recipe, "layer": name, **made, **setting}
             write_lines(args.out, [record])
-            rows.append([shape, recipe or "bf16", layer, f"{made['forward']['median']:.3f}",
+            rows.append([shape, recipe or "bf16", name, f"{made['forward']['median']:.3f}",
                          f"{both:.3f}", f"{both / base:.3f}", f"{made['saved']:.0f}"])  # fmt: skip
             print("  ".join(rows[-1]), flush=True)
     return rows
@@ -314,7 +297,7 @@ def measured_errors(args: Any, late: Callable[[str], bool]) -> None:
     rows: list[list[str]] = []
     for gates in lib.GATES:
         for recipe in (None,) if args.toy else (None, *args.recipes):
-            also = () if recipe is None else ("gates too", *by_kernels(recipe, args))
+            also = () if recipe is None else ("gates too",)
             for name in ("ours", *also):
                 if late(f"errors {gates} {recipe} {name}"):
                     continue

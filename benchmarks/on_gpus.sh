@@ -123,7 +123,7 @@ fp8)
   beside laws fp8 200 tests/gpu/test_fp8.py
   beside laws fp8-runs 200 tests/gpu/test_fp8_runs.py
   finish
-  bench fp8 150 bench_fp8 --fp8-operands --seconds 130 || failed=1
+  bench fp8 150 bench_fp8 --seconds 130 || failed=1
   bench curves 150 fp8_curves --seconds 120 || failed=1
   ;;
 kda)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once, span
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..ops.fp8_rows import WIDE
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
 from ..ops.parts import Parts
@@ -37,7 +36,6 @@ from .fp8 import (
     refuse_fp8_weight,
     wide_parameters,
 )
-from .fp8_operands import operands_in_fp8
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -84,9 +82,6 @@ class RecurrentMixer(
         takes_gates_apart: :meth:`parts` takes the rule's gates as a tensor beside the rows
             (``gates=``), as FP8 makes them.
         in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
-        fp8_operands: under delayed scaling the kernels write in FP8 what these linears read:
-            "in_proj" the gradient of its rows, "out_proj" its input. Empty, until that was
-            measured on a GPU.
         gates_own_rows: the readout runs after all heads are back on this rank, and reads this
             rank's own rows.
         recompute_whole: keep nothing but the input in training, and run the forward again in the
@@ -105,7 +100,6 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = False
     takes_gates_apart: ClassVar[bool] = False
-    fp8_operands: tuple[str, ...] = ()
     gates_own_rows: bool = False
     recompute_whole: bool = False
     recompute_norm_out: bool = False
@@ -278,12 +272,7 @@ class RecurrentMixer(
             self.norm_out_checkpoint = refilled
         apart = {} if gates is None else {"gates": gates}
         parts = self.parts(rows, batch, **apart)
-        fp8 = WIDE
-        if self.fp8_operands and batch.rows_stay:
-            fp8 = operands_in_fp8(
-                self, rows.dtype, apart=gates is not None, refilled=refilled is not None
-            )
-        mixed = mix(rows, parts, batch.passage.neighbours, refilled, fp8)
+        mixed = mix(rows, parts, batch.passage.neighbours, refilled)
         if batch.scheme.moves_rows:
             opened, close = mixed, batch.passage.close
             mixed = close(opened)

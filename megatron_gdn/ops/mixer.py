@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
-from .fp8_rows import WIDE, Fp8Operands
 from .front.history import ContinuedFront
 from .hand_over import HandOver
 from .mixer_function import Call, MixerFunction
@@ -39,7 +38,6 @@ def mix(
     parts: Parts,
     neighbours: Neighbours = ALONE,
     refilled: RefilledOutput | None = None,
-    fp8: Fp8Operands = WIDE,
 ) -> Tensor:
     """Everything between in_proj and out_proj, for the heads one rank holds.
 
@@ -48,8 +46,6 @@ def mix(
         neighbours: boundaries, history and states.
         refilled: lets the reader of the result free it until the backward, see
             :class:`RefilledOutput`.
-        fp8: what is written in FP8, where the kernels can. Nobody else may read the rows then, nor
-            the result but out_proj.
 
     Returns:
         ``[S, B, H * V]``, ready for out_proj. If the readout is an :class:`Apart` with ``closed``,
@@ -72,11 +68,7 @@ def mix(
         hand_over = HandOver() if keep else None
         of_function = refilled if apart is None else None
         second_run = SecondRun(front, rule, neighbours) if keep and run_again else None
-        if apart is not None or not _writes_fp8(inside):
-            fp8 = WIDE
-        elif not _writes_fp8(front):
-            fp8 = fp8._replace(gradient=None)
-        call = Call(front, rule, inside, neighbours, keep, of_function, hand_over, second_run, fp8)
+        call = Call(front, rule, inside, neighbours, keep, of_function, hand_over, second_run)
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
     else:  # the other ranks that share the sequences have no rows either: no rank waits for any
@@ -87,11 +79,6 @@ def mix(
     if refilled is None:
         return apart.call(mixed, rows)
     return _called_again(apart, mixed, rows, refilled)
-
-
-def _writes_fp8(part: object) -> bool:
-    """Whether it takes ``scaling``, see :mod:`.fp8_rows`."""
-    return getattr(part, "writes_fp8", False)
 
 
 def _any_wanted(parameters: tuple[Tensor | None, ...]) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .first_derivative import first_derivative_only
-from .fp8_rows import Fp8Operands
 from .front.base import Front
 from .hand_over import HandOver
 from .neighbours import Neighbours
@@ -36,7 +35,6 @@ class Call(NamedTuple):
     refilled: RefilledOutput | None
     hand_over: HandOver | None  # of the gradient of the output
     second_run: SecondRun | None  # None if what the backward reads is kept
-    fp8: Fp8Operands
 
 
 class _Kept(NamedTuple):
@@ -76,7 +74,7 @@ def _forward(
     call: Call, rows: Tensor, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None], _Kept | None]:
     """The mixer's output, and what its backward needs if there will be one."""
-    front, rule, readout, neighbours, keep, refilled, _, second_run, fp8 = call
+    front, rule, readout, neighbours, keep, refilled, _, second_run = call
     *of_front, gamma = parameters
     inputs = front.forward(rows, of_front, neighbours.documents)
     begun = rule.begin(inputs, neighbours.of_rule)
@@ -97,14 +95,7 @@ def _forward(
         kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked))
         del read
     del inputs  # without a backward its last reader was the rule
-    if fp8.mixed is None:
-        mixed = readout.forward(o, rows, gamma)
-    else:
-        gate = readout.gate
-        mixed = rows.new_empty(*rows.shape[:2], gate.stop - gate.start, dtype=fp8.mixed.dtype)
-        writes: Any = readout
-        writes.forward(o, rows, gamma, out=mixed, scaling=fp8.mixed.scaling())
-        mixed = fp8.mixed.wrapped(mixed)
+    mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
         if second_run is None:
             output = partial(_as_it_is, o)
@@ -144,13 +135,11 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
     read, linked = saved[a:b], tuple(saved[b:c])
     of_rule = Saved(tuple(saved[c:]), kept.rule_plan)
     saved.clear()
-    fp8 = kept.call.fp8.gradient
-    d_rows = rows.new_empty(rows.shape, dtype=None if fp8 is None else fp8.dtype)
-    scaled = {} if fp8 is None else {"scaling": fp8.scaling()}
+    d_rows = rows.new_empty(rows.shape)
     inputs, second_run = None, kept.call.second_run
     if second_run is not None:
         inputs, o, of_rule = second_run.take(rows, of_front, linked, of_rule)
-    d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows, **scaled)
+    d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
     del o
     gradient.append(d_o)
     del d_o
@@ -167,5 +156,5 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
         initial, d_final = neighbours.states.leaving(begun, linked)
     grads = begun.run(initial, d_final)
     del begun
-    of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents, **scaled)
-    return d_rows if fp8 is None else fp8.wrapped(d_rows), *of_parameters, d_gamma
+    of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents)
+    return d_rows, *of_parameters, d_gamma

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -50,24 +49,7 @@ def _masks_of_bools() -> None:
     builder.create_masked_store = with_bools(builder.create_masked_store, 2)
 
 
-def _fp8_rounded_to_nearest() -> None:
-    """Triton's interpreter loses the carry where rounding to FP8 reaches a power of two."""
-    from triton.runtime import interpreter
-
-    kinds = {"fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
-    original = interpreter._convert_float
-
-    def patched(data, given, wanted, rounding):
-        if str(given) == "fp32" and str(wanted) in kinds:
-            rounded = torch.from_numpy(np.ascontiguousarray(data)).to(kinds[str(wanted)])
-            return rounded.view(torch.uint8).numpy()
-        return original(data, given, wanted, rounding)
-
-    interpreter._convert_float = patched
-
-
 if INTERPRETED:
-    _fp8_rounded_to_nearest()
     _numpy_scalars_as_indices()
     _masks_of_bools()
 

@@ -1,19 +1,11 @@
 """What a layer in FP8 refuses, and what it computes again."""
 
-import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn.mixers.fp8_operands import operands_in_fp8
-from megatron_gdn.mixers.micro_batch import MicroBatch
-from megatron_gdn.ops.fp8_rows import WIDE
-from megatron_gdn.ops.mixer import mix
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
 from tests.fp8_twin import recipe as quantization_recipe
@@ -213,107 +205,6 @@ def test_out_proj_of_kimi_delta_attention_keeps_its_input_too(recipe, drops):
     spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
     layer = build_module(spec, config, layer_number=1, name=NAME)
     assert layer.recompute_norm_out == layer.out_proj.save_original_input == drops
-
-
-class Float8Quantizer:
-    """As Transformer Engine's of delayed scaling."""
-
-    def __init__(self, dtype):
-        self.scale, self.amax = torch.tensor(2.0), torch.zeros(1)
-        self.dtype = SimpleNamespace(name=dtype)
-
-    def create_tensor_from_data(self, data, fake_dtype):
-        return data, fake_dtype
-
-
-class Float8CurrentScalingQuantizer(Float8Quantizer):
-    """Knows its scale when it has seen the tensor."""
-
-
-ALL = ("in_proj", "out_proj")
-
-
-def operands_of(monkeypatch, named=ALL, kind=Float8Quantizer, fp8=True, bias=False):
-    """What a layer's forward tells the kernels to write in FP8."""
-    layer = layer_of("delayed")
-    layer.fp8_operands = named
-    if bias:
-        rows = layer.in_proj.weight.shape[0]
-        layer.in_proj.bias = torch.nn.Parameter(torch.zeros(rows))
-    of_linears = ((layer.in_proj, "bwd", "kFloat8E5M2"), (layer.out_proj, "fwd", "kFloat8E4M3"))
-    for linear, direction, dtype in of_linears:
-        linear.quantizers = {f"scaling_{direction}": [kind(dtype)]}
-    told = []
-
-    def spy(*args, **kwargs):
-        told.append(args[4])
-        return mix(*args, **kwargs)
-
-    monkeypatch.setattr("megatron_gdn.mixers.base.mix", spy)
-    monkeypatch.setattr("megatron_gdn.mixers.fp8._fp8_is_on", lambda: fp8)
-    with fp8_on() if fp8 else nullcontext():
-        layer(torch.randn(16, 1, 24))
-    (found,) = told
-    return found, layer
-
-
-def test_kernels_are_told_the_scales_of_the_linears(monkeypatch):
-    found, layer = operands_of(monkeypatch)
-    assert found.gradient.dtype == torch.float8_e5m2 and found.mixed.dtype == torch.float8_e4m3fn
-    for rows, linear in ((found.gradient, layer.in_proj), (found.mixed, layer.out_proj)):
-        (quantizer,) = next(iter(linear.quantizers.values()))
-        quantizer.scale = torch.tensor(8.0)  # the next step's: it is asked for when rows are there
-        assert rows.scaling().scale is quantizer.scale and rows.scaling().amax is quantizer.amax
-        data, dtype = rows.wrapped(torch.ones(3).to(rows.dtype))
-        assert data.dtype == torch.uint8 and dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("settings", "gradient", "mixed"),
-    [
-        ({"named": ()}, False, False),
-        ({"named": ("in_proj",)}, True, False),
-        ({"named": ("out_proj",)}, False, True),
-        ({"kind": Float8CurrentScalingQuantizer}, False, False),
-        ({"fp8": False}, False, False),
-        ({"bias": True}, False, True),
-    ],
-    ids=["not named", "in_proj", "out_proj", "current scaling", "no fp8", "bias"],
-)
-def test_linears_round_by_themselves_what_kernels_cannot(monkeypatch, settings, gradient, mixed):
-    found, _ = operands_of(monkeypatch, **settings)
-    assert (found.gradient is not None, found.mixed is not None) == (gradient, mixed)
-
-
-def test_a_first_forward_knows_no_scale_yet():
-    layer = layer_of("delayed")
-    layer.fp8_operands = ALL
-    with fp8_on():
-        assert layer(torch.randn(16, 1, 24))[0].isfinite().all()
-
-
-@pytest.mark.parametrize("when", ["rows have moved", "computed again", "in a checkpoint", "recipe"])
-def test_linears_round_by_themselves_what_is_not_their_rows(monkeypatch, when):
-    layer = layer_of("delayed")
-    layer.fp8_operands = ALL
-    layer.out_proj.quantizers = {"scaling_fwd": [Float8Quantizer("kFloat8E4M3")]}
-    if when == "rows have moved":
-        told = []
-        mixes = lambda *args: told.append(args[4]) or mix(*args)  # noqa: E731
-        monkeypatch.setattr("megatron_gdn.mixers.base.mix", mixes)
-        monkeypatch.setattr(MicroBatch, "rows_stay", False)
-        with fp8_on():
-            layer(torch.randn(16, 1, 24))
-        assert told == [WIDE]
-        return
-    if when == "in a checkpoint":  # Megatron takes Transformer Engine's under FP8
-        engine = SimpleNamespace(is_fp8_activation_recompute_enabled=lambda: True)
-        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", engine)
-    if when == "recipe":
-        layer.out_proj.te_quant_params = object()
-    monkeypatch.setattr("megatron_gdn.mixers.fp8._fp8_is_on", lambda: True)
-    refilled = when == "computed again"
-    assert operands_in_fp8(layer, torch.float32, apart=True, refilled=refilled).mixed is None
 
 
 @pytest.mark.parametrize("opaque", [True, False], ids=["as Transformer Engine's", "traceable"])

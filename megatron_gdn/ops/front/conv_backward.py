@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import sigmoid, to_fp8
+from ..kernels.elementwise import sigmoid
 from .walk import (
     UNROLL,
     at_an_edge,
@@ -80,21 +80,6 @@ def walk_one_token(
     return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
 
 
-@triton.jit
-def _store_dx(
-    dx_at_RD, dx_RD, real_R, real_1D, largest_RD, scale,
-    PADDED: tl.constexpr, EDGE: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """Returns the largest magnitudes so far, if FP8."""
-    if FP8:
-        real_RD = (real_R[:, None] & real_1D) if EDGE else real_1D
-        largest_RD = tl.maximum(largest_RD, tl.where(real_RD, tl.abs(dx_RD), 0.0))
-        store_row(dx_at_RD, to_fp8(dx_RD, scale, dx_at_RD), real_R, real_1D, PADDED, EDGE)
-    else:
-        store_row(dx_at_RD, dx_RD.to(dx_at_RD.dtype.element_ty), real_R, real_1D, PADDED, EDGE)
-    return largest_RD
-
-
 @triton.jit(noinline=True)  # for the compiler's sake, see walk.py
 def _walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
@@ -102,7 +87,7 @@ def _walk_head_backward(
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr, fp8_scale, amax_ptr, FP8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
 
@@ -142,7 +127,6 @@ def _walk_head_backward(
     for _tap in tl.static_range(W):
         d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    largest_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
     # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
     # the stages load later steps to shared memory: there are too few registers for them.
@@ -168,10 +152,8 @@ def _walk_head_backward(
                 d_bias_RD += dpre_RD
             dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
             ready_1D = (step >= W - 1) & real_1D
-            largest_RD = _store_dx(
-                dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, largest_RD, fp8_scale,
-                True, EDGE, FP8,
-            )  # fmt: skip
+            dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
+            store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, EDGE)
             history = push(x_RD, history, W - 1)
 
     for past in tl.static_range(W - 1):
@@ -188,18 +170,14 @@ def _walk_head_backward(
             W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
         )  # fmt: skip
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
-        largest_RD = _store_dx(
-            dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, largest_RD, fp8_scale,
-            PADDED, EDGE, FP8,
-        )  # fmt: skip
+        dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
+        store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, PADDED, EDGE)
         history = push(x_RD, history, W - 1)
 
     for tap in tl.static_range(W):
         tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)
     if HAS_BIAS:
         tl.store(partial_ptr + CHANNELS * W + column + d_D, tl.sum(d_bias_RD, axis=0), mask=real_D)
-    if FP8:
-        tl.atomic_max(amax_ptr, tl.max(largest_RD), sem="relaxed")
 
 
 @triton.jit
@@ -209,23 +187,20 @@ def conv_head_backward(
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr, fp8_scale=1.0, amax_ptr=None, FP8: tl.constexpr = False,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_head_backward`, with masks only where needed, with ONE_PATH everywhere.
-
-    With FP8 ``d_proj`` gets its numbers times ``fp8_scale``, and ``amax`` the largest before that.
-    """
+    """:func:`_walk_head_backward`, with masks only where needed, with ONE_PATH everywhere."""
     if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
             column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
             D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, True, NORMALISE,
-            SCALED, fp8_scale, amax_ptr, FP8,
+            SCALED,
         )  # fmt: skip
     else:
         _walk_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
             column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
             D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, NORMALISE,
-            SCALED, fp8_scale, amax_ptr, FP8,
+            SCALED,
         )  # fmt: skip

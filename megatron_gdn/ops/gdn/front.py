@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..fp8_rows import Scaling
 from ..front.base import Parameters
 from ..layout import Layout
 from ..state_maps.state_map import StateShape
@@ -109,10 +108,6 @@ class GDNFront:
     def triton(self) -> bool:
         return is_triton(self.kernels)
 
-    @property
-    def writes_fp8(self) -> bool:
-        return self.triton
-
     def for_step(self, dtype: torch.dtype) -> GDNFront:
         wide = torch.promote_types(dtype, torch.float32)
         return GDNFront(self.sizes, self.kernels, self.normalise_qk, self.allow_neg_eigval, wide)
@@ -139,10 +134,8 @@ class GDNFront:
         grads: RuleGrads,
         d_proj: Tensor,
         documents: Documents | None,
-        scaling: Scaling | None = None,
     ) -> tuple[Tensor | None, ...]:
         *of_inputs, factor = grads
-        fp8 = {} if scaling is None else {"scaling": scaling}
         weight, bias, A_log, dt_bias, *apart = parameters
         gates = apart[0] if apart else None
         d_gates = None if gates is None else torch.empty_like(gates)
@@ -150,7 +143,7 @@ class GDNFront:
             proj, weight, bias, A_log, dt_bias, self.sizes, *of_inputs, d_proj,
             documents=documents, factor=factor, normalise_qk=self.normalise_qk,
             allow_neg_eigval=self.allow_neg_eigval, batch_invariant=self.batch_invariant,
-            gates=gates, d_gates=d_gates, **fp8,
+            gates=gates, d_gates=d_gates,
         )  # fmt: skip
         return made if d_gates is None else (*made, d_gates)
 

@@ -73,20 +73,19 @@ def _gates_backward(
 def prepare_backward_kernel(
     proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr, gates_ptr,
-    d_gates_ptr, fp8_scale_ptr, amax_ptr,
+    d_gates_ptr,
     S, steps, stride_s, stride_b, d_stride_s, d_stride_b, eps, largest_beta,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr, APART: tl.constexpr, GATES: tl.constexpr, FP8: tl.constexpr,
+    SCALED: tl.constexpr, APART: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """grid (GATES + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
     Each program writes its own stretch of one partial row per tile: conv weight [C, W], conv
     bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order. With APART the
-    gates and their gradients are ``[S, B, 2 H]``, not columns of ``proj`` and ``d_proj``. With FP8
-    ``d_proj`` gets its numbers times the scale, and ``amax`` is raised to the largest before that.
+    gates and their gradients are ``[S, B, 2 H]``, not columns of ``proj`` and ``d_proj``.
     """
     CHANNELS: tl.constexpr = 2 * G * K + H * V
     slot = tl.program_id(0) - (1 if GATES else 0)
@@ -114,7 +113,6 @@ def prepare_backward_kernel(
             start, S, ROWS * steps, raw_stride, d_raw_stride, largest_beta, H, BLOCK_H, SCALED,
         )  # fmt: skip
     elif slot < 2 * G:
-        fp8_scale = tl.load(fp8_scale_ptr) if FP8 else 1.0
         factor = tl.load(factor_ptr + slot % G * (H // G)) if SCALED else 1.0
         grad_ptr = dq_ptr + slot * (GROUP * K) if slot < G else dk_ptr + (slot - G) * (GROUP * K)
         conv_head_backward(
@@ -122,16 +120,15 @@ def prepare_backward_kernel(
             grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr,
             slot * K, start, S, steps, stride_s, d_stride_s, G * GROUP * K, factor, eps,
             K, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_K, HAS_BIAS, PACKED, ONE_PATH,
-            NORMALISE, SCALED, fp8_scale, amax_ptr, FP8,
+            NORMALISE, SCALED,
         )  # fmt: skip
     else:
         h = slot - 2 * G
-        fp8_scale = tl.load(fp8_scale_ptr) if FP8 else 1.0
         factor = tl.load(factor_ptr + h) if SCALED else 1.0
         conv_head_backward(
             proj_ptr, weight_ptr, bias_ptr, position_ptr,
             dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr,
             2 * G * K + h * V, start, S, steps, stride_s, d_stride_s, H * V, factor, eps,
             V, CHANNELS, 1, W, ROWS, STAGES, BLOCK_V, HAS_BIAS, PACKED, ONE_PATH,
-            False, SCALED, fp8_scale, amax_ptr, FP8,
+            False, SCALED,
         )  # fmt: skip

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from ..documents import Documents
-from ..fp8_rows import NO_SCALING, Scaling
 from ..front.fused_edges import FusedEdges
 from ..gates import largest_beta
 from ..kernels.launch import MOST_PLANS, Launch
@@ -166,7 +165,6 @@ def prepare_backward(
     tile: Walk | None = None,
     gates: Tensor | None = None,
     d_gates: Tensor | None = None,
-    scaling: Scaling | None = None,
 ) -> GDNParameterGrads:
     """The backward of :func:`prepare_forward`. Of the forward it needs only the inputs.
 
@@ -185,9 +183,7 @@ def prepare_backward(
         tile: overrides the table of :mod:`.tiles`, for tuning and tests.
         gates, d_gates: ``[S, B, 2 H]``, contiguous, the second written, if the gates are not
             columns of ``proj`` and ``d_proj``.
-        scaling: of a ``d_proj`` in FP8, which then holds no gates.
     """
-    assert scaling is None or gates is not None or dg is None, "gates are never rounded to FP8"
     S, B, _ = proj.shape
     position_T = None if documents is None else documents.position_T
     dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
@@ -199,14 +195,13 @@ def prepare_backward(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
         batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None,
-        gates is not None, gated, scaling is not None, tile,
+        gates is not None, gated, tile,
     )  # fmt: skip
     partial = torch.empty(plan.partial, dtype=torch.float32, device=proj.device)
     if plan.launch is not None:
         plan.launch(
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             dq, dk, dv, *of_gates, factor, d_proj, partial, gates, d_gates,
-            *(scaling or NO_SCALING),
         )  # fmt: skip
     grads = GDNParameterGrads(
         torch.empty_like(conv_weight),
@@ -236,8 +231,7 @@ def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
     batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, apart: bool,
-    gated: bool, fp8: bool,
-    tile: Walk | None,
+    gated: bool, tile: Walk | None,
 ) -> _Backward:  # fmt: skip
     """``d_heads``: heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv."""
     G, H, K, V = sizes
@@ -259,7 +253,7 @@ def _backward_plan(
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,
-            APART=apart, GATES=gated, FP8=fp8,
+            APART=apart, GATES=gated,
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     channels = sizes.conv_width

@@ -69,16 +69,3 @@ def softplus(x):
     e = tl.exp(-tl.abs(x))
     series = e * (1 - e * (0.5 - e * (1 / 3 - e * (0.25 - e * (0.2 - e * (1 / 6))))))
     return tl.maximum(x, 0.0) + tl.where(e < 0.0625, series, tl.log(1.0 + e))
-
-
-@triton.jit
-def to_fp8(x, scale, ptr):
-    """``x * scale`` in the FP8 dtype that ``ptr`` points to; beyond its range the largest number.
-
-    NaN stays NaN. The conversion of a GPU saturates by itself (``cvt.rn.satfinite``).
-    """
-    y = x * scale
-    if not _PTX:
-        MOST: tl.constexpr = 57344.0 if ptr.dtype.element_ty == tl.float8e5 else 448.0
-        y = tl.where(y > MOST, MOST, tl.where(y < -MOST, -MOST, y))
-    return y.to(ptr.dtype.element_ty)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import activated, activated_slope, sigmoid, to_fp8
+from ..kernels.elementwise import activated, activated_slope, sigmoid
 
 
 @triton.jit
@@ -32,16 +32,12 @@ def _at_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
 
 @triton.jit
 def gated_norm_forward_kernel(
-    o_ptr, proj_ptr, gamma_ptr, out_ptr, fp8_scale_ptr, amax_ptr,
+    o_ptr, proj_ptr, gamma_ptr, out_ptr,
     rows, z, stride_s, stride_b, out_stride_s, out_stride_b, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr, FP8: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS, B); ``rows`` = S H; ``z``: the gate's first column.
-
-    With FP8 ``out`` gets its numbers times the scale, and ``amax`` is raised to the largest of them
-    before that.
-    """
+    """grid (tiles of ROWS, B); ``rows`` = S H; ``z``: the gate's first column."""
     first = tl.program_id(0) * ROWS
     row_R = tl.arange(0, ROWS)
     d_V = tl.arange(0, BLOCK_V)
@@ -62,23 +58,19 @@ def gated_norm_forward_kernel(
     r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
     y_RV = o_RV * r_R[:, None] * gamma_V[None, :] * activated(z_RV, sigmoid(z_RV), SIGMOID)
     out_at_RV = out_ptr + out_R[:, None] + d_V[None, :]
-    if FP8:
-        tl.atomic_max(amax_ptr, tl.max(tl.abs(y_RV)), sem="relaxed")
-        tl.store(out_at_RV, to_fp8(y_RV, tl.load(fp8_scale_ptr), out_ptr), mask=real_RV)
-    else:
-        tl.store(out_at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=real_RV)
+    tl.store(out_at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=real_RV)
 
 
 @triton.jit
 def gated_norm_backward_kernel(
-    o_ptr, proj_ptr, gamma_ptr, dy_ptr, do_ptr, d_proj_ptr, partial_ptr, fp8_scale_ptr, amax_ptr,
+    o_ptr, proj_ptr, gamma_ptr, dy_ptr, do_ptr, d_proj_ptr, partial_ptr,
     rows, z, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr,
-    BLOCK_V: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_V: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """With n = o * r and s = act(z):  d_gamma = sum dy n s;  dz = dy n gamma act'(z);
     dn = dy gamma s;  do = r (dn - n mean(dn n)).  grid (tiles of ROWS * REPEATS, B); rows = S H;
-    ``z``: the gate's first column. FP8 as in the forward, of dz.
+    ``z``: the gate's first column.
     """
     d_V = tl.arange(0, BLOCK_V)
     real_V = d_V < V
@@ -86,8 +78,6 @@ def gated_norm_backward_kernel(
     if ZERO_CENTERED:
         gamma_V += 1.0
     d_gamma_RV = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    largest_R = tl.zeros((ROWS,), tl.float32)
-    fp8_scale = tl.load(fp8_scale_ptr) if FP8 else 1.0
     first = tl.program_id(0) * (ROWS * REPEATS)
     base = (tl.cast(tl.program_id(1), tl.int64) * rows + first) * V
     o_ptr += base
@@ -135,12 +125,7 @@ def gated_norm_backward_kernel(
             mask=real_RV,
         )
         dz_at_RV = _places(row_R, first, H, V, d_stride_s)[:, None] + d_V[None, :]
-        if FP8:
-            # By rows, for another tile in registers is too much. Where nothing was loaded dz is 0.
-            largest_R = tl.maximum(largest_R, tl.max(tl.abs(dz_RV), axis=1))
-            tl.store(dz_ptr + dz_at_RV, to_fp8(dz_RV, fp8_scale, dz_ptr), mask=real_RV)
-        else:
-            tl.store(dz_ptr + dz_at_RV, dz_RV.to(dz_ptr.dtype.element_ty), mask=real_RV)
+        tl.store(dz_ptr + dz_at_RV, dz_RV.to(dz_ptr.dtype.element_ty), mask=real_RV)
         row_R = next_R
         real_RV = real_next_RV
         o_RV = o_next_RV
@@ -148,5 +133,3 @@ def gated_norm_backward_kernel(
         dy_RV = dy_next_RV
     partial_ptr += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * V
     tl.store(partial_ptr + d_V, tl.sum(d_gamma_RV, axis=0), mask=real_V)
-    if FP8:
-        tl.atomic_max(amax_ptr, tl.max(largest_R), sem="relaxed")

@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ..fp8_rows import NO_SCALING, Scaling
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import Block, block_dim, norm_backward_tile, norm_forward_tile
@@ -32,13 +31,10 @@ class TritonPerHead(PerHead):
     """
 
     by_row: ClassVar[bool] = True
-    writes_fp8: ClassVar[bool] = True
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None,
-        scaling: Scaling | None = None,
-    ) -> Tensor:  # fmt: skip
-        """``scaling`` of an ``out`` in FP8."""
+        self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         S, B, _ = rows.shape
         H, V = o.shape[2:]
         assert o.is_contiguous() and o.shape[:2] == (B, S)
@@ -46,30 +42,29 @@ class TritonPerHead(PerHead):
         out = rows.new_empty(S, B, H * V) if out is None else out
         launch = _forward_launch(
             S * H, B, H, V, self.gate.start, rows.stride(), out.stride(), self.eps,
-            self.zero_centered, self.activation == "sigmoid", scaling is not None,
+            self.zero_centered, self.activation == "sigmoid",
         )  # fmt: skip
         if launch is not None:
-            launch(o, rows, gamma, out, *(scaling or NO_SCALING))
+            launch(o, rows, gamma, out)
         return out
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor, d_rows: Tensor,
-        *, tile: Block | None = None, scaling: Scaling | None = None,
+        *, tile: Block | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """``tile`` overrides the table of :mod:`..kernels.tiles`, for tuning and tests; ``scaling``
-        of ``d_rows`` in FP8."""
+        """``tile`` overrides the table of :mod:`..kernels.tiles`, for tuning and tests."""
         S, B, _ = rows.shape
         H, V = o.shape[2:]
         if d_out.stride(2) != 1:
             d_out = d_out.contiguous()
         programs, launch = _backward_launch(
             S * H, B, H, V, self.gate.start, rows.stride(), d_rows.stride(), d_out.stride(),
-            self.eps, self.zero_centered, self.activation == "sigmoid", scaling is not None, tile,
+            self.eps, self.zero_centered, self.activation == "sigmoid", tile,
         )  # fmt: skip
         d_o = torch.empty_like(o, dtype=rows.dtype)
         partial = torch.empty(B * programs, V, dtype=torch.float32, device=o.device)
         if launch is not None:
-            launch(o, rows, gamma, d_out, d_o, d_rows, partial, *(scaling or NO_SCALING))
+            launch(o, rows, gamma, d_out, d_o, d_rows, partial)
         d_gamma = torch.empty_like(gamma)
         sum_rows(partial, d_gamma)
         return d_o, d_gamma
@@ -79,7 +74,6 @@ class TritonPerHead(PerHead):
 def _forward_launch(
     rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...], eps: float, zero_centered: bool, sigmoid: bool,
-    fp8: bool,
 ) -> Launch | None:  # fmt: skip
     """None if there are no rows."""
     if not rows * B:
@@ -90,7 +84,7 @@ def _forward_launch(
         (triton.cdiv(rows, tile.rows), B),
         rows, z, *strides[:2], *out_strides[:2], eps,
         H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=zero_centered,
-        SIGMOID=sigmoid, FP8=fp8, num_warps=tile.warps,
+        SIGMOID=sigmoid, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -98,7 +92,7 @@ def _forward_launch(
 def _backward_launch(
     rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
     d_strides: tuple[int, ...], out_strides: tuple[int, ...], eps: float, zero_centered: bool,
-    sigmoid: bool, fp8: bool, tile: Block | None,
+    sigmoid: bool, tile: Block | None,
 ) -> tuple[int, Launch | None]:  # fmt: skip
     """The number of programs per batch row, and the launch; None if there are no rows."""
     tile = norm_backward_tile(rows * B, V) if tile is None else tile
@@ -110,5 +104,5 @@ def _backward_launch(
         (programs, B),
         rows, z, *strides[:2], *d_strides[:2], *out_strides[:2], eps,
         H=H, V=V, ROWS=tile.rows, REPEATS=tile.repeats, BLOCK_V=block_dim(V),
-        ZERO_CENTERED=zero_centered, SIGMOID=sigmoid, FP8=fp8, num_warps=tile.warps,
+        ZERO_CENTERED=zero_centered, SIGMOID=sigmoid, num_warps=tile.warps,
     )  # fmt: skip
