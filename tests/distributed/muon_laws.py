@@ -185,8 +185,8 @@ def parameters_of_muon(mixer: str) -> set[str]:
 
 def two_ranks_step_within_the_rounding_of_one(mixer: str, sequence_parallel: bool) -> None:
     """A forward, a backward and a step in bf16: per section of in_proj two ranks' step is less than
-    half as far from one rank's as a step whose sections begin one row late. Of a weight of one
-    section it is within four times what bf16 is from fp32.
+    half as far from one rank's as a step whose sections begin one row late. A weight of one
+    section cannot be cut wrongly: there four times the distance of bf16 from fp32 is allowed.
 
     Not so in a stack of layers: there two ranks round what enters a layer once more, and Muon
     raises the small singular values of its gradient, of which rounding is a large part.
