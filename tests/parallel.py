@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn import GatedDeltaNet, GDNDims, Layout
@@ -76,6 +77,8 @@ def parallel(
         yield
     finally:
         vars(parallel_state).update(blank)
+        # Megatron keeps one table of heads' losses per process, as long as the first model's heads.
+        MTPLossLoggingHelper.tracker.clear()
         end_groups(keep=_KEEP if dist.get_backend() == "gloo" else 0)
 
 
