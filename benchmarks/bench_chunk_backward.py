@@ -21,10 +21,10 @@ import torch
 from lib.chunk_autograd import AutogradRule, RuleValues
 from torch import Tensor
 
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.gdn.rule.chunk import ChunkedRule
-from megatron_gdn.ops.gdn.rule.static_chunks import chunks_of
-from megatron_gdn.ops.kda.rule.chunk_math import channel_chunks_of
+from megatron_gdn.kda.rule import channel_chunks_of
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.chunk import ChunkedRule
+from megatron_gdn.ops.delta_rule.static_chunks import chunks_of
 from megatron_gdn.ops.rules.chunk_table import ChunkTable
 
 
@@ -65,9 +65,9 @@ def both_ways(lengths, inputs, channels: bool) -> dict[str, Callable[[], Any]]:
 
 
 def check() -> None:
+    from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+    from megatron_gdn.kda.rule import recurrent_kda
     from megatron_gdn.ops.documents import Documents
-    from megatron_gdn.ops.gdn.rule.recurrent import recurrent_gated_delta_rule
-    from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
     from megatron_gdn.ops.rules import chunk_table
 
     chunk_table._AT_ONCE = 12  # groups of three chunks of four heads

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from lib.layers import Case, our_layer, start_megatron, thd  # noqa: E402
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes  # noqa: E402
+from megatron_gdn.ops.delta_rule.base import HeadSizes  # noqa: E402
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from profile_layer import kernel_times, print_kernels
 
 from megatron_gdn import GDNDims
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 LAYERS = ("upstream", "headwise", "chunkwise", "auto")
 

@@ -31,7 +31,7 @@ from lib.measure import environment, memory_mib, table, time_ms, write_lines  # 
 from lib.processes import compare_processes, in_processes  # noqa: E402
 from lib.repeats import check_repeats, forward_backward  # noqa: E402
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes  # noqa: E402
+from megatron_gdn.ops.delta_rule.base import HeadSizes  # noqa: E402
 
 KEY_HEADS, HEAD_DIM = 16, 128
 DOCUMENTS = (100, 63, 1, 3932, 4096)

@@ -25,7 +25,7 @@ from lib.layers import DEVICE, accumulate, our_layer, slow_gates, upstream_layer
 from lib.measure import environment, host_ms, memory_mib, table, time_ms, write_lines
 
 from megatron_gdn.mixers.fp8 import GatesApart
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 SHAPES = {"2048 16/32": (2048, (16, 32)), "4096 16/64": (4096, (16, 64))}

@@ -17,7 +17,7 @@ from lib.layers import Case, our_layer, start_megatron, thd, upstream_layer, wit
 from lib.measure import captured, environment, table, time_ms, write_lines
 
 from megatron_gdn import set_documents, static_packed_seq_params
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 CASES = {
     case.name: case

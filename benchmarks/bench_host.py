@@ -21,7 +21,7 @@ import torch
 from lib.layers import LINEARS, OPTIONS, Case, forwards, start_megatron, with_backward
 from lib.measure import IN_A_ROW, environment, host_ms, table, write_lines
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 CASES = {
     case.name: case

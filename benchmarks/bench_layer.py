@@ -19,7 +19,7 @@ from lib.floor import floor_ms
 from lib.layers import CASES, GATES, LINEARS, OPTIONS, forwards, start_megatron, with_backward
 from lib.measure import copy_bandwidth, environment, memory_mib, table, time_ms, write_lines
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 IMPLEMENTATIONS = ("upstream", "ours", "ours-recompute")
 

@@ -23,8 +23,8 @@ from lib.measure import copy_bandwidth, environment, table, time_of, write_lines
 from torch import nn
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 from megatron_gdn.ops.rules.base import Saved
 
 CASES = {

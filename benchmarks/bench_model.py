@@ -30,7 +30,7 @@ from megatron_gdn import (
     set_documents,
     static_packed_seq_params,
 )
-from megatron_gdn.ops.gdn.flash_qla.plan import stages
+from megatron_gdn.gdn.flash_qla.plan import stages
 
 VOCABULARY, MICRO_BATCHES = 32768, 2
 PATTERN = "G-G-G-*-"

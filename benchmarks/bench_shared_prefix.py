@@ -18,7 +18,7 @@ import torch
 from lib.layers import DEVICE, our_layer, start_megatron, thd
 
 from megatron_gdn import tree_packed_seq_params
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 
 def arguments() -> argparse.Namespace:

@@ -16,10 +16,10 @@ from lib.layers import DEVICE
 from lib.measure import environment, table, time_ms, write_lines
 from lib.rules import begin_backward
 
+from megatron_gdn.gdn.fla import FlaRule
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
-from megatron_gdn.ops.gdn.rule.fla import FlaRule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 
 RULES = {
     "flash_qla": FlashQlaRule,

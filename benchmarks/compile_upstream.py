@@ -21,9 +21,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla.cache import CacheEntry
-from megatron_gdn.ops.gdn.flash_qla.plan import own_stages
-from megatron_gdn.warm_up.hopper import ARCH, record_flash_qla, stand_in_for_hopper
+from megatron_gdn.gdn.flash_qla.builds import CacheEntry
+from megatron_gdn.gdn.flash_qla.plan import own_stages
+from megatron_gdn.warm_up.flash_qla import ARCH, record_flash_qla, stand_in_for_hopper
 from megatron_gdn.warm_up.tasks import Task, processors, run_tasks
 
 TOKENS = 9000

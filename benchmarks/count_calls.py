@@ -24,10 +24,10 @@ import torch.multiprocessing as mp
 # Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in; and the
 # wrapper that takes the place of torch's own, which is not counted either.
 ARITHMETIC = (
-    "ops/conv.py", "ops/norm.py", "ops/gates.py", "ops/elementwise.py", "ops/fp32_matmul.py",
-    "ops/gdn/front_torch.py", "ops/gdn/rule/chunk", "ops/gdn/rule/triangular.py",
-    "ops/gdn/sizes.py", "ops/rules/chunk_table.py", "ops/state_maps/chains_torch.py",
-    "ops/readout/p", "ops/layout.py", "ops/uncompiled.py",
+    "ops/conv.py", "ops/elementwise.py", "ops/fp32_matmul.py",
+    "ops/delta_rule/front_torch.py", "ops/delta_rule/chunk", "ops/delta_rule/triangular.py",
+    "ops/delta_rule/base.py", "ops/rules/chunk_table.py", "ops/state_maps/chains_torch.py",
+    "ops/readout/p", "ops/layout.py", "ops/autograd.py",
 )  # fmt: skip
 SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}
 TOKENS = 128

@@ -25,7 +25,7 @@ import matplotlib
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import price
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend must be chosen first

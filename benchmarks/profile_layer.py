@@ -51,7 +51,7 @@ def main() -> None:
 
     from bench_layer import forwards, with_backward
 
-    from megatron_gdn.ops.gdn.sizes import HeadSizes
+    from megatron_gdn.ops.delta_rule.base import HeadSizes
 
     start_megatron()
     sizes = HeadSizes(*args.heads, 128, 128)

@@ -22,10 +22,10 @@ import torch
 from lib.measure import table
 from torch import Tensor
 
-from megatron_gdn.ops.gates import largest_beta
-from megatron_gdn.ops.gdn.rule.chunk import torch_chunk_gated_delta_rule
-from megatron_gdn.ops.gdn.rule.half import LARGEST_D_O
-from megatron_gdn.ops.gdn.rule.half_torch import to_half
+from megatron_gdn.gdn.half import LARGEST_D_O
+from megatron_gdn.gdn.half_torch import to_half
+from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.elementwise import largest_beta
 
 C, D, H = 64, 128, 4
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")

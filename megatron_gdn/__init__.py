@@ -13,13 +13,13 @@ _NAMES = {
     ),
     "frameworks.patch": ("patch_megatron",),
     "mixers.fully_sharded": ("fully_shard",),
-    "mixers.gdn.sizes": ("GDNDims",),
+    "gdn.sizes": ("GDNDims",),
     "mixers.graphs": (
         "leave_attention_out_of_graphs", "set_documents", "static_packed_seq_params",
     ),
-    "mixers.gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
-    "mixers.kda.layer": ("KimiDeltaAttention", "KimiDeltaAttentionSubmodules"),
-    "mixers.mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
+    "gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
+    "kda.layer": ("KimiDeltaAttention", "KimiDeltaAttentionSubmodules"),
+    "mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (
         "Documents", "Layout", "causal_conv1d", "gated_delta_rule", "l2norm",
         "torch_chunk_gated_delta_rule",

@@ -14,8 +14,8 @@ from importlib import import_module
 import torch
 
 from .frameworks.patch import patch_megatron
-from .ops.once import warn_once
-from .ops.rules import obstacles
+from .ops import obstacles
+from .ops.obstacles import warn_once
 
 _LAYERS = ("gdn", "mamba")
 _given = os.environ.get("MEGATRON_GDN") or "gdn"

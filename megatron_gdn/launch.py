@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from .ops.gdn.rule.resolve import resolve_rule
-from .ops.gdn.sizes import HeadSizes
+from .gdn.rule import resolve_rule
+from .ops.delta_rule.base import HeadSizes
 
 
 def script_file(script: str) -> Path:

@@ -16,7 +16,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gdn.mixers.gdn.newer_config import require_this_variant
+from megatron_gdn.mixers.arguments import require_this_variant
 
 KDA = "K"
 

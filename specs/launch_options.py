@@ -19,8 +19,8 @@ from functools import cache
 from typing import Any
 
 from megatron_gdn.compat.observe import log_once
-from megatron_gdn.mixers.gdn.layer import GatedDeltaNet
-from megatron_gdn.mixers.kda.layer import KimiDeltaAttention
+from megatron_gdn.gdn.layer import GatedDeltaNet
+from megatron_gdn.kda.layer import KimiDeltaAttention
 
 VARIABLE = "MEGATRON_GDN_OPTIONS"
 # What Megatron passes itself; every other keyword of the constructor is an option.

@@ -7,9 +7,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.mixers.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron_gdn.mixers.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
-from megatron_gdn.mixers.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron_gdn.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
+from megatron_gdn.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
 
 MODULES = ("auto", "local", "te")
 

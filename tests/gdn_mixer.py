@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_gdn.gdn.front import gdn_parts
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
-from megatron_gdn.ops.gdn.parts import gdn_parts
-from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.neighbours import ALONE, Neighbours
-from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.parts import ALONE, GatedNorm, Neighbours
 from megatron_gdn.ops.readout.base import Apart, Bare, heads_of
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Rule

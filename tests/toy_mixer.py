@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import RecurrentMixer
-from megatron_gdn.mixers.gdn.out_norm import norm_of
 from megatron_gdn.mixers.init import take_share
+from megatron_gdn.mixers.out_norm import norm_of
 from megatron_gdn.mixers.tensor_parallel import mark_sharded
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
-from megatron_gdn.ops.readout.per_head import PerHead
+from megatron_gdn.ops.readout.plain import PerHead
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.autograd_parts import AutogradFront, AutogradRule
 

@@ -18,11 +18,11 @@ import triton
 import triton.compiler.compiler
 from triton.runtime.jit import JITFunction
 
-from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.mamba2 import front_triton as mamba2_conv
+from megatron_gdn.mamba2 import kernels as mamba2_conv
+from megatron_gdn.mamba2.sizes import Mamba2Dims
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
-from megatron_gdn.warm_up.hopper import HopperDriver
+from megatron_gdn.warm_up.flash_qla import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 from .layers import DEVICE, Case
 from .rules import begin_backward

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron_gdn.gdn.flash_qla.plan import stages
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.flash_qla.plan import stages
-from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 LINEARS = ("local", "te")
 GATES = ("fast", "slow")

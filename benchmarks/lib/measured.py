@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 
 from .layers import DEVICE, accumulate, our_layer, slow_gates, upstream_layer, with_backward
 from .measure import captured, memory_mib, time_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.gdn.rule import RuleInputs
 
 
 def begin_backward(rule, inputs: RuleInputs, d_o: torch.Tensor, saved, documents):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 CHUNK = 64
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 from .layers import Case
 

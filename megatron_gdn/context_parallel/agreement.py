@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.autograd import uncompiled
 from ..ops.documents import Documents
 from ..ops.host_tables import stream_of_tables, to_device
 from ..ops.static_documents import StaticDocuments
-from ..ops.uncompiled import uncompiled
 from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"

@@ -23,7 +23,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from ..ops.size_error import SizeError
+from ..ops.layout import SizeError
 
 
 class SequenceLayout(StrEnum):

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..ops.uncompiled import uncompiled
+from ..ops.autograd import uncompiled
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.layout import Layout
-from ..ops.neighbours import Neighbours
+from ..ops.parts import Neighbours
 
 
 class Passage(NamedTuple):

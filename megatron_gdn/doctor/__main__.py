@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _examine(options: argparse.Namespace) -> Iterator[Finding]:
     warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
-    from ..ops.gdn.sizes import HeadSizes
+    from ..ops.delta_rule.base import HeadSizes
     from .packages import kernels, machine, packages
     from .rules import rules
 

@@ -12,12 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from packaging.requirements import Requirement
 
-from ..ops.rules.obstacles import (
-    Obstacle,
-    fla_package,
-    flash_qla_package,
-    installed_version,
-)
+from ..ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
 
 # Extras of what runs in training; the others are for the project itself.
 _EXTRAS = ("fla", "te", "conv1d", "hf")

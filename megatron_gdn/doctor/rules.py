@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..gdn.api import run_rule
+from ..gdn.rule import resolve_rule
+from ..ops.delta_rule.base import HeadSizes, RuleInputs
+from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.gdn.rule.api import run_rule
-from ..ops.gdn.rule.base import RuleInputs
-from ..ops.gdn.rule.plain import PlainRule
-from ..ops.gdn.rule.resolve import resolve_rule
-from ..ops.gdn.sizes import HeadSizes
 from ..ops.rules.base import Rule
 from .packages import Finding
 

@@ -23,7 +23,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..mixers.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from ..gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from ..ops.layout import Layout
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ def register_pruning() -> None:
     )
     from modelopt.torch.nas.registry import DMRegistry  # pyright: ignore[reportMissingImports]
 
-    from ..mixers.gdn.layer import GatedDeltaNet
+    from ..gdn.layer import GatedDeltaNet
 
     if GatedDeltaNet in plugin._ATTENTION_TYPES:
         return

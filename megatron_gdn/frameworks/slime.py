@@ -29,10 +29,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ..compat.observe import log_once
+from ..gdn.hf import gdn_layer_maps
 from ..hf.files.safetensors_reader import SafetensorsFolder
-from ..hf.maps.gdn_layer import gdn_layer_maps
-from ..hf.maps.tensor_map import HFRef, TensorMap
 from ..hf.model_config import read_hf_config
+from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.launch_options import with_launch_options
 from ..specs.layer import gated_delta_net_spec
 

@@ -13,12 +13,12 @@ even if a file has another dtype.
 
 from typing import TYPE_CHECKING, Any
 
+from ..gdn.hf import gdn_layer_from_hf, gdn_layer_to_hf
+from ..kda.hf import kda_layer_from_hf, kda_layer_to_hf
+from ..mamba2.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .build import build_model, transformer_config
 from .checkpoint_folder import export_folder, import_folder
 from .compare import Difference, compare_folders
-from .maps.gdn_layer import gdn_layer_from_hf, gdn_layer_to_hf
-from .maps.kda_layer import kda_layer_from_hf, kda_layer_to_hf
-from .maps.mamba2_layer import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .megatron_arguments import megatron_flags
 from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
 from .model_config import HFModelConfig, parse_hf_config, read_hf_config

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..mixers.tensor_map import bits_of
 from .checkpoint_folder import checkpoint_view
 from .files.checkpoint_files import is_checkpoint
 from .files.safetensors_reader import SafetensorsFolder
-from .maps.tensor_map import bits_of
 from .progress import progress_bar
 from .view import HFView
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mixers.tensor_map import TensorMap
 from .adapters import base_parameters, with_adapters_merged
 from .files.safetensors_reader import SafetensorsFolder
 from .files.safetensors_writer import new_folder, refuse_existing, write_like
 from .maps.model_map import Architecture
-from .maps.tensor_map import TensorMap
 from .model_config import HFModelConfig
 from .plan import Plan, and_more, check_source, read_finite
 from .progress import progress_bar

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ..mixers.gdn.sizes import GDNDims
+from ..gdn.hf import Storage
+from ..gdn.sizes import GDNDims
 from .fp32_contract import GDN_FP32_CHECKPOINT_ARCHITECTURES
-from .maps.gdn_layer import Storage
 
 # Models of which a layer's weights convert, and what keeps whole ones from it.
 _INDEXED = "Megatron has neither its hyper-connections nor attention with an indexer"

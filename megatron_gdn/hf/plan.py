@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..mixers.tensor_map import HFRef, TensorMap
 from .files.safetensors_reader import SafetensorsFolder, TensorSpec
 from .maps.model_map import LM_HEAD, Architecture, model_maps
-from .maps.tensor_map import HFRef, TensorMap
 from .model_config import HFModelConfig
 
 # Multi-token prediction and vision weights: an export copies them, they are never loaded.

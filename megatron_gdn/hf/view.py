@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..mixers.tensor_map import HFRef, TensorMap
 from .files.safetensors_reader import SafetensorsFolder, TensorSpec
 from .fp32_contract import is_gated_delta_net_fp32_param_key
 from .maps.model_map import Architecture
-from .maps.tensor_map import HFRef, TensorMap
 from .model_config import HFModelConfig, read_hf_config
 from .plan import Plan, make_plan
 

@@ -8,12 +8,12 @@
 These need torch alone; :mod:`.generate` needs Megatron.
 """
 
+from ..gdn.front import gdn_parts as gdn_rows
+from ..kda.front import kda_parts as kda_rows
+from ..mamba2.front import mamba2_parts as mamba2_rows
 from ..mixers.generation.static import MOST_DECODED, roll_back
-from ..ops.gdn.parts import gdn_parts as gdn_rows
 from ..ops.generation.carry import Carry, CarryShape, choose
 from ..ops.generation.step import decode, prefill
-from ..ops.kda.parts import kda_parts as kda_rows
-from ..ops.mamba2.parts import mamba2_parts as mamba2_rows
 from ..ops.parts import Parts as RowMixer
 
 __all__ = [

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once, span
 from ..context_parallel import LinearCpMode, SequenceLayout
+from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
 from ..ops.parts import Parts
 from ..ops.readout.base import Apart
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
-from ..ops.uncompiled import uncompiled
 from .arguments import refuse_unsupported, require_causal, the_context
-from .checkpoint import ShardedBySections
+from .checkpoint import SaysStoredRows, ShardedBySections
 from .fp8 import (
     GatesApart,
     keep_gates_apart,
@@ -42,11 +42,8 @@ from .graphs import refuse_packed
 from .init import InitShare, device_for
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
-from .parameter_marks import MarkedParameters
 from .precision import mark_keep_in_fp32
-from .process_groups import FollowsGroups
-from .stored_rows import SaysStoredRows
-from .tensor_parallel import mark_packed, mark_sharded
+from .tensor_parallel import FollowsGroups, MarkedParameters, mark_packed, mark_sharded
 
 
 class RecurrentMixer(
@@ -163,7 +160,7 @@ class RecurrentMixer(
             attention_mask: None or causal (True where attention is forbidden), or True everywhere,
                 which Megatron's tests pass for "no mask". The mixer is causal by itself.
             inference_context, inference_params: continue from the states in this context instead
-                of from zero, see :meth:`.GeneratingMixer.generate`; no gradients.
+                of from zero, see :meth:`.generation.mixer.GeneratingMixer.generate`; no gradients.
             sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 from ..compat.fp8_weights import stored_in_fp8
 from ..compat.observe import log_once
-from ..ops.first_derivative import first_derivative_only
+from ..ops.autograd import first_derivative_only, uncompiled
 from ..ops.layout import Layout
-from ..ops.uncompiled import uncompiled
 from .gate_product import GateProduct
 
 

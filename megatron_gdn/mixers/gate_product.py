@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops.first_derivative import first_derivative_only
+from ..ops.autograd import first_derivative_only
 
 
 class GateProduct(torch.autograd.Function):

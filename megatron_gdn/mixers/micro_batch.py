@@ -30,7 +30,7 @@ from ..context_parallel.scheme import Passage, stay
 from ..ops.documents import Documents, require_one_row
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
-from ..ops.neighbours import ALONE
+from ..ops.parts import ALONE
 from ..ops.rules.base import PreparedRule, Rule
 from ..ops.state_maps.state_map import StateShape
 from ..ops.static_documents import StaticDocuments

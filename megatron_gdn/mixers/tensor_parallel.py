@@ -1,17 +1,30 @@
-"""What tensor parallelism needs to know about the layer's own parameters."""
+"""What tensor parallelism needs to know about the layer's own parameters.
+
+Keeps the marks that Megatron reads on parameters when torch replaces the parameter objects.
+
+Megatron reads from a parameter's attributes how it is split over tensor-parallel ranks, whether its
+gradient is summed over them and in which precision it is held. torch makes new parameters without
+these attributes in ``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``,
+``nn.utils.swap_tensors`` and ``fully_shard``. A lost mark gives a wrong gradient without an error.
+
+The process groups of a built mixer. They may change, for example to evaluate at another size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..ops.first_derivative import first_derivative_only
+from ..ops.autograd import first_derivative_only
+from .micro_batch import MicroBatches
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
@@ -121,3 +134,170 @@ def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iter
             f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
             f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
         )
+
+
+# This attribute is set on every marked parameter; a parameter without it is new.
+_MARKED = "marked_by_gdn"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+class MarkedParameters(nn.Module):
+    """Mixin for modules: their parameters' marks belong to the names, not to the objects.
+
+    The module calls :meth:`remember_marks` once, when its parameters are built and marked. New
+    parameters under the same names are marked again
+
+    - when the module is moved or cast, loaded, copied or unpickled;
+    - before any code iterates over its modules or parameters (optimizers, data-parallel wrappers
+      and ``finalize_model_grads`` call ``named_parameters()`` of the model). This covers
+      replacements that call no method of this module.
+    """
+
+    _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
+
+    def remember_marks(self) -> None:
+        """Make the table of marks, parameter name -> attribute -> value, from what is set now.
+
+        A mark is an attribute with a public name and a plain value (bool, number, string, list).
+        A mark that is set later stays on its parameter through moves and casts, but a new parameter
+        object gets only the marks in the table. Call this again to add later marks to the table.
+        """
+        self._marks = {}
+        for name, parameter in self._parameters_by_name():
+            marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain(v)}
+            self._marks[name] = {**marks, _MARKED: True}
+            setattr(parameter, _MARKED, True)
+        self.register_load_state_dict_post_hook(_mark_loaded)
+
+    def mark_parameters(self) -> None:
+        """Mark the parameters that are new since the last call; those with marks keep theirs."""
+        for name, parameter in self._parameters_by_name():
+            if name in self._marks and not hasattr(parameter, _MARKED):
+                for mark, value in self._marks[name].items():
+                    setattr(parameter, mark, value)
+
+    def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for path, module in super().named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{path}.{name}" if path else name, parameter
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        self.mark_parameters()
+        yield from super().named_modules(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        """Copy every attribute to the new parameters, also those set after the module was built."""
+        attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
+        result = super()._apply(fn, recurse)
+        for name, parameter in self._parameters_by_name():
+            vars(parameter).update(attributes[name] | vars(parameter))
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The last step of a deepcopy and of unpickling."""
+        super().__setstate__(state)
+        self.mark_parameters()
+
+
+def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
+    module.mark_parameters()
+
+
+class FollowsGroups(nn.Module):
+    """Mixin of a mixer that follows its ``pg_collection``.
+
+    Tensor-parallel ranks hold shares of the parameters, so these ranks cannot change. The
+    context-parallel group may change between micro-batches; all ranks of the old and of the new
+    group must change it together.
+    """
+
+    micro_batches: MicroBatches
+    tp_group: Any
+    _pg_collection: ProcessGroupCollection
+
+    @property
+    def pg_collection(self) -> ProcessGroupCollection:
+        """Process groups; setting them sets the context-parallel group of later micro-batches.
+
+        Raises:
+            ValueError: other tensor-parallel ranks, or heads that headwise context parallelism
+                cannot split over the new group. The groups stay what they were.
+        """
+        return self._pg_collection
+
+    @pg_collection.setter
+    def pg_collection(self, groups: ProcessGroupCollection) -> None:
+        self.require_same_tensor_ranks(groups)
+        self.micro_batches.use_group(groups.cp)
+        self._pg_collection = groups
+        self._name_sizes()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the layer with the same process groups, which cannot be copied themselves."""
+        for module in self.modules():
+            for thing in vars(module).values():
+                if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
+                    memo[id(thing)] = thing
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks of the context-parallel group.
+
+        Raises:
+            ValueError: set to another number than that.
+        """
+        return self._pg_collection.cp.size()
+
+    @cp_size.setter
+    def cp_size(self, size: int) -> None:
+        if size != self.cp_size:
+            raise ValueError(
+                f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: set "
+                f"pg_collection, which the size follows."
+            )
+
+    def require_same_tensor_ranks(self, groups: ProcessGroupCollection) -> None:
+        """Refuse groups under which other ranks would share this mixer's parameters.
+
+        Raises:
+            ValueError: names both.
+        """
+        tp, mine = getattr(groups, "tp", None), self.tp_group
+        if tp is None or tp is mine or _ranks(tp) == _ranks(mine):
+            return
+        raise ValueError(
+            f"pg_collection has a tensor-parallel group of {tp.size()} ranks {_ranks(tp)}, and "
+            f"this layer holds its share of the parameters among {mine.size()} ranks "
+            f"{_ranks(mine)}. Only the context-parallel group of a built layer can change."
+        )
+
+    def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
+        """The context-parallel group of one forward that is called with these groups.
+
+        Raises:
+            ValueError: other tensor-parallel ranks.
+            NotImplementedError: another number of ranks than the layer's, in generation.
+        """
+        self.require_same_tensor_ranks(groups)
+        if context is not None and groups.cp.size() != self.cp_size:
+            raise NotImplementedError(
+                f"generation with a context-parallel group of {groups.cp.size()} ranks for one "
+                f"forward, in a layer with {self.cp_size}: set the layer's pg_collection."
+            )
+        return groups.cp
+
+    def _name_sizes(self) -> None:
+        """Set the sizes that tools look up by name; a mixer with such names overrides this."""
+
+
+def _ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..mixers.gdn.recompute import LEVELS
-from ..mixers.gdn.sizes import GDNDims
+from ..gdn.sizes import GDNDims
+from ..mixers.recompute import LEVELS
 from .catalogue import ENTRIES, Model
 from .sizes import (
     check,

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from ..gdn.sizes import GDNDims
 from ..hf.megatron_arguments import megatron_flags
 from ..hf.model_config import HFModelConfig, parse_hf_config
-from ..mixers.gdn.sizes import GDNDims
-from ..mixers.mamba2.sizes import Mamba2Dims
+from ..mamba2.sizes import Mamba2Dims
 from .stack import MAMBA_TAPS, Stack
 
 Architecture = Literal["hybrid", "gpt"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..context_parallel import SequenceLayout
 from ..context_parallel.machines import stretch
 from ..context_parallel.price import Price, price
-from ..mixers.gdn.recompute import LEVELS
-from ..mixers.gdn.sizes import GDNDims
+from ..gdn.sizes import GDNDims
+from ..mixers.recompute import LEVELS
 from .catalogue import Model
 from .stack import CHUNK
 

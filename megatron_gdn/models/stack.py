@@ -33,9 +33,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..mixers.gdn.sizes import GDNDims
-from ..mixers.kda.sizes import KDADims
-from ..mixers.mamba2.sizes import Mamba2Dims
+from ..gdn.sizes import GDNDims
+from ..kda.sizes import KDADims
+from ..mamba2.sizes import Mamba2Dims
 
 CHUNK = 64  # tokens; all rules of this package
 _KDA_SIZES = ("forget_rank", "output_rank")  # options that are sizes

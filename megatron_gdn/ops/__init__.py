@@ -11,14 +11,14 @@ _HOME = {
     "Layout": ".layout",
     "StaticDocuments": ".static_documents",
     "causal_conv1d": ".conv",
-    "decay_and_write_gates": ".gates",
-    "gated_delta_rule": ".gdn.rule.api",
-    "l2norm": ".norm",
-    "recurrent_gated_delta_rule": ".gdn.rule.recurrent",
-    "resolve_rule": ".gdn.rule.resolve",
-    "rms_norm": ".norm",
-    "rms_norm_gated": ".norm",
-    "torch_chunk_gated_delta_rule": ".gdn.rule.chunk",
+    "decay_and_write_gates": ".elementwise",
+    "gated_delta_rule": "..gdn.api",
+    "l2norm": ".elementwise",
+    "recurrent_gated_delta_rule": "..gdn.recurrent",
+    "resolve_rule": "..gdn.rule",
+    "rms_norm": ".elementwise",
+    "rms_norm_gated": ".elementwise",
+    "torch_chunk_gated_delta_rule": ".delta_rule.chunk",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autograd import first_derivative_only, uncompiled
 from .documents import Documents, require_one_row
 from .elementwise import sigmoid, silu
-from .first_derivative import first_derivative_only
-from .uncompiled import uncompiled
 
 # x [B, T, C], weight [C, W], bias [C] or None, documents or None -> silu(conv(x)).
 type Convolve = Callable[[Tensor, Tensor, Tensor | None, Documents | None], Tensor]

@@ -5,10 +5,19 @@ another, which rounds differently. A token's value would then depend on how many
 a packed document would differ in its last bits from the same document alone. Here a tensor is
 filled up to whole vectors first. (With several threads, torch cuts a tensor of more than 32768
 elements at other places. So this holds for one thread, or for smaller tensors.)
+
+The layer's two normalisations in plain torch; statistics are always fp32 (or fp64).
+
+Legend: D size of the last dimension, V value dim.
+
+Decay and write strength of the gated delta rule.
+
+Legend: ``alpha_H`` is ``[..., H]``, H value heads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -41,3 +50,121 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
     if not missing:
         return function(flat).view(x.shape)
     return function(F.pad(flat, (0, missing)))[: len(flat)].view(x.shape)
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
+
+    ``eps`` is added under the root, so an all-zero row (padding) gives zeros and a finite gradient.
+    ``x / max(|x|, eps)`` would have no finite gradient there.
+
+    Args:
+        x: ``[..., D]``, any float dtype.
+
+    Returns:
+        ``[..., D]`` in ``x.dtype``; the sum of squares is taken in fp32 (fp64 for fp64 input).
+    """
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
+) -> Tensor:
+    """RMSNorm over the last dimension: ``x * rsqrt(mean(x^2) + eps) * gamma``.
+
+    Args:
+        x: ``[..., D]``, any float dtype.
+        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` when ``zero_centered`` (the
+            form Megatron stores under ``layernorm_zero_centered_gamma``). None means 1.
+
+    Returns:
+        ``[..., D]`` in ``x.dtype``, rounded once at the end.
+    """
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        gamma = weight.to(y.dtype)
+        y = y * (1 + gamma if zero_centered else gamma)
+    return y.to(x.dtype)
+
+
+def rms_norm_gated(
+    x: Tensor, z: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
+) -> Tensor:
+    """The layer's output norm: ``RMSNorm(x) * SiLU(z)``, computed in fp32 and rounded once.
+
+    Args:
+        x: output of the delta rule, ``[..., V]``.
+        z: the gate, same shape.
+        weight, eps, zero_centered: as in :func:`rms_norm`.
+
+    Returns:
+        ``[..., V]`` in ``x.dtype``.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (rms_norm(x.to(wide), weight, eps, zero_centered) * silu(z.to(wide))).to(x.dtype)
+
+
+def least_log_decay(dtype: torch.dtype) -> float:
+    """The bound below which every log-decay means the same: its exp rounds to 0 in ``dtype``.
+
+    -104 in fp32 (exp(-103.98) is half of the smallest subnormal number, 2^-149) and -746 in fp64.
+    Clamping a log-decay at the bound changes no decay. Its sums over a chunk then stay finite, and
+    exact to the digits that exp() needs. Sums of -1e30 or -inf would give inf - inf = NaN.
+    """
+    numbers = torch.finfo(dtype)
+    smallest = numbers.tiny * numbers.eps
+    return float(math.floor(math.log(smallest) - math.log(2)))
+
+
+def largest_A_log(dtype: torch.dtype) -> float:
+    """66 in fp32, 532 in fp64: a rate exp(A_log) that leaves room for products with gradients.
+
+    Above the bound the products overflow, and inf times a softplus of 0 is NaN. At the bound any
+    softplus above 2e-27 already gives a decay of 0 (in fp32).
+    """
+    return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
+
+
+def largest_beta(allow_neg_eigval: bool) -> float:
+    """The bound of write strengths: 1, or 2 with negative eigenvalues.
+
+    A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2: in (0, 1), or in (-1, 1).
+    """
+    return 2.0 if allow_neg_eigval else 1.0
+
+
+def decay_and_write_gates(
+    alpha_H: Tensor,
+    beta_H: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    *,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Turn raw projections into log-decay ``g <= 0`` and write strength ``beta`` in (0, 1).
+
+        g    = -exp(A_log) * softplus(alpha + dt_bias)
+        beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
+
+    in fp32 for inputs of any dtype: a rounded ``A_log`` is a wrong decay rate, and the recurrence
+    compounds it over the whole sequence.
+
+    ``g`` is clamped at :func:`least_log_decay` from below, ``A_log`` at :func:`largest_A_log` from
+    above. The decay exp(g) is exactly 0 there with or without the clamp, and so is its gradient, as
+    in the recurrence.
+
+    Args:
+        alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
+        A_log_H, dt_bias_H: ``[H]``.
+        allow_neg_eigval: see :func:`largest_beta`.
+
+    Returns:
+        ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).
+    """
+    wide = torch.promote_types(A_log_H.dtype, torch.float32)
+    rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()
+    g_H = -rate_H * softplus(alpha_H.to(wide) + dt_bias_H.to(wide))
+    beta_H = sigmoid(beta_H.to(wide)) * largest_beta(allow_neg_eigval)
+    return g_H.clamp(min=least_log_decay(wide)), beta_H

@@ -1,4 +1,6 @@
-"""The columns of a mixer's input projection: the one table that everything else is read from.
+"""The error of sizes that do not fit, and the check that a size is one.
+
+The columns of a mixer's input projection: the one table that everything else is read from.
 
 Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint
 keys, Hugging Face maps, Muon's matrices and the rows that FP8 leaves out all follow from the
@@ -7,11 +9,33 @@ sections listed here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .size_error import SizeError
+
+class SizeError(ValueError, AssertionError):
+    """Heads, widths or lengths that cannot be shared or do not fit each other.
+
+    An AssertionError too, because Megatron's mixers and Automodel's assert such sizes: a caller who
+    catches theirs catches this.
+    """
+
+
+def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
+    """Refuse a dataclass of sizes with a field that is not an integer of at least 1 (or 0).
+
+    Raises:
+        ValueError: says which field and what it holds.
+    """
+    for field in fields(dims):
+        size = getattr(dims, field.name)
+        least = 0 if field.name in may_be_zero else 1
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            raise ValueError(
+                f"{field.name}={size!r} is not a size; it must be an integer of at least {least}."
+            )
 
 
 class Section(NamedTuple):

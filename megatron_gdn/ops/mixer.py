@@ -5,31 +5,37 @@
     mixed  = readout(o, rows)       norm and gate: one kernel, written as [S, B, H V]
 
 It is one function so that it saves only what the backward reads, and so that every gradient of the
-projection is written once, into its columns of one buffer. :class:`.neighbours.Neighbours` gives
+projection is written once, into its columns of one buffer. :class:`.parts.Neighbours` gives
 the history of the front and the initial state of the rule.
+
+Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
+
+The autograd function of a mixer, between its projections.
 
 Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
+from .autograd import first_derivative_only, mix_no_tokens
+from .front.base import Front
 from .front.history import ContinuedFront
-from .hand_over import HandOver
-from .mixer_function import Call, MixerFunction
-from .neighbours import ALONE, Neighbours
-from .no_tokens import mix_no_tokens
-from .parts import Parts
-from .readout.base import Apart
-from .recompute import RefilledOutput
+from .host_tables import leaves_memory_unfilled
+from .parts import ALONE, Neighbours, Parts
+from .readout.base import Apart, Readout
+from .recompute import HandOver, RefilledOutput, SecondRun
+from .rules.base import Rule, Saved, kept_to_run_again
 from .rules.by_level import RuleByLevel
-from .second_run import SecondRun
 from .trees import TreeDocuments
 
 
@@ -100,3 +106,139 @@ def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledO
 
     refilled.remember(made, refill)
     return made
+
+
+class Call(NamedTuple):
+    """What one run of a mixer takes beside its tensors."""
+
+    front: Front
+    rule: Rule
+    readout: Readout
+    neighbours: Neighbours
+    keep: bool  # for a backward
+    refilled: RefilledOutput | None
+    hand_over: HandOver | None  # of the gradient of the output
+    second_run: SecondRun | None  # None if what the backward reads is kept
+
+
+class _Kept(NamedTuple):
+    """What the backward needs beside the saved tensors."""
+
+    call: Call
+    rule_plan: Any
+    stamp: Tensor | None  # of the documents
+    parameters: int  # how many of the saved tensors
+    linked: int  # how many of the saved tensors a state link kept
+
+
+class MixerFunction(torch.autograd.Function):
+    """Projection rows ``[S, B, P]`` to ``[S, B, H V]``; the last parameter is the readout's."""
+
+    @staticmethod
+    @leaves_memory_unfilled
+    def forward(ctx, call: Call, rows: Tensor, *parameters: Tensor | None):
+        out, saved, ctx.kept = _forward(call, rows, parameters)
+        if call.keep:
+            ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    @first_derivative_only
+    @leaves_memory_unfilled
+    def backward(ctx, d_out: Tensor):
+        saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
+        # From here on each tensor is freed after its last read, if no second backward will come.
+        ctx.maybe_clear_saved_tensors()
+        gradient = [d_out if hand_over is None else hand_over.take(d_out)]
+        del d_out
+        return None, *_backward(ctx.kept, saved, gradient)
+
+
+def _forward(
+    call: Call, rows: Tensor, parameters: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor | None], _Kept | None]:
+    """The mixer's output, and what its backward needs if there will be one."""
+    front, rule, readout, neighbours, keep, refilled, _, second_run = call
+    *of_front, gamma = parameters
+    inputs = front.forward(rows, of_front, neighbours.documents)
+    begun = rule.begin(inputs, neighbours.of_rule)
+    initial, linked = None, ()
+    if neighbours.states is not None:
+        initial, linked = neighbours.states.entering(rule, begun, inputs)
+    o, _, of_rule = begun.run(initial, keep=keep)
+    del begun
+    saved, kept = (), None
+    if keep:
+        wanted, again, of_readout = rule.reads_again, front.again, o if readout.reads_o else None
+        if second_run is not None:
+            wanted, of_readout, of_rule = (), None, kept_to_run_again(rule, of_rule)
+        named = zip(front.names, inputs, strict=True)
+        read = [x if name in wanted and name not in again else None for name, x in named]
+        stamp = None if neighbours.documents is None else neighbours.documents.stamp
+        saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
+        kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked))
+        del read
+    del inputs  # without a backward its last reader was the rule
+    mixed = readout.forward(o, rows, gamma)
+    if refilled is not None:
+        if second_run is None:
+            output = partial(_as_it_is, o)
+        else:
+            output = partial(_of_second_run, second_run, rows, of_front, linked, of_rule)
+
+        def refill(out: Tensor) -> None:
+            readout.forward(output(), rows, gamma, out=out)
+
+        refilled.remember(mixed, refill)
+    return mixed, saved, kept
+
+
+def _as_it_is(o: Tensor) -> Tensor:
+    return o
+
+
+def _of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
+    return second_run.made(*kept).o
+
+
+def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
+    """The gradients of the rows and the parameters.
+
+    Args:
+        saved, gradient: the saved tensors, and the gradient of the output. Both lists are emptied,
+            so that each tensor is freed after its last read.
+    """
+    front, rule, readout, neighbours, *_ = kept.call
+    stamp, rows, o = saved[:3]
+    if neighbours.documents is not None and kept.stamp is not None:
+        neighbours.documents.require_unchanged(kept.stamp, stamp)
+    a = 3 + kept.parameters
+    b = a + len(front.names)
+    c = b + kept.linked
+    *of_front, gamma = saved[3:a]
+    read, linked = saved[a:b], tuple(saved[b:c])
+    of_rule = Saved(tuple(saved[c:]), kept.rule_plan)
+    saved.clear()
+    d_rows = rows.new_empty(rows.shape)
+    inputs, second_run = None, kept.call.second_run
+    if second_run is not None:
+        inputs, o, of_rule = second_run.take(rows, of_front, linked, of_rule)
+    d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
+    del o
+    gradient.append(d_o)
+    del d_o
+    if inputs is None:
+        made = front.forward(rows, of_front, neighbours.documents, front.again)
+        inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
+        del made
+    del read
+    # No reference to d_o stays here, so that a rule that converts d_o can free the original.
+    begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
+    del inputs, of_rule
+    initial = d_final = None
+    if neighbours.states is not None:
+        initial, d_final = neighbours.states.leaving(begun, linked)
+    grads = begun.run(initial, d_final)
+    del begun
+    of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents)
+    return d_rows, *of_parameters, d_gamma

@@ -1,17 +1,31 @@
-"""What a mixer is made of between its projections; training and generation run the same parts."""
+"""What a mixer is made of between its projections; training and generation run the same parts.
+
+Where the history and the state of a batch's sequences come from.
+
+| the rows of the batch are         | history (conv)           | state                            |
+|-----------------------------------|--------------------------|----------------------------------|
+| whole sequences                   | zeros                    | zero                             |
+| pieces of sequences on many ranks | rows of the piece before | folded maps of the pieces before |
+| sequences continued from a cache  | the cache                | the cache                        |
+
+Legend: N sequences, H heads with a state, K rows of a state, V columns.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 from .aligned import rows_before
+from .documents import Documents
 from .front.base import Front, GeneratingFront
+from .front.history import HistoryLink
 from .generation.carry import CarryShape
 from .readout.base import Apart, Readout
-from .rules.base import Rule
+from .rules.base import Rule, RuleBackward, RuleForward
 from .state_maps.state_map import StateShape
 
 
@@ -33,7 +47,7 @@ class Parts(NamedTuple):
         readout: the rule's output to rows for out_proj.
         parameters: the front's, then the readout's gamma or None; local to the scheme.
         run_again: training keeps nothing of the front and the rule, and runs both again in the
-            backward (:mod:`.second_run`).
+            backward (:mod:`.recompute`).
     """
 
     front: Front
@@ -83,3 +97,52 @@ class Parts(NamedTuple):
 @lru_cache(maxsize=64)
 def _shape(front: GeneratingFront, taps: int, aligned: bool) -> CarryShape:
     return CarryShape.of(front.layout, front.state, taps, aligned)
+
+
+class StateLink(Protocol):
+    """States that enter the N sequences of a batch, and gradients of those that leave.
+
+    Attributes:
+        documents: boundaries of the sequences, all batch rows end to end.
+    """
+
+    documents: Documents
+
+    def entering(
+        self, rule: Rule, forward: RuleForward, inputs: Any
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """``[N, H, K, V]`` for ``forward.run``, and tensors to keep for :meth:`leaving`."""
+        ...
+
+    def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
+        """The states that :meth:`entering` gave, from what it kept."""
+        ...
+
+    def leaving(
+        self, backward: RuleBackward, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``initial`` as in the forward, and ``d_final``, for ``backward.run``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """Boundaries, history and states that belong to the rows of one batch.
+
+    Attributes:
+        documents: boundaries inside a batch row, the same in every row: documents, or pieces of
+            them. None when a row is one sequence.
+        history, states: None if they are zero.
+    """
+
+    documents: Documents | None = None
+    history: HistoryLink | None = None
+    states: StateLink | None = None
+
+    @property
+    def of_rule(self) -> Documents | None:
+        """Boundaries as the rule takes them."""
+        return self.documents if self.states is None else self.states.documents
+
+
+ALONE = Neighbours()  # every batch row is one whole sequence

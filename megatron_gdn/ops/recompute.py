@@ -1,11 +1,30 @@
-"""Dropping the mixer's output between the forward and the backward of its reader."""
+"""Dropping the mixer's output between the forward and the backward of its reader.
+
+Gradients that are freed while the function that they were given to still runs.
+
+Autograd holds the gradient that it gives to a backward until that backward returns. So a small
+autograd step follows the function. Its backward, which runs first, puts the gradient into a
+:class:`HandOver` and returns a stub of the same shape, which takes no memory. The function's
+backward takes the gradient from the HandOver. No other reference to the gradient is left.
+
+The front and the rule of one forward, run again in its backward.
+
+Nothing of the rule is then kept between the two but the projection rows, which the backward reads
+anyway. The second run starts when the mixer's output is filled again (:mod:`.recompute`), or else
+with the mixer's backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .front.base import Front
+from .parts import Neighbours
+from .rules.base import Rule, Saved, run_again
 
 
 def saved_tensors_are_hooked() -> bool:
@@ -76,3 +95,99 @@ class RefilledOutput:
 
         storage.resize_(0)
         hook = out.register_hook(fill_again)
+
+
+# Bytes of the smallest gradient that is handed over. The step takes the host some 50 microseconds.
+# Only with many rows has a GPU work for longer than that, and a gradient that counts in the peak.
+LEAST = 128 << 20
+
+
+class HandOver:
+    """One object per forward: ``out = hand_over.behind(out)``, ``take`` in the backward."""
+
+    def __init__(self) -> None:
+        self._aside: dict[int, Tensor] = {}
+
+    def behind(self, out: Tensor) -> Tensor:
+        """``out`` through the step; unchanged if its gradient is not needed or is small."""
+        if not out.requires_grad or out.nbytes < LEAST:
+            return out
+        return _PutAside.apply(out, self)
+
+    def take(self, gradient: Tensor) -> Tensor:
+        """The gradient that this run of the backward put aside; ``gradient`` if there is none."""
+        return self._aside.pop(_run(), gradient)
+
+    def put_aside(self, gradient: Tensor) -> Tensor:
+        self._aside[_run()] = gradient
+        return gradient.new_empty(()).expand(gradient.shape)
+
+
+def _run() -> int:
+    """The number of the backward that runs in this thread."""
+    return torch._C._current_graph_task_id()
+
+
+class _PutAside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
+        ctx.hand_over = hand_over
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        if torch.is_grad_enabled():  # a second derivative; the function's own backward refuses it
+            return gradient, None
+        return ctx.hand_over.put_aside(gradient), None
+
+
+class Again(NamedTuple):
+    """What the second run made."""
+
+    inputs: Any  # of the rule
+    o: Tensor
+    saved: Saved
+
+
+class SecondRun:
+    """One object per forward."""
+
+    def __init__(self, front: Front, rule: Rule, neighbours: Neighbours) -> None:
+        self._front, self._rule, self._neighbours = front, rule, neighbours
+        self._made: Again | None = None
+
+    def made(
+        self,
+        rows: Tensor,
+        of_front: Sequence[Tensor | None],
+        linked: tuple[Tensor, ...],
+        kept: Saved,
+    ) -> Again:
+        """The first call computes; :meth:`take` finds the same.
+
+        Args:
+            rows, of_front: of the first run.
+            linked: what the state link kept.
+            kept: from :func:`.rules.base.kept_to_run_again`.
+        """
+        if self._made is None:
+            near = self._neighbours
+            inputs = self._front.forward(rows, of_front, near.documents)
+            initial = None if near.states is None else near.states.entered(linked)
+            o, _, saved = run_again(self._rule, inputs, kept, near.of_rule, initial)
+            self._made = Again(inputs, o, saved)
+        return self._made
+
+    def take(
+        self,
+        rows: Tensor,
+        of_front: Sequence[Tensor | None],
+        linked: tuple[Tensor, ...],
+        kept: Saved,
+    ) -> Again:
+        """:meth:`made`, forgotten here; without the inputs that the backward does not read."""
+        inputs, o, saved = self.made(rows, of_front, linked, kept)
+        self._made = None
+        wanted = self._rule.reads_again
+        named = zip(self._front.names, inputs, strict=True)
+        return Again(type(inputs)(*(x if n in wanted else None for n, x in named)), o, saved)

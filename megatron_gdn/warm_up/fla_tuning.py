@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from ..ops.gdn.sizes import HeadSizes
+from ..ops.delta_rule.base import HeadSizes
 from .needs import Share
 
 _TOKENS = (8192, 2048)
@@ -35,9 +35,9 @@ def run_rule(sizes: HeadSizes, tokens: int) -> None:
     """fla's forward and backward, dense and packed, in bf16."""
     import torch
 
+    from ..gdn.rule import resolve_rule
+    from ..ops.delta_rule.base import RuleInputs
     from ..ops.documents import Documents
-    from ..ops.gdn.rule.base import RuleInputs
-    from ..ops.gdn.rule.resolve import resolve_rule
 
     rule = resolve_rule("fla", device="cuda", dtype=torch.bfloat16, sizes=sizes).rule
 

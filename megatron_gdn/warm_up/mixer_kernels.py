@@ -10,17 +10,16 @@ from functools import partial
 
 import torch
 
+from ..gdn import half_kernels
+from ..gdn.half import LARGEST_D_FINAL, LARGEST_D_O
+from ..ops.delta_rule import front_triton as prepare
+from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.front.edges import EdgeInputs, HistoryTable
-from ..ops.gdn import front_triton as prepare
-from ..ops.gdn.rule import half_kernels
-from ..ops.gdn.rule.base import RuleGrads, RuleInputs
-from ..ops.gdn.rule.half import LARGEST_D_FINAL, LARGEST_D_O
-from ..ops.gdn.sizes import HeadSizes
 from ..ops.kernels.builds import watch_triton_builds
 from ..ops.readout.per_head_triton import TritonPerHead
 from ..ops.state_maps import chains, chains_kernels
-from .hopper import compile_triton_only
+from .flash_qla import compile_triton_only
 from .tasks import Task
 
 # Kernels are the same for every length except 1 and odd lengths. Lengths in a run are even.

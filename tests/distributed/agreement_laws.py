@@ -13,10 +13,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn.context_parallel import agreement
+from megatron_gdn.gdn.rule import choose_rule
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
-from megatron_gdn.ops.gdn.rule.resolve import choose_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.distributed.layer_laws import build_layer, thd
 from tests.parallel import make_config, parallel
 

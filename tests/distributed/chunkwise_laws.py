@@ -18,10 +18,10 @@ from megatron_gdn.context_parallel import agreement, local_indices, price
 from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.gdn import layer as layer_module
+from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.mixers import micro_batch
-from megatron_gdn.mixers.gdn import layer as layer_module
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.choice import Choice
 from tests.distributed.layer_laws import build_layer, by_way_of, randomise_, thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank

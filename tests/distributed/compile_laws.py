@@ -14,7 +14,7 @@ LENGTHS = (8, 24, 16)
 def compiled_equals_eager(cp: int, packed: bool, **options) -> None:
     """Output, the input's gradient and every parameter's gradient, bit for bit, and twice.
 
-    Functions that stay as they are (:mod:`megatron_gdn.ops.uncompiled`) give Dynamo no warning.
+    Functions that stay as they are (:mod:`megatron_gdn.ops.autograd`) give Dynamo no warning.
     """
     with parallel(cp=cp):
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])

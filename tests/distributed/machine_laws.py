@@ -12,7 +12,7 @@ from megatron_gdn.context_parallel.chunkwise import map_exchange
 from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
 from megatron_gdn.context_parallel.machines import ranks_per_machine
 from megatron_gdn.context_parallel.price import map_exchanges
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.layer_laws import build_layer, thd
 from tests.distributed.mixer_laws import groups_of_megatron

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_gdn.mixers.mamba2.grouped_norm import GroupedRMSNorm
+from megatron_gdn.mamba2.layer import GroupedRMSNorm
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import groups_of_megatron, parallel_equals_one_rank
 from tests.distributed.mixers import MAMBA2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_gdn.doctor.packages import _EXTRAS, kernels, machine, packages
-from megatron_gdn.ops.rules import obstacles
+from megatron_gdn.ops import obstacles
 
 
 @pytest.fixture

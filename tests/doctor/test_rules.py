@@ -7,8 +7,8 @@ import torch
 
 from megatron_gdn.doctor import rules
 from megatron_gdn.doctor.__main__ import main
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 
 SMALL = HeadSizes(1, 2, 8, 12)
 COMMAND = ["--heads", "1:2", "--head-dim", "8", "--tokens", "70"]

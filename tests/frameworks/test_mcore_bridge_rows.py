@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 
 @pytest.mark.parametrize("conv", [False, True])

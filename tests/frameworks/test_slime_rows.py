@@ -6,7 +6,7 @@ from megatron.core import parallel_state
 
 from megatron_gdn import GDNDims
 from megatron_gdn.frameworks.slime import _of_ranks, _rank_after_rank
-from megatron_gdn.hf.maps.gdn_layer import gdn_layer_maps
+from megatron_gdn.gdn.hf import gdn_layer_maps
 
 DIMS = GDNDims(
     hidden_size=6, num_key_heads=4, num_value_heads=8, key_head_dim=2, value_head_dim=3,

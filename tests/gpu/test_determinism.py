@@ -9,9 +9,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from benchmarks.lib.invariance import check_batch_invariance
 from benchmarks.lib.repeats import check_repeats
+from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import (  # noqa: E402

@@ -137,6 +137,6 @@ def test_the_contract_imports_with_torch_alone():
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['megatron', 'safetensors', 'transformers', 'tqdm']))\n"
-        "import megatron_gdn.hf.fp32_contract, megatron_gdn.hf.maps.gdn_layer\n"
+        "import megatron_gdn.hf.fp32_contract, megatron_gdn.gdn.hf\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

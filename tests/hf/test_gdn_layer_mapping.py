@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gdn.hf.maps.gdn_layer import (
+from megatron_gdn.gdn.hf import (
     fuse_interleaved,
     gdn_layer_from_hf,
     gdn_layer_maps,
     gdn_layer_to_hf,
     unfuse_interleaved,
 )
-from megatron_gdn.hf.maps.tensor_map import TensorMap
-from megatron_gdn.mixers.gdn.sizes import GDNDims
+from megatron_gdn.gdn.sizes import GDNDims
+from megatron_gdn.mixers.tensor_map import TensorMap
 
 BF16, F32 = torch.bfloat16, torch.float32
 # What the published files hold: Qwen3.5 has two fp32 tensors a layer, the others none.

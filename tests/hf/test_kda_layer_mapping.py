@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import kda_layer_from_hf, kda_layer_to_hf
-from megatron_gdn.mixers.kda.sizes import KDADims
+from megatron_gdn.kda.sizes import KDADims
 from tests.hf.tiny_models import build
 from tests.kda_mixers import kda_config, whole_mixer
 from tests.layer.test_kda import written_out

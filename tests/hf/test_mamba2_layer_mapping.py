@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
-from megatron_gdn.hf.maps.mamba2_layer import mamba2_layer_maps
-from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
+from megatron_gdn.mamba2.hf import mamba2_layer_maps
+from megatron_gdn.mamba2.sizes import Mamba2Dims
 
 DIMS = Mamba2Dims(
     hidden_size=7, num_heads=12, num_groups=4, head_dim=3, state_dim=5, conv_kernel_dim=4

@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
+from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.hf import gdn_layer_from_hf, gdn_layer_to_hf, parse_hf_config
-from megatron_gdn.mixers.gdn.sizes import GDNDims
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.hf.float64_layer import float64_layer
 from tests.hf.tiny_models import build

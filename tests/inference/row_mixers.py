@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.inference import RowMixer, decode, gdn_rows, kda_rows, mamba2_rows, prefill
-from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
+from megatron_gdn.kda.rule import PlainKDA
+from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.mamba2.sizes import Mamba2Dims
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.kda.rule.plain import PlainKDA
-from megatron_gdn.ops.kda.sizes import rows_of
 from megatron_gdn.ops.layout import Layout
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.neighbours import Neighbours
-from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.parts import GatedNorm, Neighbours
 from megatron_gdn.ops.rules.base import Rule
 from tests.gdn_mixer import gated_delta_mixer
 

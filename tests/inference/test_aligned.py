@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_gdn.inference import decode, prefill
 from megatron_gdn.mixers.generation.dynamic import SlotBuffers, decode_requests
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.generation.aligned import decode_on_grid
 from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, kda_kind, mamba2_kind
 

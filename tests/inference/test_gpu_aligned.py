@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_gdn.inference import decode, prefill
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
 
 pytestmark = [
@@ -26,7 +26,7 @@ MAMBA2 = mamba2_kind(heads=16, groups=2, head_dim=64, state_dim=128)
 
 def flash_qla():
     pytest.importorskip("flash_qla")
-    from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
+    from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 
     return FlashQlaRule(aligned=True)
 

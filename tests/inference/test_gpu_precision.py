@@ -7,9 +7,9 @@ parameters. 1.2 is what the kernels may differ by in the order of their sums.
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.mamba2.rule.resolve import resolve_ssd
+from megatron_gdn.gdn.rule import resolve_rule
+from megatron_gdn.mamba2.rule import resolve_ssd
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.inference.row_mixers import gdn_kind, mamba2_kind, run_in_parts
 
 pytestmark = pytest.mark.gpu

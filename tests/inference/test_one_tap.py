@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.inference import prefill
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.inference import test_aligned, test_step
 from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.sizes import HeadSizes
 
 # Rounding of fp32 in sums of a few hundred terms, and Triton's exp2 / rsqrt, good to about 2 ulp:
 # 2^-24 * sqrt(400) * a few operations.

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import InHalf

@@ -16,7 +16,7 @@ from megatron_gdn.context_parallel.chunkwise.map_exchange import (
 from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
 from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts
-from megatron_gdn.ops.state_maps.steps import NONE, Steps
+from megatron_gdn.ops.state_maps.state_map import NONE, Steps
 
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],

@@ -13,18 +13,19 @@ import torch
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.context_parallel.chunkwise.scheme import _local_pieces
-from megatron_gdn.context_parallel.chunkwise.static_history import static_history_route
-from megatron_gdn.context_parallel.chunkwise.static_pieces import static_pieces
+from megatron_gdn.context_parallel.chunkwise.static_history import (
+    static_history_route,
+    static_pieces,
+)
+from megatron_gdn.gdn.front import GDNFront
+from megatron_gdn.mamba2.front import Mamba2Front
+from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops import StaticDocuments
+from megatron_gdn.ops.delta_rule import front_torch as gdn_torch
+from megatron_gdn.ops.delta_rule import front_triton as gdn
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.fused_edges import FusedEdges
 from megatron_gdn.ops.front.history import ContinuedFront
-from megatron_gdn.ops.gdn import front_torch as gdn_torch
-from megatron_gdn.ops.gdn import front_triton as gdn
-from megatron_gdn.ops.gdn.front import GDNFront
-from megatron_gdn.ops.gdn.rule.base import RuleGrads
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.mamba2.front import Mamba2Front
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 from megatron_gdn.ops.trees import TreeDocuments
 
 from . import test_mamba2_kernels as mamba2

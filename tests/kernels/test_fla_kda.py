@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.kda.rule.fla import FlaKDA
-from megatron_gdn.ops.kda.rule.plain import PlainKDA
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.kda.fla import FlaKDA
+from megatron_gdn.kda.rule import PlainKDA
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.elementwise import l2norm
 from tests.ops.delta_rule.states import NAMES, backward_of, documents_of
 
 from .conftest import INTERPRETED

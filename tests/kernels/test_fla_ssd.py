@@ -10,8 +10,8 @@ import operator
 import pytest
 import torch
 
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
-from megatron_gdn.ops.mamba2.rule.fla import FlaSSD
+from megatron_gdn.mamba2.fla import FlaSSD
+from megatron_gdn.mamba2.plain import SSDInputs
 from tests.ops.ssd.oracle import documents_of, oracle, random_inputs
 
 from .conftest import INTERPRETED

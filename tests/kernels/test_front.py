@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn import front_torch as prepare_torch
-from megatron_gdn.ops.gdn import front_triton as prepare
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule import front_torch as prepare_torch
+from megatron_gdn.ops.delta_rule import front_triton as prepare
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Walk
 
 from .kernel_cases import Case, assert_close

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block
-from megatron_gdn.ops.readout.per_head import PerHead
 from megatron_gdn.ops.readout.per_head_triton import TritonPerHead
+from megatron_gdn.ops.readout.plain import PerHead
 
 from .kernel_cases import Case, assert_close
 

@@ -7,13 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.inference import decode, gdn_rows, mamba2_rows, prefill
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
 from megatron_gdn.ops.kernels.launch import Launch
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.neighbours import Neighbours
+from megatron_gdn.ops.parts import Neighbours
 from megatron_gdn.ops.rules.base import RuleOutput, Saved
 from tests.inference.row_mixers import DT_LIMIT, gdn_kind, mamba2_kind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule import half_kernels, half_torch
+from megatron_gdn.gdn import half_kernels, half_torch
 
 SHAPES = {
     "T1": (1, 1, 1, 1, 4),

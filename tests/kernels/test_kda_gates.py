@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_gdn.kda.front import KDAFront
+from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.ops.delta_rule.base import RuleGrads
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.base import RuleGrads
-from megatron_gdn.ops.kda.front import KDAFront
-from megatron_gdn.ops.kda.sizes import rows_of
 
 from .kernel_cases import assert_close
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from megatron_gdn.mamba2.front import Mamba2Front
+from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.mamba2.front import Mamba2Front
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
-from megatron_gdn.ops.readout.grouped import Grouped
 from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
+from megatron_gdn.ops.readout.plain import Grouped
 
 from .kernel_cases import assert_close
 

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_gdn.gdn.step import step_slots
 from megatron_gdn.inference import Carry, decode, gdn_rows, mamba2_rows
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.gdn.step import step_slots
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
-from megatron_gdn.ops.mamba2.step import mamba2_step_slots
+from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.mamba2.step import mamba2_step_slots
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.test_mamba2_kernels import layout_of

@@ -6,7 +6,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
 from megatron.training.utils import to_empty_if_meta_device
 
-from megatron_gdn.mixers.gdn import layer as layer_module
+from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import mamba_mixers
 from tests.mamba_mixers import alone

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.kda.gates import channel_gates
-from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.kda.front import channel_gates
+from megatron_gdn.kda.rule import recurrent_kda
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.elementwise import l2norm
 from tests.distributed.layer_laws import thd
 from tests.hf.tiny_models import model_class
 from tests.kda_mixers import kda_config, whole_mixer

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_gdn.compat import observe
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.mixers.gdn.out_norm import is_plain_rms_norm
+from megatron_gdn.mixers.out_norm import is_plain_rms_norm
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import randomise_
 from tests.parallel import assert_close, make_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn.mixers.gdn.recompute import LEVELS
+from megatron_gdn.mixers.recompute import LEVELS
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.ops.test_second_run import saved_bytes
 from tests.parallel import make_config

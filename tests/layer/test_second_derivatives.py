@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_gdn
 from megatron_gdn import ops
+from megatron_gdn.gdn import api
 from megatron_gdn.mixers.tensor_parallel import sum_gradient
+from megatron_gdn.ops.autograd import mix_no_tokens
 from megatron_gdn.ops.conv import causal_conv1d
-from megatron_gdn.ops.gdn.rule import api
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.no_tokens import mix_no_tokens
-from megatron_gdn.ops.readout.grouped import grouped_rms_norm
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.readout.plain import grouped_rms_norm
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import mamba_mixers
 from tests.distributed.layer_laws import randomise_

@@ -14,7 +14,7 @@ from megatron_gdn.models.sizes import (
     scheme,
     tensor_parallel_sizes,
 )
-from megatron_gdn.ops.size_error import SizeError
+from megatron_gdn.ops.layout import SizeError
 from tests.examples.commands import commands_of, launches_of
 
 ROOT = Path(__file__).parents[2]

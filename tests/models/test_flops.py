@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_step
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
+from megatron_gdn.ops.delta_rule.base import RuleInputs
 from tests.hf.tiny_models import model_class
 from tests.kda_mixers import parameters_of_kda
 from tests.models.published import as_config, config_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gdn.ops.build_lock import build_lock
+from megatron_gdn.ops.kernels.builds import build_lock
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 20  # seconds on a busy machine

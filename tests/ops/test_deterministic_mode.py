@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import Documents, gated_delta_rule
-from megatron_gdn.ops.gdn.rule.plain import PlainBackward, PlainForward
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainForward
 from megatron_gdn.ops.parts import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 

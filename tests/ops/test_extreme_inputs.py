@@ -8,7 +8,7 @@ from megatron_gdn.ops import (
     recurrent_gated_delta_rule,
     torch_chunk_gated_delta_rule,
 )
-from megatron_gdn.ops.gates import least_log_decay
+from megatron_gdn.ops.elementwise import least_log_decay
 from tests.ops.delta_rule.test_gated_delta_rule import (
     FP32,
     assert_agree,

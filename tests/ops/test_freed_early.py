@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_gdn.ops import hand_over
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops import recompute as hand_over
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer

@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.gdn.flash_qla.fences import missing_fences
+from megatron_gdn.gdn.rule import RULES, resolve_rule
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
-from megatron_gdn.ops.gdn.flash_qla.fences import missing_fences
-from megatron_gdn.ops.gdn.rule.resolve import RULES, resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer

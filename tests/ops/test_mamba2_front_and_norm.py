@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_gdn.mamba2.front import Mamba2Front, time_steps
+from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.mamba2.front import Mamba2Front, time_steps
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
-from megatron_gdn.ops.readout.grouped import GateOnly, Grouped, grouped_rms_norm
+from megatron_gdn.ops.readout.plain import GateOnly, Grouped, grouped_rms_norm
 
 from .ssd.oracle import documents_of
 

@@ -12,13 +12,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops.conv import causal_conv1d
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gates import decay_and_write_gates
-from megatron_gdn.ops.gdn.rule.recurrent import recurrent_gated_delta_rule
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.norm import l2norm, rms_norm_gated
+from megatron_gdn.ops.elementwise import decay_and_write_gates, l2norm, rms_norm_gated
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer

@@ -6,10 +6,11 @@ Without a GPU: what torch would say of one is replaced, fla itself is the instal
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.once import say_once
-from megatron_gdn.ops.rules import fla_functions, obstacles
+from megatron_gdn.gdn.rule import resolve_rule
+from megatron_gdn.ops import obstacles
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.obstacles import say_once
+from megatron_gdn.ops.rules import fla_functions
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
 SIZES = HeadSizes(2, 4, 64, 64)

@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 
 from megatron_gdn import launch
 from megatron_gdn.doctor import rules
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.once import warn_once
-from megatron_gdn.ops.rules import obstacles
+from megatron_gdn.gdn.rule import resolve_rule
+from megatron_gdn.ops import obstacles
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.obstacles import warn_once
 
 pytestmark = pytest.mark.skipif(find_spec("flash_qla") is not None, reason="is installed")
 SIZES = HeadSizes(2, 4, 128, 128)

@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.ops import Documents, StaticDocuments
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.state_maps.parts import CHUNK, Parts, parts_by_length
-from megatron_gdn.ops.state_maps.static_parts import static_parts
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.state_maps.parts import CHUNK, Parts, parts_by_length, static_parts
 from tests.whole_groups import whole_groups
 
 CPU = torch.device("cpu")

@@ -6,12 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.parts import gdn_parts
-from megatron_gdn.ops.gdn.rule.base import RuleGrads
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.gdn.front import gdn_parts
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.neighbours import Neighbours
-from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.parts import GatedNorm, Neighbours
 from megatron_gdn.ops.rules import by_level
 from tests.ops.test_mixer import make_inputs, plain_rule
 from tests.parallel import assert_close

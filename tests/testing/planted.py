@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from benchmarks.lib.repeats import check_repeats, forward_backward, poison_free_memory
+from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import Documents
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.parts import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_gdn.mixers.mamba2.arguments import check_ranges, refuse_unsupported_arguments
-from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
+from megatron_gdn.mamba2.sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
 
 SIZES = {"num_heads": 8, "num_groups": 4, "head_dim": 3, "state_dim": 5}
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.mixers.parameter_marks import MarkedParameters
 from megatron_gdn.mixers.precision import Fp32Parameters, mark_keep_in_fp32
+from megatron_gdn.mixers.tensor_parallel import MarkedParameters
 
 
 class Small(MarkedParameters, Fp32Parameters, nn.Module):

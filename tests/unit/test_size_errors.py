@@ -6,8 +6,8 @@ import pytest
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
-from megatron_gdn.mixers.mamba2.sizes import Mamba2Dims
-from megatron_gdn.ops.gdn.sizes import require_even_groups
+from megatron_gdn.mamba2.sizes import Mamba2Dims
+from megatron_gdn.ops.delta_rule.base import require_even_groups
 
 
 def gdn(key_heads=4):

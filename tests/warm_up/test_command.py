@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from megatron_gdn.ops.gdn.flash_qla.builds import Heads
+from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.warm_up import needs
 from megatron_gdn.warm_up.command import main
 from megatron_gdn.warm_up.tasks import Task

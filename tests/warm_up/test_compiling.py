@@ -63,9 +63,9 @@ def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, 
 def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
     from triton.runtime.jit import JITFunction
 
+    from megatron_gdn.gdn import half_kernels
+    from megatron_gdn.ops.delta_rule import front_triton as gdn
     from megatron_gdn.ops.front import fused_edges
-    from megatron_gdn.ops.gdn import front_triton as gdn
-    from megatron_gdn.ops.gdn.rule import half_kernels
     from megatron_gdn.ops.kernels import reduce
     from megatron_gdn.ops.readout import per_head_triton as norm
     from megatron_gdn.ops.state_maps import chains_kernels
@@ -100,7 +100,7 @@ def test_heads_of_other_sizes_are_compiled_too(tmp_path):
 QUICK_KERNELS = """
 from megatron_gdn.warm_up.flash_qla import flash_qla_tasks
 from megatron_gdn.warm_up.tasks import run_tasks
-from megatron_gdn.ops.gdn.flash_qla.builds import Heads
+from megatron_gdn.gdn.flash_qla.builds import Heads
 import torch
 tasks = flash_qla_tasks(Heads(2, 4, torch.float16), ("uncut",), 132)
 quick = [task for task in tasks if "cumsum" in task.name]

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from megatron_gdn.mixers.gdn.sizes import GDNDims
-from megatron_gdn.warm_up.arguments import parse
-from megatron_gdn.warm_up.model_file import read_model
-from megatron_gdn.warm_up.needs import Share, needs_of, shares_of
+from megatron_gdn.gdn.sizes import GDNDims
+from megatron_gdn.warm_up.command import parse
+from megatron_gdn.warm_up.needs import Share, needs_of, read_model, shares_of
 
 DIMS = GDNDims(
     hidden_size=2048, num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.chains import follow
-from ...ops.state_maps.steps import NONE, Steps
+from ...ops.state_maps.state_map import NONE, Steps
 
 
 class Nodes(NamedTuple):

@@ -19,10 +19,10 @@ from torch import Tensor
 from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream
 from ...ops.layout import Layout
-from ...ops.neighbours import Neighbours
+from ...ops.parts import Neighbours
 from ...ops.state_maps.state_map import StateShape
 from ...ops.static_documents import StaticDocuments
-from ..headwise.static_route import zigzag_positions
+from ..headwise.route import zigzag_positions
 from ..layouts import SequenceLayout, local_indices
 from ..machines import ranks_per_machine
 from ..price import exchange_prices
@@ -31,8 +31,7 @@ from .history import HistoryOfPieces, history_route
 from .map_exchange import gather_and_fold, share_and_fold
 from .pieces import pieces_of
 from .states import Exchange, StatesOfPieces, state_table
-from .static_history import static_history_route
-from .static_pieces import static_pieces, static_state_table
+from .static_history import static_history_route, static_pieces, static_state_table
 
 EXCHANGES: dict[str, Exchange] = {"gather": gather_and_fold, "share": share_and_fold}
 

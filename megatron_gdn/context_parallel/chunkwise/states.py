@@ -167,7 +167,7 @@ def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
 class StatesOfPieces:
     """The states that enter this rank's pieces, computed from the maps of all earlier pieces.
 
-    A :class:`~megatron_gdn.ops.neighbours.StateLink`.
+    A :class:`~megatron_gdn.ops.parts.StateLink`.
 
     Args:
         table: between which pieces states travel.

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from ...ops.static_documents import StaticDocuments
 from ..layouts import SequenceLayout
-from .route import Wave, route
+from .route import Wave, route, static_route
 from .shares import HeadShares
-from .static_route import static_route
 
 # Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
 # travels. For fewer bytes a second round of messages costs more than it hides. On 4 H200, two waves

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ...ops.layout import Layout, Section
-from ...ops.size_error import SizeError
+from ...ops.layout import Layout, Section, SizeError
 from ..layouts import SequenceLayout
 from .exchange import Exchange, to_heads, to_sequence
 from .scheme import share_of_parameter

@@ -17,18 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.autograd import uncompiled
 from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
-from ...ops.neighbours import Neighbours
+from ...ops.parts import Neighbours
 from ...ops.static_documents import StaticDocuments
-from ...ops.uncompiled import uncompiled
 from ..layouts import SequenceLayout
 from ..scheme import Passage
 from .exchange import Exchange, to_heads, to_sequence
-from .route import positions
+from .route import positions, zigzag_positions
 from .shares import HeadShares
-from .static_route import zigzag_positions
 
 
 class Headwise:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat.megatron_on_cpu import run_megatron_on_cpu
-from ...mixers.attention.share import MicroBatchShare, Span
+from ...mixers.attention.attention import MicroBatchShare, Span
 
 if TYPE_CHECKING:
     from .batch import ModelBatch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...compat.observe import log_once
 from ...mixers.precision import Fp32Parameters
-from ...ops.gates import decay_and_write_gates
+from ...ops.elementwise import decay_and_write_gates
 from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .families import LinearAttention, family_of
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...mixers.gdn.sizes import GDNDims
+from ...gdn.front import gdn_parts
+from ...gdn.rule import choose_rule
+from ...gdn.sizes import GDNDims
 from ...mixers.micro_batch import ChooseRule, MicroBatch
-from ...ops.gdn.parts import gdn_parts
-from ...ops.gdn.rule.resolve import choose_rule
-from ...ops.gdn.sizes import HeadSizes
+from ...ops.delta_rule.base import HeadSizes
 from ...ops.parts import GatedNorm, Parts
 from ...ops.readout.base import Apart
 

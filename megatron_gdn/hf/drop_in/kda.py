@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...mixers.kda.sizes import KDADims
+from ...kda.front import kda_parts
+from ...kda.rule import choose_kda
+from ...kda.sizes import KDADims
 from ...mixers.micro_batch import ChooseRule, MicroBatch
-from ...ops.kda.parts import kda_parts
-from ...ops.kda.rule.resolve import choose_kda
 from ...ops.parts import GatedNorm, Parts
 from ...ops.readout.base import Apart
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..maps.gdn_layer import ba_rows, qkvz_rows
+from ...gdn.hf import ba_rows, qkvz_rows
 from .families import LinearAttention, family_of
 
 

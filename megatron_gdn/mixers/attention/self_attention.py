@@ -13,8 +13,7 @@ from torch import Tensor
 from ...context_parallel.layouts import SequenceLayout
 from ...ops.trees import TreeDocuments
 from ..loader_layout import AUTO, FollowsLoader, LoaderLayout
-from .attention import TorchAttention
-from .share import MicroBatchShare, gather_in_order
+from .attention import MicroBatchShare, TorchAttention, gather_in_order
 
 
 class TorchSelfAttention(FollowsLoader, SelfAttention):

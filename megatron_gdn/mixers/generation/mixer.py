@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...compat.observe import span
+from ...ops.autograd import uncompiled
 from ...ops.generation.carry import CarryShape
 from ...ops.layout import Layout
 from ...ops.parts import Parts
 from ...ops.state_maps.state_map import StateShape
-from ...ops.uncompiled import uncompiled
 from ..arguments import require_causal
 from ..micro_batch import MicroBatch, MicroBatches
 from ..packing import resolve_packed_seq_params

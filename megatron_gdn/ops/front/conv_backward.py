@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
-from .walk import (
+from .conv_forward import (
     UNROLL,
     at_an_edge,
     convolve,

@@ -1,6 +1,19 @@
-"""Conv + SiLU, and l2norm if asked for, of one head along the sequence (Triton device functions).
+"""Device functions of the kernels that walk along the sequence, one token at a time.
+
+The walks are written for Triton's compiler (3.6). For every load and store, its coalescing pass
+follows the uses of all operations of a function, so its time grows with the cube of the function's
+size. So each walk is a function that is not inlined, and everything constant is computed before the
+loop. The number of steps is an argument of the launch: one compilation serves all lengths.
+
+Legend: R segments walked side by side, D dim of the head at hand.
+
+Conv + SiLU, and l2norm if asked for, of one head along the sequence (Triton device functions).
 
 Legend: S seq, D dim of the head at hand, W taps; in tile names R segments walked side by side.
+
+Conv + SiLU, and l2norm if asked for, of one head of one token (Triton device function).
+
+Legend: D dim of the head at hand, C conv channels, W taps.
 """
 
 from __future__ import annotations
@@ -9,17 +22,104 @@ import triton
 import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
-from .walk import (
-    UNROLL,
-    at_an_edge,
-    convolve,
-    forget,
-    load_history,
-    load_row,
-    load_taps,
-    push,
-    store_row,
-)
+
+UNROLL = tl.constexpr(4)  # steps per turn of the loop; a walk has a multiple of it
+
+
+@triton.jit
+def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
+    """One row of every segment; zeros past the end of the sequence and of a PADDED head."""
+    if EDGE and PADDED:
+        return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
+    elif EDGE:
+        return tl.load(at_RD, mask=real_R[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(at_RD, mask=real_1D, other=0.0)
+    else:
+        return tl.load(at_RD)
+
+
+@triton.jit
+def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
+    """The reverse of :func:`load_row`."""
+    if EDGE and PADDED:
+        tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
+    elif EDGE:
+        tl.store(at_RD, y_RD, mask=real_R[:, None])
+    elif PADDED:
+        tl.store(at_RD, y_RD, mask=real_1D)
+    else:
+        tl.store(at_RD, y_RD)
+
+
+@triton.jit
+def push(newest, rows, COUNT: tl.constexpr):
+    """``rows`` one step later: ``newest`` in front, the oldest dropped."""
+    pushed = (newest,)
+    for age in tl.static_range(1, COUNT):
+        pushed = pushed + (rows[age - 1],)
+    return pushed
+
+
+@triton.jit
+def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
+    """The W taps of every channel, oldest input first, as a tuple of fp32 rows."""
+    taps = ()
+    for tap in tl.static_range(W):
+        tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
+        taps = taps + (tap_D.to(tl.float32)[None, :],)
+    return taps
+
+
+@triton.jit
+def load_history(
+    x_at_RD, stride, seen_R, real_R, real_1D,
+    W: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """The W - 1 inputs before each segment, newest first; 0 if its first token may not read it."""
+    history = ()
+    for delay in tl.static_range(1, W):
+        past_RD = load_row(
+            x_at_RD - delay * stride, (seen_R >= delay) & real_R, real_1D, PADDED, EDGE
+        )
+        history = history + (past_RD.to(tl.float32),)
+    return history
+
+
+@triton.jit
+def forget(history, seen_R, W: tl.constexpr):
+    """Drop the inputs of the previous document where a new one starts."""
+    kept = ()
+    for delay in tl.static_range(1, W):
+        kept = kept + (tl.where((seen_R == 0)[:, None], 0.0, history[delay - 1]),)
+    return kept
+
+
+@triton.jit
+def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The pre-activation of one token per segment."""
+    pre_RD = taps[W - 1] * x_RD
+    if HAS_BIAS:
+        pre_RD += bias_1D
+    for delay in tl.static_range(1, W):
+        pre_RD += taps[W - 1 - delay] * history[delay - 1]
+    return pre_RD
+
+
+@triton.jit
+def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
+    """Whether the walk over ``tokens`` tokens meets an end of the sequence or of a document.
+
+    An end counts if the taps reach it, in either direction. All other walks, nearly all of a long
+    sequence, need no masks.
+    """
+    end = start + tokens + (W - 1)  # of what the walk reads
+    edge = (start < W - 1) | (end > S)
+    if PACKED:
+        # Positions count up within a document, so that of ``start`` follows from the last one.
+        last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
+        edge = edge | (last - (end - 1 - start) < W - 1)
+    return edge
 
 
 @triton.jit(noinline=True)  # for the compiler's sake, see walk.py
@@ -104,3 +204,33 @@ def conv_head(
             column, start, S, steps, stride_s, out_stride, eps,
             D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, False, NORMALISE,
         )  # fmt: skip
+
+
+@triton.jit
+def conv_head_step(
+    proj_ptr, weight_ptr, bias_ptr, history_ptr, out_ptr, column, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """One head of one row; ``history_ptr`` is at the slot, ``[C, W - 1]`` oldest first."""
+    d_D = tl.arange(0, BLOCK_D)
+    real_D = d_D < D
+    x_raw = tl.load(proj_ptr + column + d_D, mask=real_D, other=0.0)
+    x_D = x_raw.to(tl.float32)
+    taps_ptr = weight_ptr + (column + d_D) * W
+    past_ptr = history_ptr + (column + d_D) * (W - 1)
+    pre_D = x_D * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(tl.float32)
+    for tap in tl.static_range(W - 1):
+        past_raw = tl.load(past_ptr + tap, mask=real_D, other=0.0)
+        tap_D = tl.load(taps_ptr + tap, mask=real_D, other=0.0).to(tl.float32)
+        pre_D += past_raw.to(tl.float32) * tap_D
+        if tap > 0:
+            tl.store(past_ptr + tap - 1, past_raw, mask=real_D)
+    tl.store(past_ptr + W - 2, x_raw, mask=real_D)
+    if HAS_BIAS:
+        pre_D += tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+    act_D = pre_D * sigmoid(pre_D)
+    if NORMALISE:
+        act_D = tl.where(real_D, act_D, 0.0)
+        act_D = act_D * tl.rsqrt(tl.sum(act_D * act_D, axis=0) + eps)
+    tl.store(out_ptr + d_D, act_D.to(out_ptr.dtype.element_ty), mask=real_D)

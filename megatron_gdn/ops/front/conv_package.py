@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..rules.obstacles import installed_version, version_tuple
+from ..obstacles import installed_version, version_tuple
 
 _OLDEST = (1, 6)  # the first whose backward can add in a fixed order
 _INSTALL = 'pip install "megatron-gdn[conv1d]"'

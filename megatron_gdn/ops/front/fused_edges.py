@@ -2,7 +2,7 @@
 
 One launch in the forward, two in the backward: before the gradients travel, and after.
 
-The plain twin is :mod:`.buffered_edges`.
+The plain twin is :mod:`.edges`.
 
 Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
 have a history, R rows of history.

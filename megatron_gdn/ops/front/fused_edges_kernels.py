@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
 from .conv_backward import walk_one_token
-from .walk import convolve, load_taps, push
+from .conv_forward import convolve, load_taps, push
 
 
 @triton.jit

@@ -4,7 +4,7 @@ A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece need 
 the batch; they come from other ranks or from a cache. The front first runs on the batch as if every
 piece were a sequence, while the history travels. Then the first tokens of the pieces, their
 *edges*, are computed again with the history: by kernels of their own (:mod:`.fused_edges`), or by
-the front itself in plain steps (:mod:`.buffered_edges`).
+the front itself in plain steps (:mod:`.edges`).
 
 Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
 have a history, R rows of history, M tokens that get further gradients.
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from .base import Front, FrontAround, Parameters
-from .buffered_edges import BufferedEdges
-from .edges import EdgeInputs, Edges, HistoryTable
+from .edges import BufferedEdges, EdgeInputs, Edges, HistoryTable
 
 
 class Transfer(Protocol):
@@ -53,7 +52,7 @@ class FrontWithEdges(Protocol):
     """A front that can compute the first tokens of pieces with kernels of its own."""
 
     def edges(self) -> Edges | None:
-        """None if the front itself computes the edges, see :mod:`.buffered_edges`."""
+        """None if the front itself computes the edges, see :mod:`.edges`."""
         ...
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gates import largest_A_log, least_log_decay
+from ..elementwise import largest_A_log, least_log_decay
 
 # Bounds of fp32, see the functions.
 LARGEST_A_LOG = tl.constexpr(largest_A_log(torch.float32))

@@ -1,8 +1,8 @@
 """The interface of a readout: from the output of a rule to rows for out_proj.
 
-    per head     y = RMSNorm(o) * act(gate)             :mod:`.per_head`
-    per group    y = RMSNorm_group(o * act(gate))       :mod:`.grouped`
-    gate alone   y = o * act(gate)                      :mod:`.grouped`
+    per head     y = RMSNorm(o) * act(gate)             :mod:`.plain`
+    per group    y = RMSNorm_group(o * act(gate))       :mod:`.plain`
+    gate alone   y = o * act(gate)                      :mod:`.plain`
     a module     y = norm(o, gate)                      :class:`Apart`
 
 ``act`` is SiLU or the sigmoid. The gate is read from the columns ``gate`` of the rows, where the

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .grouped import Grouped
-from .per_head import PerHead
+from .plain import Grouped, PerHead
 
 
 @lru_cache(maxsize=64)

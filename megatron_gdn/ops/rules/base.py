@@ -12,11 +12,18 @@ the batch rows, or the non-empty documents. Documents of several batch rows lie 
 after row. Without a state a sequence starts at zero.
 
 Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V columns.
+
+A rule's forward, run a second time in the backward in place of what the first one kept.
+
+A rule whose backward needs less than a whole forward for that says so by :class:`RunsAgain`. Any
+other rule begins again from its inputs.
+
+Batch rows laid end to end, as kernels for one long row take them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -38,7 +45,7 @@ class Saved(NamedTuple):
     Attributes:
         tensors: saved by autograd, None among them where a rule has no tensor to save.
         plan: how the batch was run, in the rule's own type; None if the documents determine it.
-        made: what a second run of the forward has made for the backward, see :mod:`.again`.
+        made: what a second run of the forward has made for the backward, see :mod:`.base`.
     """
 
     tensors: tuple[Any, ...] = ()
@@ -95,7 +102,7 @@ class RuleBackward(Protocol):
 
 
 class ScalableBackward(RuleBackward, Protocol):
-    """A backward whose d_o may be scaled between its calls, see :mod:`..gdn.rule.half`."""
+    """A backward whose d_o may be scaled between its calls, see :mod:`...gdn.half`."""
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""
@@ -148,3 +155,50 @@ class PreparedRule(Protocol):
             states: whether states enter and leave it.
         """
         ...
+
+
+@runtime_checkable
+class RunsAgain(Protocol):
+    """A rule that keeps something small for a second run, or whose backward takes its products."""
+
+    def kept_to_run_again(self, saved: Saved) -> Saved:
+        """What of a forward's ``saved`` the second run reads: little per token."""
+        ...
+
+    def run_again(
+        self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
+    ) -> RuleOutput:
+        """``o``, and ``saved`` for ``begin_backward``; arguments as of :func:`run_again`."""
+        ...
+
+
+def kept_to_run_again(rule: Rule, saved: Saved) -> Saved:
+    """What a forward keeps if it is run again; empty for a rule that begins again."""
+    return rule.kept_to_run_again(saved) if isinstance(rule, RunsAgain) else Saved()
+
+
+def run_again(
+    rule: Rule, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
+) -> RuleOutput:
+    """``o`` of a forward whose output was dropped, and what its backward needs.
+
+    Args:
+        inputs: all of them, with the bits of the first run.
+        kept: from :func:`kept_to_run_again`.
+        initial: the states that entered the sequences, as in the first run.
+    """
+    if isinstance(rule, RunsAgain):
+        return rule.run_again(inputs, kept, documents, initial)
+    return rule.begin(inputs, documents).run(initial)
+
+
+def in_one_row(x: Any) -> Any:
+    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; None stays."""
+    if x is None or x.shape[0] == 1:
+        return x
+    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """The reverse of :func:`in_one_row`, to ``rows`` = ``[B, S]``."""
+    return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])

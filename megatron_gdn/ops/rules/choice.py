@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..once import say_once
+from ..obstacles import Obstacle, say_once, told_of_plain
 from .base import Rule
-from .obstacles import Obstacle, told_of_plain
 
 ON_GRID = "batch_invariant_mode; in chunks of 64 tokens from a sequence's start"
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..host_tables import cached_by_stream
-from ..state_maps.parts import CHUNK, Parts, parts_by_length
-from ..state_maps.static_parts import uncut_parts
+from ..state_maps.parts import CHUNK, Parts, parts_by_length, uncut_parts
 from ..static_documents import StaticDocuments
 
 _RULE = "fla.ops.gated_delta_rule"

@@ -2,7 +2,7 @@
 
     S_after = through @ S_before + local
 
-The maps are those of the parts of a sequence (:mod:`.fold`) or of its pieces on different ranks
+The maps are those of the parts of a sequence (:mod:`.parts`) or of its pieces on different ranks
 (:mod:`megatron_gdn.context_parallel.chunkwise.map_exchange`). The products of a chain depend on
 each other. So on a GPU one launch follows all chains, and every program keeps some columns of one
 head's state in registers (:mod:`.chains_kernels`). The plain-torch twin is :mod:`.chains_torch`.
@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .steps import NONE, Steps
+from .state_map import NONE, Steps
 
 IDENTITY = "identity"
 MOST_ROWS = 128  # of a state that one program of the kernel holds

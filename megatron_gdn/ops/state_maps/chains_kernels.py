@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
-from .steps import Steps
+from .state_map import Steps
 
 _COLUMNS = 64  # of a state in one program
 _ZERO, _GIVEN, _IDENTITY = range(3)

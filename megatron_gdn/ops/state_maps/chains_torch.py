@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..fp32_matmul import full_fp32_matmul
-from .steps import NONE, Steps
+from .state_map import NONE, Steps
 
 
 def follow(

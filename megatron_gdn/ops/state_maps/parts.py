@@ -1,9 +1,19 @@
 """Sequences cut into parts, so that one long sequence can occupy a whole GPU.
 
 A rule runs the parts side by side. Each part is an affine map of the state that enters it, and
-:mod:`.fold` chains the maps of one sequence.
+:mod:`.parts` chains the maps of one sequence.
 
 Legend: N sequences, P parts.
+
+Chaining the affine maps ``S_out = through @ S_in + local`` of the parts of each sequence.
+
+Legend: N sequences, P parts, H value heads, K key dim, V value dim.
+
+The cut of :func:`parts_by_length` for documents in fixed buffers, made on the device.
+
+States may enter sequences that are not cut.
+
+Legend: N documents at most, M = N + 1 sequences (the last is empty), P parts at most.
 """
 
 from __future__ import annotations
@@ -12,12 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..host_tables import to_device
-from .steps import NONE, Steps
+from ..static_documents import ChunkPlaces, StaticDocuments, chunk_places
+from .chains import IDENTITY, follow
+from .state_map import NONE, Steps
 
 CHUNK = 64
 # One sequence alone is cut so that its parts times its heads fill about one H200 of 132
@@ -132,3 +145,159 @@ def parts_by_length(
         step = step if longest is None else min(step, longest)
         offsets.extend(range(start, end, step))
     return [*offsets, sequences[-1]]
+
+
+def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """The maps of whole sequences from those of their parts.
+
+    Args:
+        local: ``[P, H, K, V]`` fp32.
+        through: ``[P, H, K, K]`` fp32.
+
+    Returns:
+        ``local`` ``[N, H, K, V]`` and ``through`` ``[N, H, K, K]``. If some sequence is cut, they
+        are views of one ``[N, H, K, V + K]`` tensor.
+    """
+    if parts.are_sequences:
+        return local, through
+    (_, H, K, V), N = local.shape, len(parts.whole.chains)
+    whole = local.new_empty(N, H, K, V + K)
+    follow(local, through, parts.whole, whole, IDENTITY)
+    return whole[..., :V], whole[..., V:]
+
+
+def entering_states(
+    local: Tensor, through: Tensor, parts: Parts, initial: Tensor | None
+) -> Tensor | None:
+    """The state that enters every part, ``[P, H, K, V]``; None if all are zero.
+
+    Args:
+        initial: ``[N, H, K, V]`` fp32, the states that enter the sequences; None is zero.
+    """
+    if parts.are_sequences:
+        return None if initial is None else initial.contiguous()
+    initial = None if initial is None else initial.to(local.dtype).contiguous()
+    return follow(local, through, parts.entering, local.new_empty(local.shape), initial)
+
+
+def leaving_gradients(
+    d_local: Tensor | None, through: Tensor | None, parts: Parts, d_final: Tensor | None
+) -> Tensor | None:
+    """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
+
+    Follows ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to its first.
+
+    Args:
+        d_local: ``[P, H, K, V]`` fp32; like ``through``, read only if some sequence is cut.
+        through: ``[P, H, K, K]`` fp32.
+        d_final: ``[N, H, K, V]`` fp32, the gradient of the final states; None is zero.
+    """
+    if parts.are_sequences:
+        return None if d_final is None else d_final.contiguous()
+    assert d_local is not None and through is not None
+    d_final = None if d_final is None else d_final.to(d_local.dtype).contiguous()
+    return follow(d_local, through.mT, parts.leaving, d_local.new_empty(d_local.shape), d_final)
+
+
+def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
+    """The gradient of the initial states, ``[N, H, K, V]``, if that of the final states is 0."""
+    if parts.are_sequences:
+        return d_local
+    assert through is not None
+    out = d_local.new_empty(len(parts.opening.chains), *d_local.shape[1:])
+    return follow(d_local, through.mT, parts.opening, out)
+
+
+class StaticParts(NamedTuple):
+    """As :class:`Parts`, for sequences that no state enters.
+
+    Unused parts have no tokens and belong to the last sequence.
+
+    Attributes:
+        sequences: int32 ``[M + 1]``, where sequences begin, and the end.
+        offsets: int32 ``[P + 1]``, where parts begin, and the end.
+        first: int32 ``[M + 1]``, the first part of every sequence, and P.
+        owner: int32 ``[P]``, the sequence of every part.
+        opens, closes: bool ``[P]``, whether the part is the first or the last of its sequence.
+        chunk_offsets, chunk_indices: the chunks of the parts, see
+            :class:`~megatron_gdn.ops.static_documents.ChunkPlaces`.
+    """
+
+    sequences: Tensor
+    offsets: Tensor
+    first: Tensor
+    owner: Tensor
+    opens: Tensor
+    closes: Tensor
+    chunk_offsets: Tensor
+    chunk_indices: Tensor
+
+    @property
+    def chunks(self) -> ChunkPlaces:
+        return ChunkPlaces(self.chunk_offsets, self.chunk_indices)
+
+
+def most_cuts(documents: StaticDocuments, value_heads: int) -> int:
+    """In how many places documents of this buffer are cut at most.
+
+    A document of c chunks is cut in at most (c - 1) // fewest places, and has more than
+    64 * (c - 1) tokens.
+    """
+    most, fewest = most_parts_and_fewest_chunks(value_heads)
+    by_length = documents.total_tokens // (CHUNK * fewest)
+    return min(by_length, documents.max_documents * (most - 1))
+
+
+def static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
+    """The parts of these documents; made once, and written again by every fill."""
+    return documents.table(
+        ("parts", value_heads), lambda documents: _static_parts(documents, value_heads)
+    )
+
+
+def _static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
+    most, fewest = most_parts_and_fewest_chunks(value_heads)
+    P = documents.sequences + most_cuts(documents, value_heads)  # the last always without tokens
+    sequences = documents.cu_seqlens
+    chunks = _ceil(sequences.diff(), CHUNK)
+    step = _ceil(chunks, most).clamp(min=fewest)
+    # Parts cut a sequence as chunks do, so chunk_places computes their places too.
+    first, indices = chunk_places(_ceil(chunks, step), P)
+    owner, place = (x.contiguous() for x in indices.unbind(1))
+    start = sequences[owner] + place * step[owner] * CHUNK
+    start = torch.minimum(start, sequences[owner + 1])
+    offsets = torch.cat([start, sequences[-1:]])
+    # The empty last sequence gets the unused parts.
+    first = torch.cat([first[:-1], first.new_full((1,), P)])
+    places = chunk_places(_ceil(offsets.diff(), CHUNK), documents.most_chunks(CHUNK))
+    return StaticParts(
+        sequences, offsets, first, owner,
+        opens=place == 0, closes=offsets[1:] == sequences[owner + 1],
+        chunk_offsets=places.offsets, chunk_indices=places.indices,
+    )  # fmt: skip
+
+
+def uncut_parts(documents: StaticDocuments) -> Parts:
+    """Each sequence as one part, which states may enter; every fill writes the tables again."""
+    key = Parts
+    if key not in documents.plans:
+        chunks, ragged = documents.table("uncut parts", _chunks_of_sequences)
+        M, device = documents.sequences, documents.device
+        first = to_device(torch.arange(M + 1, dtype=torch.int32, device="cpu"), device)
+        every, none = (to_device(torch.full((M,), x, device="cpu"), device) for x in (True, False))
+        nothing = Steps((), first[:0])
+        documents.plans[key] = Parts(
+            sequences=documents.cu_seqlens, offsets=documents.cu_seqlens, first=first,
+            owner=first[:-1], opens=every, closes=every, chunks=chunks, ragged=ragged,
+            nowhere=none, whole=nothing, entering=nothing, opening=nothing, leaving=nothing,
+        )  # fmt: skip
+    return documents.plans[key]
+
+
+def _chunks_of_sequences(documents: StaticDocuments) -> tuple[Tensor, Tensor]:
+    length = documents.cu_seqlens.diff()[:, None]
+    return _ceil(length, CHUNK), length % CHUNK != 0
+
+
+def _ceil(count: Tensor, by: Tensor | int) -> Tensor:
+    return (count + (by - 1)).div(by, rounding_mode="floor")

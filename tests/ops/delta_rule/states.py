@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.chunk import torch_chunk_gated_delta_rule
-from megatron_gdn.ops.gdn.rule.plain import PlainBackward, PlainRule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
 from megatron_gdn.ops.rules.base import RuleBackward, RuleOutput, Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
 

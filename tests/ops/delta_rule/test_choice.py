@@ -8,12 +8,11 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule import repeatable, resolve
-from megatron_gdn.ops.gdn.rule.repeatable import Repeatable
-from megatron_gdn.ops.gdn.rule.resolve import resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.once import say_once
-from megatron_gdn.ops.rules.obstacles import why_not_flash_qla
+from megatron_gdn.gdn import rule as repeatable
+from megatron_gdn.gdn import rule as resolve
+from megatron_gdn.gdn.rule import Repeatable, resolve_rule
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla
 from tests.gdn_mixer import gated_delta_mixer
 
 SIZES = HeadSizes(16, 32, 128, 128)

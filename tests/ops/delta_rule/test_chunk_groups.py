@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
+from megatron_gdn.ops.delta_rule import triangular
+from megatron_gdn.ops.delta_rule.chunk import ChunkedRule
 from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
-from megatron_gdn.ops.gdn.rule import triangular
-from megatron_gdn.ops.gdn.rule.chunk import ChunkedRule
 from megatron_gdn.ops.rules import chunk_table
 from megatron_gdn.ops.rules.chunk_table import ChunkTable
 

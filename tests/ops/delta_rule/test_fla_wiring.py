@@ -10,11 +10,10 @@ import inspect
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule import fla as fla_rule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.gdn import fla as fla_rule
+from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.rules import fla_functions
-from megatron_gdn.ops.rules.again import kept_to_run_again
-from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.rules.base import Saved, kept_to_run_again
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 from .states import (

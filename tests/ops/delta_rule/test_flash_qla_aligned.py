@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
-from megatron_gdn.ops.rules.again import kept_to_run_again, run_again
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.rules.base import kept_to_run_again, run_again
 
 from . import test_flash_qla_wiring as wiring
 from .states import NAMES, Oracle, backward_of, by_key_head, documents_of, run_whole

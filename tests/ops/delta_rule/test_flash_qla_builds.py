@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.build_lock import build_lock
-from megatron_gdn.ops.gdn.flash_qla import builds
-from megatron_gdn.ops.gdn.flash_qla.builds import Heads
+from megatron_gdn.gdn.flash_qla import builds
+from megatron_gdn.gdn.flash_qla.builds import Heads
+from megatron_gdn.ops.kernels.builds import build_lock
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 30

@@ -14,16 +14,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.mixers.gdn.sizes import GDNDims
+from megatron_gdn.gdn.flash_qla import builds as flash_qla_builds
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla.builds import Heads, compile_early, tilelang_cache
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
-from megatron_gdn.ops.build_lock import build_lock
-from megatron_gdn.ops.gdn.flash_qla import builds as flash_qla_builds
-from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
-from megatron_gdn.ops.gdn.flash_qla.builds import Heads, compile_early
-from megatron_gdn.ops.gdn.flash_qla.cache import tilelang_cache
-from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
+from megatron_gdn.ops.kernels.builds import build_lock
 
 FORK = multiprocessing.get_context("fork")
 HEADS = Heads(16, 32, torch.float16)

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_gdn.ops.gdn.flash_qla import fences
-from megatron_gdn.ops.once import say_once
+from megatron_gdn.gdn.flash_qla import fences
+from megatron_gdn.ops.obstacles import say_once
 
 HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('
 # Warps that compute fill `sent` and signal; another warp sends it out. `kept` never leaves.

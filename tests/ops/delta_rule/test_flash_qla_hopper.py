@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla import held as flash_qla_held
-from megatron_gdn.ops.gdn.flash_qla import hopper as flash_qla_hopper
-from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
-from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
-from megatron_gdn.ops.gdn.flash_qla import states as flash_qla_states
-from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.gdn.flash_qla import held as flash_qla_held
+from megatron_gdn.gdn.flash_qla import hopper as flash_qla_hopper
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla import states as flash_qla_states
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.gdn.rule import RuleInputs
 
 from .states import backward_of, documents_of
 from .test_flash_qla_wiring import forget_plans

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla import builds as flash_qla_builds
-from megatron_gdn.ops.gdn.flash_qla.builds import Heads, expect, watch_builds
-from megatron_gdn.ops.gdn.flash_qla.cache import CacheEntry
+from megatron_gdn.gdn.flash_qla import builds as flash_qla_builds
+from megatron_gdn.gdn.flash_qla.builds import CacheEntry, Heads, expect, watch_builds
 
 HEADS = Heads(16, 32, torch.float16)
 

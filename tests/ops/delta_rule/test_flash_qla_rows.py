@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
-from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.state_maps.parts import CHUNK, parts_by_length
 
 from .test_flash_qla_wiring import StandIn, StandInContext, forget_plans

@@ -9,16 +9,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
-from megatron_gdn.ops.gdn.flash_qla import rule as flash_qla
-from megatron_gdn.ops.gdn.flash_qla import states as flash_qla_states
-from megatron_gdn.ops.gdn.flash_qla import static as flash_qla_static
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
-from megatron_gdn.ops.rules.again import kept_to_run_again
-from megatron_gdn.ops.rules.again import run_again as run_the_rule_again
-from megatron_gdn.ops.state_maps.fold import entering_states, leaving_gradients
-from megatron_gdn.ops.state_maps.parts import CHUNK
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_static
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla import states as flash_qla_states
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.rules.base import kept_to_run_again
+from megatron_gdn.ops.rules.base import run_again as run_the_rule_again
+from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 from .states import (

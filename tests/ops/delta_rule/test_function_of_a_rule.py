@@ -6,11 +6,11 @@ fp64 against the plain chunk rule's own autograd function, which has another bac
 import pytest
 import torch
 
+from megatron_gdn.gdn.api import gated_delta_rule, run_rule
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.api import gated_delta_rule, run_rule
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.gdn.rule.chunk import torch_chunk_gated_delta_rule
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
 
 NAMES = ("q", "k", "v", "g", "beta", "state")

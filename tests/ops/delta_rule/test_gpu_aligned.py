@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 
 from ..test_gpu_mixer import errors
 from .states import documents_of, run_whole

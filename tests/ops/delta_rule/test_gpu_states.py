@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.test_gpu_mixer import errors
 
@@ -48,7 +48,7 @@ SEGMENTS = {
 def rule_named(name: str, **options):
     if name == "flash_qla" and options:
         pytest.importorskip("flash_qla")
-        from megatron_gdn.ops.gdn.flash_qla.rule import FlashQlaRule
+        from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 
         return FlashQlaRule(**options)
     sizes = HeadSizes(*HEADS, 128, 128)
@@ -170,7 +170,7 @@ def test_maps_states_and_d_initial_agree_with_the_plain_rule(decay, name):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_rows_cut_as_one_are_as_exact_as_rows_side_by_side(decay, monkeypatch):
     """64 blocks leave half of 132 multiprocessors idle: the cost model cuts 2 x 4100 tokens."""
-    from megatron_gdn.ops.gdn.flash_qla import plan as flash_qla_plan
+    from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 
     rule = rule_named("flash_qla", batch_invariant=False)
     inputs, d_o = make_inputs(4100, B=2, decay=decay)

@@ -13,15 +13,15 @@ import weakref
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule import resolve
-from megatron_gdn.ops.gdn.rule.half import HalfOperands
-from megatron_gdn.ops.gdn.rule.half_torch import power_exponent
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs, resolve_rule
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.gdn import rule as resolve
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.gdn.half_torch import power_exponent
+from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.ops.readout.per_head import PerHead
+from megatron_gdn.ops.readout.plain import PerHead
 from tests.gdn_mixer import gated_delta_mixer
 
 from .states import (

@@ -11,11 +11,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.gdn.rule.plain import PlainRule
-from megatron_gdn.ops.gdn.rule.recurrent import recurrent_gated_delta_rule
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.ops.elementwise import l2norm
 
 from .states import (
     NAMES,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule import triangular
+from megatron_gdn.ops.delta_rule import triangular
 
 EPS = torch.finfo(torch.float32).eps
 WAYS = {

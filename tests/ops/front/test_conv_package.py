@@ -10,13 +10,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from megatron_gdn.gdn import front
+from megatron_gdn.mamba2 import front as mamba2
 from megatron_gdn.ops.conv import convolve_rows as plain
+from megatron_gdn.ops.delta_rule import front_choice, front_conv_package, front_torch
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import conv_package
 from megatron_gdn.ops.front.conv_package import why_not_conv_package
-from megatron_gdn.ops.gdn import front, front_choice, front_conv_package, front_torch
-from megatron_gdn.ops.gdn.sizes import HeadSizes
-from megatron_gdn.ops.mamba2 import parts as mamba2
-from megatron_gdn.ops.once import say_once
+from megatron_gdn.ops.obstacles import say_once
 from tests.ops.test_mamba2_front_and_norm import LAYOUT
 
 SIZES = HeadSizes(2, 4, 64, 64)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_gdn.ops.kda.rule import cudnn, resolve
-from megatron_gdn.ops.kda.rule.plain import PlainKDA
-from megatron_gdn.ops.kda.rule.resolve import resolve_kda
+from megatron_gdn.kda import cudnn
+from megatron_gdn.kda import rule as resolve
+from megatron_gdn.kda.rule import PlainKDA, resolve_kda
 
 GPU = {"device": "cuda", "dtype": torch.bfloat16, "key_dim": 128}
 BOUNDED = {**GPU, "value_dim": 128, "lower_bound": -5.0}

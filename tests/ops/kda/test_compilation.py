@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton", minversion="3.6")
 
 from benchmarks.lib.compiling import compile_for_hopper
-from megatron_gdn.ops.gdn.rule.base import RuleGrads
-from megatron_gdn.ops.kda.front import KDAFront
-from megatron_gdn.ops.kda.sizes import rows_of
+from megatron_gdn.kda.front import KDAFront
+from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.ops.delta_rule.base import RuleGrads
 
 S, H, K = 256, 4, 128
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_gdn.kda import cudnn
+from megatron_gdn.kda.rule import PlainKDA
+from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.kda.rule import cudnn
-from megatron_gdn.ops.kda.rule.plain import PlainKDA
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import documents_of
 from tests.ops.kda.test_gpu_rule import NAMES, run

@@ -8,10 +8,9 @@ is a difference of sums of such products: twice that.
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.kda.rule.plain import PlainKDA
-from megatron_gdn.ops.kda.rule.resolve import resolve_kda
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.kda.rule import PlainKDA, resolve_kda
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.elementwise import l2norm
 from tests.ops.delta_rule.states import backward_of, documents_of
 
 pytestmark = [
@@ -85,11 +84,10 @@ def test_kernels_give_what_fp64_gives(backend, rows, gates):
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(kernels):
-    from megatron_gdn.ops.kda.parts import kda_parts
-    from megatron_gdn.ops.kda.sizes import rows_of
+    from megatron_gdn.kda.front import kda_parts
+    from megatron_gdn.kda.sizes import rows_of
     from megatron_gdn.ops.mixer import mix
-    from megatron_gdn.ops.neighbours import Neighbours
-    from megatron_gdn.ops.parts import GatedNorm
+    from megatron_gdn.ops.parts import GatedNorm, Neighbours
 
     torch.manual_seed(0)
     layout, documents = rows_of(2, 4, K, V), documents_of((200, 1, 63, 36), "cuda")

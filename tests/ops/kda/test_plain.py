@@ -10,12 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.kda.rule import PlainKDA, recurrent_kda
 from megatron_gdn.ops import StaticDocuments
-from megatron_gdn.ops.gdn.rule.base import RuleInputs
-from megatron_gdn.ops.gdn.rule.recurrent import recurrent_gated_delta_rule
-from megatron_gdn.ops.kda.rule.plain import PlainKDA
-from megatron_gdn.ops.kda.rule.recurrent import recurrent_kda
-from megatron_gdn.ops.norm import l2norm
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.elementwise import l2norm
 from tests.ops.delta_rule.states import NAMES, backward_of, documents_of, forwards_from
 from tests.parallel import assert_close
 

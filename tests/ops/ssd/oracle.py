@@ -6,8 +6,8 @@ Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
 import torch
 from torch import Tensor
 
+from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
 
 G, H, K, V = 2, 6, 5, 3
 

@@ -8,11 +8,10 @@ import inspect
 import pytest
 import torch
 
-from megatron_gdn.ops.mamba2.rule import fla as fla_rule
-from megatron_gdn.ops.mamba2.rule import resolve
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
-from megatron_gdn.ops.mamba2.rule.resolve import resolve_ssd
+from megatron_gdn.mamba2 import fla as fla_rule
+from megatron_gdn.mamba2 import rule as resolve
+from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
+from megatron_gdn.mamba2.rule import resolve_ssd
 from megatron_gdn.ops.rules.base import Saved
 
 from .oracle import H, K, V, documents_of, oracle, random_inputs

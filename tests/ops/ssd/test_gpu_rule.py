@@ -7,9 +7,8 @@ which are independent of each other, so their root mean square stays below 2^-7.
 import pytest
 import torch
 
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
-from megatron_gdn.ops.mamba2.rule.resolve import resolve_ssd
+from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
+from megatron_gdn.mamba2.rule import resolve_ssd
 
 from .oracle import documents_of, random_inputs
 

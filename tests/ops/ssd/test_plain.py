@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.ops.mamba2.rule.base import SSDInputs
-from megatron_gdn.ops.mamba2.rule.plain import PlainSSD
+from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
 from megatron_gdn.ops.rules.base import Saved
 from tests.whole_groups import whole_groups
 

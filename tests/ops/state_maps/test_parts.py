@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.ops.gdn.rule.resolve import RuleInputs
+from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.rules.fla_functions import parts_of
-from megatron_gdn.ops.state_maps.fold import (
+from megatron_gdn.ops.state_maps.parts import (
+    CHUNK,
+    FULL_GPU,
+    Parts,
     compose,
     entering_states,
     initial_gradients,
     leaving_gradients,
+    parts_by_length,
 )
-from megatron_gdn.ops.state_maps.parts import CHUNK, FULL_GPU, Parts, parts_by_length
 from tests.ops.delta_rule.states import Oracle
 
 CPU = torch.device("cpu")

@@ -1,0 +1,182 @@
+"""The gated delta rule as a function of tensors, differentiable in all of them.
+
+:func:`.rule.resolve_rule` chooses its implementation, as for the layer, and the same stages run.
+Only here: ``"recurrent"``, the token recurrence, which is the oracle. Layers do not offer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..ops.autograd import first_derivative_only, uncompiled
+from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, check_rule_inputs
+from ..ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from ..ops.documents import Documents
+from ..ops.elementwise import l2norm
+from ..ops.rules.base import Rule, Saved
+from .recurrent import recurrent_gated_delta_rule
+from .rule import RULES, resolve_rule
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule. Per value head, with state ``S [K, V]`` in fp32:
+
+        S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
+        o_t = scale * S_t^T q_t
+
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) A backward under ``create_graph=True``
+    is refused, since its gradients could not be differentiated again; ``"recurrent"`` allows it.
+
+    Args:
+        query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h reads key head
+            ``h // (H // G)``. They are never repeated in memory.
+        value: ``[B, T, H, V]``.
+        g: ``[B, T, H]``, natural logarithm of the decay, <= 0, fp32.
+        beta: ``[B, T, H]``, write strength in (0, 1), or in (0, 2) for negative eigenvalues.
+        scale: defaults to ``1 / sqrt(K)``.
+        initial_state: ``[N, H, K, V]``; zeros when None. N is B, or the number of documents.
+        output_final_state: also return the state after the last token of every sequence.
+        use_qk_l2norm_in_kernel: scale query and key to unit length first (eps 1e-6).
+        cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
+            or an already resolved :class:`~megatron_gdn.ops.Documents`. The state starts anew at
+            every document.
+        chunk_size: tokens per chunk; does not change the result. Kernels take only 64.
+        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
+            :func:`.rule.resolve_rule`; or ``"recurrent"``, plain torch token by token. Under
+            ``torch.use_deterministic_algorithms`` resolve_rule gets ``deterministic=True``.
+
+    Returns:
+        ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
+        (fp64 for fp64 input), or None.
+
+    Raises:
+        ValueError: shapes that do not fit, offsets that do not cover the tokens, an unknown
+            backend, a chunk size that a kernel does not take.
+        ImportError: the backend's package is missing.
+    """
+    if backend not in ("auto", "recurrent", *RULES):
+        raise ValueError(
+            f"unknown backend {backend!r}; use 'auto', 'recurrent' or one of "
+            f"{', '.join(repr(name) for name in RULES)}."
+        )
+    common = {
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "scale": scale,
+    }
+    documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
+    inputs = RuleInputs(query, key, value, g, beta)
+    if backend == "recurrent":
+        return recurrent_gated_delta_rule(*inputs, cu_seqlens=documents, **common)
+    rule = resolve_rule(
+        backend,
+        device=value.device,
+        dtype=value.dtype,
+        sizes=HeadSizes(key.shape[2], value.shape[2], key.shape[3], value.shape[3]),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        operands="bf16",
+    ).rule
+    if rule.name == "reference":
+        return torch_chunk_gated_delta_rule(
+            *inputs, cu_seqlens=documents, chunk_size=chunk_size, **common
+        )
+    if chunk_size != 64:
+        raise ValueError(
+            f"chunk_size={chunk_size}: the kernels of backend {rule.name!r} have chunks of 64 "
+            f"tokens. Leave it at 64, or use backend='reference'."
+        )
+    return run_rule(rule, inputs, documents, **common)
+
+
+@uncompiled  # as torch_chunk_gated_delta_rule is
+def run_rule(
+    rule: Rule,
+    inputs: RuleInputs,
+    documents: Documents | None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`gated_delta_rule` by a given rule."""
+    q, k, v, g, beta = inputs
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if scale is not None:
+        q = q * (scale * k.shape[-1] ** 0.5)
+    filled = None
+    if documents is not None and 0 in documents.lengths:
+        # A rule counts non-empty documents. An empty document's final state is its initial one.
+        filled = torch.tensor([n > 0 for n in documents.lengths], device=v.device)
+    initial = initial_state if filled is None or initial_state is None else initial_state[filled]
+    o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
+    if final is None or filled is None:
+        return o, final
+    whole = final.new_zeros(len(filled), *final.shape[1:])
+    whole = whole if initial_state is None else initial_state.to(final.dtype)
+    return o, whole.masked_scatter(filled[:, None, None, None], final)
+
+
+class _RunRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
+        heads = (x.contiguous() for x in (q, k, v))
+        gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
+        inputs = RuleInputs(*heads, *gates)
+        o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
+        ctx.save_for_backward(*inputs, initial, *saved.tensors)
+        ctx.rule, ctx.documents, ctx.plan = rule, documents, saved.plan
+        ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
+        return o, final
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, d_o: Tensor, d_final: Tensor | None):
+        q, k, v, g, beta, initial, *kept = ctx.saved_tensors  # a checkpoint gives them only once
+        inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
+        read = inputs._replace(
+            **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
+        )
+        begun = ctx.rule.begin_backward(d_o.contiguous(), read, saved, ctx.documents)
+        d_initial = None
+        if ctx.needs_input_grad[8]:
+            d_initial = begun.d_initial()
+            if d_final is not None:
+                maps = ctx.rule.begin(inputs, ctx.documents).state_map()
+                d_initial = maps.transposed(d_initial).apply(d_final)
+        grads = of_key_heads(begun.run(initial, d_final), inputs.k.shape[2])
+        grads = (x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True))
+        return None, None, None, *grads, d_initial
+
+
+def of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
+    """The true gradients: dq and dk summed over value heads of a key head, factors applied."""
+    dq, dk, dv, dg, dbeta, factor = grads
+    if factor is not None:
+        dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))
+        dg, dbeta = dg * factor, dbeta * factor
+    wide = torch.promote_types(dq.dtype, torch.float32)
+    dq, dk = (
+        x if x.shape[2] == key_heads else x.unflatten(2, (key_heads, -1)).sum(3, dtype=wide)
+        for x in (dq, dk)
+    )
+    return dq, dk, dv, dg, dbeta

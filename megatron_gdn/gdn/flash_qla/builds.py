@@ -1,0 +1,255 @@
+"""FlashQLA's kernels are compiled once per machine, in parallel processes, and the log shows it.
+
+tilelang compiles a kernel at its first call. That takes minutes on one core, in every process. Here
+the first process that needs a kernel takes a lock beside tilelang's cache and starts
+``python -m megatron_gdn.warm_up``, which compiles all kernels for its heads in parallel processes:
+when a layer is built (:func:`compile_early`), or when a step calls a kernel that is missing. Every
+process goes on as soon as the cache has the kernel that it calls (:mod:`...ops.kernels.builds`).
+
+Which of FlashQLA's kernels are in tilelang's cache on disk, without tilelang's slow look-up.
+
+tilelang's key of a kernel is the program that the kernel's Python function writes. Making it takes
+up to two seconds per kernel. So this module keeps a small file per kernel beside that cache. Its
+name is a digest of the function's source and arguments; it holds the path of tilelang's entry,
+from the folder of the cache on: a copy of the cache elsewhere is found as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ops.kernels.builds import build_lock
+
+logger = logging.getLogger(__name__)
+
+# Compute capability of every Hopper GPU. Processes that see no GPU compile for it.
+HOPPER = (9, 0)
+# Set to 0: this process itself compiles the kernels that it misses, one after the other.
+_SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
+# Kernels for a long sequence cut into parts; for a batch of rows; for short documents; for states
+# in and out, which context parallelism by state passing takes; for batch-invariant mode; and for a
+# second run of the forward.
+PARTS = ("cut", "rows", "uncut", "states", "aligned", "again")
+ON_REQUEST = ("states", "aligned", "again")  # those that not every run takes
+
+
+class Heads(NamedTuple):
+    """What FlashQLA's kernels are compiled for."""
+
+    key: int
+    value: int
+    dtype: torch.dtype
+
+    @property
+    def operands(self) -> str:
+        return "fp16" if self.dtype == torch.float16 else "bf16"
+
+    @property
+    def flags(self) -> str:
+        """As ``python -m megatron_gdn.warm_up`` takes them."""
+        return f"--heads {self.key}:{self.value} --operands {self.operands}"
+
+    @property
+    def lock(self) -> Path:
+        """The file that a process locks while it compiles for these heads."""
+        return cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
+
+    def ready(self, part: str, multiprocessors: int) -> Path:
+        """A file that is there once all kernels of this part are compiled.
+
+        FlashQLA chooses among its kernels by the GPU's number of multiprocessors.
+        """
+        of = self.key, self.value, self.operands, part, multiprocessors, *versions()
+        return cache_folder() / "-".join(map(str, ("ready", *of)))
+
+    def __str__(self) -> str:
+        return f"{self.key}:{self.value} heads in {self.operands}"
+
+
+_heads, _part = Heads(0, 0, torch.bfloat16), PARTS[0]  # not known yet
+# What this process has started for these heads. The processes end when nobody refers to them.
+_started: dict[Heads, subprocess.Popen] = {}
+
+
+def expect(heads: Heads, part: str) -> None:
+    """Set the heads and the part of FlashQLA's next calls; a kernel's arguments do not say them.
+
+    Args:
+        heads: of the rule's inputs.
+        part: one of PARTS.
+    """
+    global _heads, _part
+    _heads, _part = heads, part
+
+
+def compile_early(heads: Heads, part: str) -> None:
+    """Start processes that compile the kernels of a layer being built, and do not wait for them.
+
+    Does nothing if the kernels of this part are there, if another process of the machine compiles
+    for these heads, without a Hopper GPU, without a cache on disk, or under
+    ``MEGATRON_GDN_COMPILE_AHEAD=0``.
+
+    Args:
+        heads: of the rule's inputs.
+        part: one of PARTS, to be compiled first. The others follow, because the first batch may
+            differ from what the layer expects.
+    """
+    if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
+        return
+    if heads.ready(part, multiprocessors()).exists():
+        return
+    with (
+        suppress(OSError),  # a folder that cannot be written; the first call says so
+        build_lock(heads.lock, f"FlashQLA for {heads}", wait=False) as lock,
+    ):
+        if lock is not None:
+            _start(heads, part, lock)
+
+
+def watch_builds(kernels: list[Any]) -> None:
+    """Make tilelang compile ``kernels``, its own objects, as the top of this file says."""
+    for kernel in kernels:
+        kernel.compile = _once_per_machine(kernel)
+
+
+def _once_per_machine(kernel: Any) -> Callable:
+    compile_here = kernel.compile
+
+    @wraps(compile_here)  # the processes that compile ahead call its __wrapped__
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        if not cache_is_used():
+            return compile_here(*args, **kwargs)
+        entry = CacheEntry.of(kernel, args, kwargs, ".".join(map(str, _capability())))
+        if not entry.is_there():
+            what = f"FlashQLA's {entry.name} for {_heads}"
+            with build_lock(_heads.lock, what, entry.is_there) as lock:
+                if lock is not None and _may_start(_heads):
+                    process = _start(_heads, _part, lock)
+                    while not entry.is_there() and process.poll() is None:
+                        time.sleep(0.1)
+                if lock is not None and not entry.is_there():
+                    logger.warning("compiles %s in this process; takes up to a minute", what)
+                    made = compile_here(*args, **kwargs)
+                    entry.remember(made)
+                    return made
+        return compile_here(*args, **kwargs)  # found on disk
+
+    return compile
+
+
+def _start(heads: Heads, part: str, lock: int) -> subprocess.Popen:
+    """Start the command for these heads. It holds the lock too, and ends with this process."""
+    logger.warning(
+        "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
+        "`python -m megatron_gdn.warm_up %s` does this before a run.",
+        heads, len(os.sched_getaffinity(0)), tilelang_cache(), heads.flags,
+    )  # fmt: skip
+    _started[heads] = subprocess.Popen(
+        # The command ends when its standard input does: the system closes that with this process.
+        command(heads, part), stdin=subprocess.PIPE, stdout=2, pass_fds=[lock],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+    )  # fmt: skip
+    return _started[heads]
+
+
+def command(heads: Heads, part: str) -> list[str]:
+    """The command line that compiles these heads' kernels, those of this part first."""
+    parts = [part, *(other for other in PARTS if other not in (part, *ON_REQUEST))]
+    return [
+        sys.executable, "-m", "megatron_gdn.warm_up", *heads.flags.split(), "--parts", *parts,
+        "--multiprocessors", str(multiprocessors()), "--for-a-run",
+    ]  # fmt: skip
+
+
+def _may_start(heads: Heads) -> bool:
+    """Once for these heads, and only for Hopper, which the command compiles for."""
+    wanted = heads.key > 0 and heads not in _started and os.environ.get(_SWITCH, "1") != "0"
+    return wanted and _capability() == HOPPER
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+def multiprocessors() -> int:
+    """Of the GPU at hand. FlashQLA chooses kernels and cuts by their number."""
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def tilelang_cache() -> Path:
+    """TILELANG_CACHE_DIR, or ~/.tilelang/cache. Does not import tilelang."""
+    if "tilelang" in sys.modules:  # a program may have set another folder there
+        return Path(sys.modules["tilelang"].env.TILELANG_CACHE_DIR)
+    return Path(os.environ.get("TILELANG_CACHE_DIR", os.path.expanduser("~/.tilelang/cache")))
+
+
+def cache_folder() -> Path:
+    """The folder of this package within :func:`tilelang_cache`."""
+    return tilelang_cache() / "megatron_gdn"
+
+
+def cache_is_used() -> bool:
+    """Whether tilelang keeps its kernels there. Does not import tilelang."""
+    if "tilelang" in sys.modules:
+        return sys.modules["tilelang"].env.is_cache_enabled()
+    return os.environ.get("TILELANG_DISABLE_CACHE", "0").lower() not in ("1", "true", "yes", "on")
+
+
+def versions() -> tuple[str, ...]:
+    """Of tilelang and flash-qla, which a compiled kernel depends on."""
+    return _version("tilelang"), _version("flash-qla")
+
+
+class CacheEntry(NamedTuple):
+    """One kernel: its name, and the file that holds the path of tilelang's entry."""
+
+    name: str
+    file: Path
+
+    @classmethod
+    def of(cls, kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> CacheEntry:
+        """The entry of a kernel that tilelang's decorator made, called with these arguments."""
+        name = kernel.func.orig_func.__name__.removeprefix("tilelang_")
+        described = (
+            kernel.func_source, args, sorted(kwargs.items()),
+            sorted((kernel.pass_configs or {}).items()), arch, *versions(),
+        )  # fmt: skip
+        digest = sha256(repr(described).encode()).hexdigest()[:32]
+        return cls(name, cache_folder() / f"{name}-{digest}")
+
+    def is_there(self) -> bool:
+        try:
+            return (tilelang_cache() / self.file.read_text()).is_dir()
+        except OSError:
+            return False
+
+    def remember(self, made: Any) -> None:
+        """Write the file. ``made``: the kernel that tilelang compiled; it knows its path."""
+        place = getattr(made, "_tilelang_cache_path", None)
+        if place is None or not os.path.isdir(place) or self.is_there():
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        own = self.file.with_suffix(f".{os.getpid()}")  # another process reads all of it or nothing
+        own.write_text(os.path.relpath(place, tilelang_cache()))
+        own.replace(self.file)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

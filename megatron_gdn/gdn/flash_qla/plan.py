@@ -1,0 +1,261 @@
+"""FlashQLA's cut of a batch's sequences into parts, made from host offsets and kept by value.
+
+FlashQLA's plan of documents in fixed buffers, for CUDA graphs.
+
+FlashQLA's grids have one block of threads per part (or sequence) and head, or per chunk; a block
+without tokens writes nothing. The host knows the largest number of each, and the tables on the
+device say which tokens a block has. A sequence is cut by its own length and the number of heads,
+also without ``batch_invariant``: FlashQLA's own cut for a whole batch is chosen on the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.host_tables import cached_by_stream
+from ...ops.state_maps.parts import (
+    Parts,
+    StaticParts,
+    most_cuts,
+    parts_by_length,
+    static_parts,
+    uncut_parts,
+)
+from ...ops.static_documents import ChunkPlaces, StaticDocuments
+from .builds import multiprocessors, watch_builds
+from .fences import fence_bulk_stores
+from .hopper import HopperStages
+
+_STAGES = (
+    "chunk_gated_delta_rule_fwd", "build_cp_context", "FlashQLACPContext", "cp_preprocess_bwd",
+    "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
+    "get_warmup_chunks_bidi", "chunk_local_cumsum", "correct_initial_states", "CHUNK_SIZE",
+)  # fmt: skip
+# Stages whose kernels lack fences -> the function in the stage's module that tilelang compiles.
+UNFENCED = {
+    "kkt_solve": "tilelang_kkt_solve",
+    "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
+    "fused_gdr_bwd": "tilelang_fused_chunk_gdr_bwd",
+}
+
+
+@cache
+def stages() -> Any:
+    """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
+    chunk = own_stages()
+    homes = {name: sys.modules[fn.__module__] for name, fn in _functions_of(chunk)}
+    if ".hopper." in homes["fused_gdr_fwd"].__name__:
+        return HopperStages(chunk, homes)
+    return chunk
+
+
+def _functions_of(chunk: ModuleType) -> list[tuple[str, Any]]:
+    found = ((name, getattr(chunk, name)) for name in _STAGES)
+    return [(name, fn) for name, fn in found if hasattr(fn, "__module__")]
+
+
+@cache
+def own_stages() -> ModuleType:
+    """FlashQLA's own module of stages, which picked them for this architecture."""
+    from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
+
+    missing = [name for name in _STAGES if not hasattr(chunk, name)]
+    if missing:
+        raise ImportError(
+            f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
+            f"Install that, or choose backend='fla'."
+        )
+    modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
+    if all(".hopper." in module.__name__ for module in modules.values()):
+        try:
+            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
+        except (AttributeError, TypeError, ImportError) as error:
+            raise ImportError(
+                f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
+                f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
+                f"those, or choose backend='fla'."
+            ) from error
+    watch_builds(_kernels(chunk))
+    return chunk
+
+
+def _kernels(chunk: ModuleType) -> list[Any]:
+    """What tilelang compiles in the modules of the stages."""
+    from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
+
+    homes = {getattr(getattr(chunk, name), "__module__", __name__) for name in _STAGES}
+    found = (x for home in sorted(homes) for x in vars(sys.modules[home]).values())
+    return list({id(x): x for x in found if isinstance(x, JITImpl)}.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One batch on one device.
+
+    Attributes:
+        context: FlashQLA's own description of it.
+        parts: the same cut; None for uncut batch rows that FlashQLA runs side by side.
+    """
+
+    context: Any
+    parts: Parts | StaticParts | None
+
+    @property
+    def cut(self) -> Parts:
+        """:attr:`parts` of a plan for states, which always has them."""
+        assert isinstance(self.parts, Parts), "states do not enter documents in fixed buffers"
+        return self.parts
+
+    def part(self, states: bool) -> str:
+        """Which of FlashQLA's kernels it takes, as ``megatron_gdn.warm_up`` names them."""
+        if states:
+            return "states"
+        if self.parts is None:
+            return "rows"
+        return "cut" if self.context.is_intra else "uncut"
+
+    @property
+    def part_offsets(self) -> Tensor | None:
+        """The ``cu_seqlens`` of kernels that take each part as a sequence."""
+        return None if self.parts is None else self.parts.offsets
+
+
+def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | None:
+    """FlashQLA's cut for the batch as a whole; None if it cuts no sequence.
+
+    It depends on lengths and heads only, never on data, so it repeats.
+    """
+    with torch.device("cpu"):
+        context = stages().build_cp_context(
+            torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
+            chunk_size=stages().CHUNK_SIZE, is_train=True,
+        )  # fmt: skip
+    return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
+
+
+@cached_by_stream(64)
+def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
+    """The plan of batch rows that start at zero, for all of them together.
+
+    FlashQLA runs one block of threads per row and head. With fewer blocks than multiprocessors a
+    part of the GPU idles. The rows are then laid end to end, and FlashQLA's cost model cuts them as
+    it cuts documents of these lengths. Rows that it does not cut, and those of a full GPU, run side
+    by side as they are.
+    """
+    sequences = row_offsets(rows, tokens)
+    full = rows * value_heads >= multiprocessors()
+    if rows > 1 and (full or _cut_by_cost(sequences, value_heads) is None):
+        return Plan(stages().build_cp_context(None), None)
+    return plan_of(sequences, value_heads, False, device)
+
+
+def row_offsets(rows: int, tokens: int) -> tuple[int, ...]:
+    """Where batch rows begin that lie end to end, and the end."""
+    return tuple(row * tokens for row in range(rows + 1))
+
+
+@cached_by_stream(64)
+def plan_of(
+    sequences: tuple[int, ...],
+    value_heads: int,
+    batch_invariant: bool,
+    device: torch.device,
+) -> Plan:
+    """The plan of sequences that begin at these offsets.
+
+    Keyed by value: equal batches share one, on every layer and in the backward.
+    """
+    choose = parts_by_length if batch_invariant else _cut_by_cost
+    cut = choose(sequences, value_heads)
+    if cut is None:
+        return plan_of_whole(sequences, device)
+    parts = Parts.build(sequences, cut, device)
+    _remember_chunks(parts.sequences, sequences)
+    _remember_chunks(parts.offsets, cut)
+    # With batch_invariant also if no sequence is long enough to be cut. A long sequence needs the
+    # kernels that carry states between parts. A short one always takes them too, so that its bits
+    # do not depend on a long one beside it.
+    context = stages().FlashQLACPContext(
+        is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
+        seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
+        ht_mask_bwd=parts.opens,
+    )  # fmt: skip
+    return Plan(context, parts)
+
+
+@cached_by_stream(64)
+def plan_of_whole(sequences: tuple[int, ...], device: torch.device) -> Plan:
+    """The plan of sequences that are not cut."""
+    parts = Parts.build(sequences, sequences, device)
+    _remember_chunks(parts.sequences, sequences)
+    _remember_chunks(parts.offsets, sequences)
+    return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
+
+
+def _remember_chunks(on_device: Tensor, offsets) -> None:
+    """Store the chunks, so that the kernels' wrappers do not read lengths back from the device."""
+    from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
+
+    with torch.device("cpu"):
+        index.prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))
+
+
+def static_plan_of(
+    documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
+) -> Plan:
+    """The plan of these documents; its tables are written again by every fill.
+
+    ``states``: these enter the documents, which then are not cut.
+
+    Raises:
+        NotImplementedError: a buffer of less than a chunk.
+    """
+    key = (Plan, states) if states else (Plan, value_heads, batch_invariant)
+    if key not in documents.plans:
+        documents.plans[key] = _plan(documents, value_heads, batch_invariant, states)
+    return documents.plans[key]
+
+
+def _plan(
+    documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
+) -> Plan:
+    size = stages().CHUNK_SIZE
+    if documents.total_tokens < size:
+        # A block without tokens looks at the 64 tokens before the end.
+        raise NotImplementedError(
+            f"flash_qla takes documents in fixed buffers of at least {size} tokens per rank, not "
+            f"{documents.total_tokens}; use backend='fla' or larger buffers."
+        )
+    if states:
+        uncut = uncut_parts(documents)
+        _give_chunks(uncut.sequences, documents.chunks(size), size)
+        return Plan(stages().FlashQLACPContext(cu_seqlens=uncut.sequences), uncut)
+    parts = static_parts(documents, value_heads)
+    _give_chunks(parts.sequences, documents.chunks(size), size)
+    if not (batch_invariant or most_cuts(documents, value_heads)):
+        whole = parts._replace(offsets=parts.sequences)
+        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), whole)
+    _give_chunks(parts.offsets, parts.chunks, size)
+    context: Any = stages().FlashQLACPContext(
+        is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
+        seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
+        ht_mask_bwd=parts.opens,
+    )  # fmt: skip
+    return Plan(context, parts)
+
+
+def _give_chunks(offsets: Tensor, chunks: ChunkPlaces, size: int) -> None:
+    """Store the chunks of ``offsets`` where FlashQLA looks before it counts them on the host.
+
+    FlashQLA's ``prepare_varlen_metadata`` stores the same four values; these are fixed buffers.
+    """
+    offsets._flash_qla_prepared_varlen = (  # pyright: ignore[reportAttributeAccessIssue]
+        size, chunks.offsets, len(chunks.indices), chunks.indices
+    )  # fmt: skip

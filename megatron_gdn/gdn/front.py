@@ -1,0 +1,220 @@
+"""The front of a Gated DeltaNet: conv + SiLU, l2norm and gates in one launch each way.
+
+    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+    g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
+
+With ``allow_neg_eigval`` beta is twice that, see :func:`..ops.elementwise.largest_beta`.
+
+In :mod:`..ops.delta_rule`: ``front_triton`` has the kernels, ``front_torch`` their plain twins and
+``front_conv_package`` the same with another convolution.
+
+Legend: S seq, B batch, P projection width, C conv channels, W conv taps, G key heads, H value
+heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
+from ..ops.delta_rule.front_choice import is_triton, kernels_for
+from ..ops.documents import Documents
+from ..ops.front.base import Parameters
+from ..ops.layout import Layout
+from ..ops.parts import GatedNorm, Parts
+from ..ops.readout.base import Apart
+from ..ops.readout.choose import per_head
+from ..ops.rules.base import Rule
+from ..ops.state_maps.state_map import StateShape
+from .recurrent import RecurrentRule
+
+if TYPE_CHECKING:
+    from ..ops.front.edges import Edges
+
+
+@dataclass(frozen=True, eq=False)
+class GDNFront:
+    """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``;
+    and the gates ``[S, B, 2 H]``, beta | alpha, if the rows do not hold them.
+
+    Attributes:
+        sizes: the heads of a projection row.
+        kernels: what :func:`..ops.delta_rule.front_choice.kernels_for` chose.
+        normalise_qk: scale q and k to unit length.
+        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
+        dtype: of q, k and v; None is the projection's.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+        again: inputs that the backward computes again. Of q, k and v, computing q again costs the
+            least per byte that it frees.
+    """
+
+    sizes: HeadSizes
+    kernels: ModuleType
+    normalise_qk: bool = True
+    allow_neg_eigval: bool = False
+    dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    again: tuple[str, ...] = ("q",)
+
+    names = RuleInputs._fields
+    convolved = ("q", "k", "v")
+
+    step_rule = RecurrentRule()
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(
+        device: str,
+        dtype: torch.dtype,
+        taps: int,
+        sizes: HeadSizes,
+        operands: torch.dtype | None = None,
+        batch_invariant: bool = False,
+        normalise_qk: bool = True,
+        allow_neg_eigval: bool = False,
+        recompute_qkv: bool = False,
+        kernels: str = "auto",
+        aligned: bool = False,
+    ) -> GDNFront:
+        """The front of rows in ``dtype`` on a type of device.
+
+        Args:
+            operands, batch_invariant: the rule's ``operand_dtype`` and ``batch_invariant``.
+            aligned: no package computes a token, see :mod:`..ops.aligned`.
+
+        Raises:
+            ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
+        """
+        if operands is not None and not normalise_qk:
+            raise ValueError(
+                f"this rule takes q and k in {operands}, whose range they may leave without unit "
+                f"length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
+            )
+        return GDNFront(
+            sizes, kernels_for(device, dtype, taps, sizes, kernels, aligned), normalise_qk,
+            allow_neg_eigval, operands, batch_invariant,
+            ("q", "k", "v") if recompute_qkv else ("q",),
+        )  # fmt: skip
+
+    @property
+    def layout(self) -> Layout:
+        return self.sizes.layout
+
+    @property
+    def state(self) -> StateShape:
+        return self.sizes.state
+
+    @cached_property
+    def triton(self) -> bool:
+        return is_triton(self.kernels)
+
+    def for_step(self, dtype: torch.dtype) -> GDNFront:
+        wide = torch.promote_types(dtype, torch.float32)
+        return GDNFront(self.sizes, self.kernels, self.normalise_qk, self.allow_neg_eigval, wide)
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> RuleInputs:
+        weight, bias, A_log, dt_bias, *apart = parameters
+        return self.kernels.prepare_forward(
+            proj, weight, bias, A_log, dt_bias, self.sizes, gates=apart[0] if apart else None,
+            documents=documents, normalise_qk=self.normalise_qk,
+            allow_neg_eigval=self.allow_neg_eigval, dtype=self.dtype,
+            batch_invariant=self.batch_invariant, parts="qkvg" if only is None else "".join(only),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: RuleGrads,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        *of_inputs, factor = grads
+        weight, bias, A_log, dt_bias, *apart = parameters
+        gates = apart[0] if apart else None
+        d_gates = None if gates is None else torch.empty_like(gates)
+        made = self.kernels.prepare_backward(
+            proj, weight, bias, A_log, dt_bias, self.sizes, *of_inputs, d_proj,
+            documents=documents, factor=factor, normalise_qk=self.normalise_qk,
+            allow_neg_eigval=self.allow_neg_eigval, batch_invariant=self.batch_invariant,
+            gates=gates, d_gates=d_gates,
+        )  # fmt: skip
+        return made if d_gates is None else (*made, d_gates)
+
+    def edges(self) -> Edges | None:
+        return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
+
+
+def gdn_parts(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    *,
+    rule: Rule,
+    norm: GatedNorm | Apart,
+    normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
+    recompute_qkv: bool = False,
+    recompute_rule: bool = False,
+    kernels: str = "auto",
+    gates: Tensor | None = None,
+) -> Parts:
+    """The :class:`Parts` of a Gated DeltaNet.
+
+    Args:
+        rows: ``[S, B, P]``, query | key | value | z | beta | alpha. Their device and dtype choose
+            the kernels.
+        conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, fp32.
+        rule: from :func:`.rule.resolve_rule`.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
+        normalise_qk: scale q and k to unit length.
+        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
+        recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
+            ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
+        recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
+            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
+            costs about one more forward of the rule.
+        kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
+        gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
+
+    Raises:
+        ValueError: rows of other heads, see :meth:`..HeadSizes.check_projection`; a convolution of
+            other channels or one that is not contiguous; fp16 operands without ``normalise_qk``,
+            unknown ``kernels``.
+    """
+    sizes.check_projection(rows, gates)
+    if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
+        raise ValueError(
+            f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "
+            f"shape {tuple(conv_weight.shape)} and strides {conv_weight.stride()}."
+        )
+    front = GDNFront.of(
+        rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
+        rule.batch_invariant, normalise_qk, allow_neg_eigval, recompute_qkv, kernels,
+        getattr(rule, "aligned", False),
+    )  # fmt: skip
+    readout, gamma = norm, None
+    if isinstance(readout, GatedNorm):
+        gamma, eps, zero_centered, activation = readout
+        gate = sizes.layout.gate_columns
+        readout = per_head(gate, eps, zero_centered, front.triton, activation)
+    of_front = conv_weight, conv_bias, A_log, dt_bias
+    if gates is not None:
+        of_front = *of_front, gates.contiguous()
+    return Parts(front, rule, readout, (*of_front, gamma), recompute_rule)

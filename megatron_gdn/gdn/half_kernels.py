@@ -1,0 +1,190 @@
+"""Two Triton launches that bring gradients to fp16: one finds each key head's largest, one scales.
+
+The plain-torch twin, :mod:`.half_torch`, says what they do.
+
+Legend: T rows: tokens of all batch rows, or the rows of states, where RUN rows of one key head
+follow each other; G key heads, H value heads, K key dim, V value dim, C columns of one key head in
+a row (of all its value heads); N tiles of rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.kernels.launch import MOST_PLANS, Launch
+from ..ops.kernels.tiles import block_dim
+from .half_torch import BIAS, MANTISSA
+
+_TILES = 64  # of rows, at most; every program of the second launch reads the maxima of all
+_ELEMENTS = 4096  # of one step of a program
+
+
+@triton.jit
+def _largest_kernel(
+    x_ptr, largest_ptr, T, tokens,
+    G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """grid (N, G): bits of the largest finite |x| in fp32 of one key head in ``tokens`` rows.
+
+    As integers, inf is above every number and NaN above inf.
+    """
+    INFINITY: tl.constexpr = 0x7F800000
+    g = tl.program_id(1)
+    first = tl.program_id(0) * tokens
+    c_C = tl.arange(0, BLOCK_C)
+    largest_RC = tl.zeros((ROWS, BLOCK_C), tl.int32)
+    for start in tl.range(0, tokens, ROWS):
+        t_R = start + tl.arange(0, ROWS)
+        real_RC = ((t_R < tokens) & (first + t_R < T))[:, None] & (c_C < C)[None, :]
+        at_R = tl.cast(first + t_R, tl.int64)
+        at_R = (at_R // RUN * G + g) * (RUN * C) + at_R % RUN * C
+        x_RC = tl.load(x_ptr + at_R[:, None] + c_C[None, :], mask=real_RC, other=0.0)
+        bits_RC = x_RC.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits_RC = tl.where(bits_RC < INFINITY, bits_RC, 0)
+        largest_RC = tl.maximum(largest_RC, bits_RC)
+    largest = tl.max(tl.max(largest_RC, axis=1), axis=0)
+    tl.store(largest_ptr + tl.program_id(0) * G + g, largest)
+
+
+@triton.jit
+def _scale_kernel(
+    x_ptr, largest_ptr, out_ptr, up_ptr, down_ptr, T, N,
+    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
+    G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's."""
+    g = tl.program_id(1)
+    n_N = tl.arange(0, TILES)
+    largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
+    exponent = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
+    up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
+    if tl.program_id(0) == 0:
+        down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
+        for member in tl.static_range(RATIO):
+            tl.store(up_ptr + g * RATIO + member, up)
+            tl.store(down_ptr + g * RATIO + member, down)
+    first = tl.program_id(0) * ROWS
+    c_C = tl.arange(0, BLOCK_C)
+    t_R = tl.arange(0, ROWS)
+    base = tl.cast(first, tl.int64) * (G * C) + g * C
+    at_RC = t_R[:, None] * (G * C) + c_C[None, :]
+    real_RC = (first + t_R < T)[:, None] & (c_C < C)[None, :]
+    x_RC = tl.load(x_ptr + base + at_RC, mask=real_RC, other=0.0).to(tl.float32)
+    tl.store(out_ptr + base + at_RC, (x_RC * up).to(tl.float16), mask=real_RC)
+
+
+@triton.jit
+def _lower_kernel(
+    half_ptr, old_ptr, largest_ptr, ratio_ptr, up_ptr, down_ptr, T, N,
+    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
+    G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """grid (tiles of ROWS tokens, G). If a head's power does not change, its x is not read."""
+    g = tl.program_id(1)
+    n_N = tl.arange(0, TILES)
+    largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
+    ceiling = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
+    old = tl.load(old_ptr + g * RATIO).to(tl.int32, bitcast=True) >> MANTISSA
+    exponent = tl.minimum(old, ceiling)
+    change = tl.maximum(exponent - old + BIAS, 0)
+    ratio = (change << MANTISSA).to(tl.float32, bitcast=True)
+    if tl.program_id(0) == 0:
+        up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
+        down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
+        for member in tl.static_range(RATIO):
+            tl.store(ratio_ptr + g * RATIO + member, ratio)
+            tl.store(up_ptr + g * RATIO + member, up)
+            tl.store(down_ptr + g * RATIO + member, down)
+    if exponent < old:
+        first = tl.program_id(0) * ROWS
+        c_C = tl.arange(0, BLOCK_C)
+        t_R = tl.arange(0, ROWS)
+        half_ptr += tl.cast(first, tl.int64) * (G * C) + g * C
+        at_RC = t_R[:, None] * (G * C) + c_C[None, :]
+        real_RC = (first + t_R < T)[:, None] & (c_C < C)[None, :]
+        half_RC = tl.load(half_ptr + at_RC, mask=real_RC, other=0.0).to(tl.float32)
+        tl.store(half_ptr + at_RC, (half_RC * ratio).to(tl.float16), mask=real_RC)
+
+
+def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
+    """Bits of the largest |x| of every key head, ``[N, G]``, and N."""
+    tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
+    found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
+    if launch is not None:
+        launch(x, found)
+    return found, tiles
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch | None]:
+    """N and the launch; the launch is None if there are no rows."""
+    block = block_dim(columns)
+    rows = max(1, _ELEMENTS // block)
+    tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
+    tiles = triton.cdiv(T, max(1, tokens))
+    if not T:
+        return tiles, None
+    return tiles, Launch(
+        _largest_kernel, (tiles, key_heads), T, tokens,
+        G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run, num_warps=4,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _power_launch(
+    what: str, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
+    columns: int, elements: int,
+) -> Launch:  # fmt: skip
+    """A launch of the second kernel of :func:`lower` or :func:`to_half`.
+
+    Args:
+        what: "lower" or "scale". Not the kernel itself: as a cache key its source would be hashed.
+        elements: of one program at a time.
+    """
+    block = block_dim(columns)
+    rows = max(1, elements // block)
+    return Launch(
+        {"lower": _lower_kernel, "scale": _scale_kernel}[what],
+        (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
+        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
+        C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
+    )  # fmt: skip
+
+
+def lower(
+    half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`.half_torch.lower`."""
+    B, S, H, V = half.shape
+    assert half.is_contiguous()
+    T, ratio = B * S, H // key_heads
+    found, tiles = _largest_of(
+        states.contiguous(), key_heads, states.shape[3], ratio * states.shape[2]
+    )
+    made = torch.empty(3, H, dtype=torch.float32, device=half.device)
+    ratio_H, up_H, down_H = made.unbind()
+    launch = _power_launch("lower", T, tiles, largest, key_heads, ratio, ratio * V, 4 * _ELEMENTS)
+    launch(half, up, found, ratio_H, up_H, down_H)
+    return ratio_H, up_H, down_H
+
+
+def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`.half_torch.to_half`, for any dtype but fp64."""
+    x = x.contiguous()
+    B, S, H, V = x.shape
+    T, C = B * S, H // key_heads * V
+    found, tiles = _largest_of(x, key_heads, C)
+    half = torch.empty_like(x, dtype=torch.float16)
+    up = torch.empty(H, dtype=torch.float32, device=x.device)
+    down = torch.empty_like(up)
+    launch = _power_launch("scale", T, tiles, largest, key_heads, H // key_heads, C, _ELEMENTS)
+    launch(x, found, half, up, down)
+    return half, up, down

@@ -1,0 +1,179 @@
+"""One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
+
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. `_PROJECTIONS` has the
+ways in which Hugging Face stores them: "interleaved" (Qwen3-Next; in each tensor key head by key
+head, as ``[q | k | v of its value heads | z]``), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp), "separate"
+(OLMo Hybrid). b is the write strength (beta), a the decay input (alpha). Convolution channels are
+[q | k | v] in every family; files of "separate" layers have three tensors of them (transformers
+joins them in memory: q_conv1d, k_conv1d, v_conv1d, or conv1d alone), and call norm and out_proj
+o_norm and o_proj.
+
+What a weight means is not in it: build Qwen4-Exp's layers with its ``output_gate_type`` as
+`output_gate_activation`, OLMo Hybrid's with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..mixers.tensor_map import TensorMap, concatenated, hf_from_ranks, mapped, ranks_from_hf
+from ..ops.layout import Layout
+from .sizes import GDNDims
+
+Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
+
+_SEPARATE = {
+    "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "g_proj": ("z",),
+    "b_proj": ("beta",), "a_proj": ("alpha",),
+}  # fmt: skip
+# Each tensor, and the sections of the fused projection that it holds.
+_PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
+    "interleaved": {
+        "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
+    },
+    "flat": {
+        "in_proj_qkv": ("query", "key", "value"), "in_proj_z": ("z",), "in_proj_b": ("beta",),
+        "in_proj_a": ("alpha",),
+    },
+    "separate": _SEPARATE,
+    "separate, one conv": _SEPARATE,
+}  # fmt: skip
+
+
+def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
+    """``(qkvz [2GK + 2GRV, D], ba [2GR, D])`` to the fused projection ``[q|k|v|z|beta|alpha]``.
+
+    G key heads, R value heads for each, K key dim, V value dim, D hidden.
+    """
+    sections = []
+    for piece, rows in zip(pieces, (qkvz_rows(dims), ba_rows(dims)), strict=True):
+        sections += piece.reshape(dims.num_key_heads, -1, piece.shape[-1]).split(rows, 1)
+    return concatenated([section.flatten(0, 1) for section in sections])
+
+
+def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
+    """The inverse of `fuse_interleaved`."""
+    sections = in_proj.split(dims.layout.widths)
+    grouped = [s.reshape(dims.num_key_heads, -1, in_proj.shape[-1]) for s in sections]
+    return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
+
+
+def qkvz_rows(dims: GDNDims) -> list[int]:
+    """What a key head has in ``in_proj_qkvz``."""
+    value_rows = dims.value_heads_per_key_head * dims.value_head_dim
+    return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
+
+
+def ba_rows(dims: GDNDims) -> list[int]:
+    return [dims.value_heads_per_key_head] * 2
+
+
+def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
+    """The map of the convolution's weight, stored whole or by its sections q, k and v."""
+    rows = {"": layout.conv_width}
+    if in_three:
+        rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
+    sources = {f"{hf_prefix}{n}conv1d.weight": (r, 1, taps) for n, r in rows.items()}
+    return mapped(name, sources, 0, sections=layout.conv_widths)
+
+
+def gdn_layer_maps(
+    prefix: str,
+    hf_prefix: str,
+    dims: GDNDims,
+    storage: Storage,
+    zero_centered_gamma: bool = True,
+) -> list[TensorMap]:
+    """The maps of every parameter of one layer except its input norm.
+
+    Args:
+        prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
+        hf_prefix: Hugging Face's, as in ``model.layers.0.linear_attn.``.
+        dims: the whole layer's sizes.
+        storage: how the file stores the projections.
+        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
+            ``out_norm.weight`` is ``norm.weight - 1``.
+    """
+    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
+    norm, out = ("norm", "out_proj")
+    if storage.startswith("separate"):
+        norm, out = ("o_norm", "o_proj")
+    width = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
+    projections = {
+        f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
+        for name, sections in _PROJECTIONS[storage].items()
+    }
+    # Other storages are the fused projection cut in four or six.
+    fusing: dict[str, Any] = {"sections": dims.layout.widths}
+    if storage == "interleaved":
+        fusing["join"] = partial(fuse_interleaved, dims=dims)
+        fusing["split"] = partial(unfuse_interleaved, dims=dims)
+    taps, in_three = dims.conv_kernel_dim, storage == "separate"
+    return [
+        mapped(f"{p}in_proj.weight", projections, 0, **fusing),
+        conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
+        mapped(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
+        mapped(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
+        mapped(
+            f"{p}out_norm.weight",
+            {f"{hf}{norm}.weight": (dims.value_head_dim,)},
+            shift=-float(zero_centered_gamma),
+        ),
+        mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
+    ]
+
+
+def gdn_layer_from_hf(
+    hf_state: Mapping[str, Tensor],
+    dims: GDNDims,
+    storage: Storage,
+    tp_size: int = 1,
+    zero_centered_gamma: bool = True,
+) -> list[dict[str, Tensor]]:
+    """A ``linear_attn`` module's state dict to the layer's, one dict for each rank.
+
+    Args:
+        hf_state: the tensors of ``storage``: projections, convolution, ``A_log``, ``dt_bias``,
+            norm and output projection, in bf16, fp16, fp32 or fp64.
+        dims: the whole layer's sizes.
+        storage: how ``hf_state`` stores the projections.
+        tp_size: number of tensor-parallel ranks.
+        zero_centered_gamma: as in the Megatron config.
+
+    Returns:
+        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
+        ``out_norm.weight`` fp32, all others in the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
+            split.
+    """
+    dims.shard(tp_size)
+    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
+    return ranks_from_hf(maps, hf_state, tp_size, f"a {storage} layer")
+
+
+def gdn_layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: GDNDims,
+    storage: Storage,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    originals: Mapping[str, Tensor] | None = None,
+    zero_centered_gamma: bool = True,
+) -> dict[str, Tensor]:
+    """The inverse of `gdn_layer_from_hf`.
+
+    Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims, storage, zero_centered_gamma: as in the import.
+        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
+        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`); ``norm.weight`` is
+            the one that needs it.
+    """
+    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
+    return hf_from_ranks(maps, ranks, dtypes, originals)

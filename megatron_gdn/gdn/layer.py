@@ -1,0 +1,301 @@
+"""The Gated DeltaNet layer for Megatron-Core.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from megatron.core import __version__ as megatron_version
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from ..compat.quiet import warn_of_untested
+from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel.scheme import local_parameters
+from ..mixers.arguments import (
+    GDN_FIELDS,
+    allows_neg_eigval,
+    gate_activation,
+    name_ignored_fields,
+    name_ignored_offloads,
+    name_other_activation,
+    require_this_variant,
+)
+from ..mixers.base import RecurrentMixer
+from ..mixers.fp8 import keep_unquantised_input
+from ..mixers.graphs import in_layer_graph
+from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
+from ..mixers.init import device_for, init_shares_of
+from ..mixers.loader_layout import AUTO
+from ..mixers.micro_batch import MicroBatch
+from ..mixers.out_norm import norm_of
+from ..mixers.recompute import computed_again
+from ..mixers.tensor_parallel import mark_sharded
+from ..ops.delta_rule.base import HeadSizes
+from ..ops.parts import Parts
+from .front import gdn_parts
+from .rule import choose_rule
+from .sizes import GDNDims
+from .upstream_names import UpstreamNames
+
+warn_of_untested(megatron_version)
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Specs of the parts a :class:`GatedDeltaNet` is assembled from.
+
+    Attributes:
+        in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front
+            (``TELayerNormColumnParallelLinear``, ``ColumnParallelLinear``, ...).
+        out_norm: norm over one value head (``TENorm``, ``TorchRMSNorm``, ...).
+        out_proj: row-parallel linear, heads * V -> hidden (``TERowParallelLinear``, ...).
+    """
+
+    in_proj: ModuleSpec | type = IdentityOp
+    out_norm: ModuleSpec | type = IdentityOp
+    out_proj: ModuleSpec | type = IdentityOp
+
+
+class GatedDeltaNet(UpstreamNames, RecurrentMixer):
+    """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
+
+    The layer projects, convolves, runs the gated delta rule and projects back:
+
+        q, k, v, z, b, a = in_proj(x)
+        q, k, v          = SiLU(causal_conv1d(q, k, v))
+        q, k             = q / |q|, k / |k|                      per head
+        g_t              = -exp(A_log) softplus(a_t + dt_bias)   log-decay, fp32
+        beta_t           = sigmoid(b_t)                          or 2 sigmoid(b_t)
+        S_t              = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
+        o_t              = S_t^T q_t / sqrt(K)
+        y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the sigmoid
+
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.) Same
+    constructor, parameters and checkpoint keys as ``megatron.core.ssm.gated_delta_net``. The
+    convolution always uses SiLU; the MLP's activation does not change that.
+
+    Args:
+        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
+        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
+        layer_number: number of this layer in the model, from 1.
+        bias: give the projections biases.
+        conv_bias: give the convolution a bias.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
+        use_qk_l2norm: scale query and key heads to unit length.
+        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        name: path of this module in the model, for TE's precision settings.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
+        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
+        backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
+            (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
+            device and dtype; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
+        rule_operands: ``"fp16"`` or ``"bf16"``. In a bf16 layer the GPU backends round to this
+            dtype between the products inside a chunk. fp16 is more exact, bf16 has the wider range,
+            see :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
+        cp_layout: how the data loader cut sequences for context parallelism, see
+            :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
+            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
+            takes what ``packed_seq_params``, the config or Megatron's arguments say, else zigzag,
+            see :mod:`megatron_gdn.mixers.loader_layout`. A value that they contradict is refused.
+        linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
+            ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
+            micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
+        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
+            the last machine may have fewer. None (default): the ranks exchange their hosts once.
+            ``"auto"`` prices messages by it.
+        recompute: what the backward computes again instead of saving it: ``"none"``, ``"light"``
+            (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
+            output of the delta rule and the inverses of its chunks); see :mod:`..mixers.recompute`.
+        recompute_qkv: the part of ``"light"`` that is query, key and value, alone.
+        recompute_norm_out: the other part, alone. Megatron's ``--recompute-modules gdn_norm_out``
+            switches it on too. ``gdn`` of newer Megatrons computes the whole layer again.
+        output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
+            ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may turn a direction of
+            the state around (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` if the config
+            has it, else False.
+
+    The last ten are given through ``ModuleSpec(params={...})``.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
+            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``, settings
+            of recomputation that contradict, a config of the variant ``gdn2``; Megatron's CUDA
+            graphs of layers beside hybrid context parallelism.
+        ImportError: the requested backend is not available.
+    """
+
+    conv1d: Any
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    out_norm: Any
+
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
+    in_layer_graphs: ClassVar[bool] = True
+    takes_gates_apart: ClassVar[bool] = True
+    stored_by_section: ClassVar[bool] = True
+    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | Sequence[str] | None = None,
+        pp_layer_offset: int | None = 0,
+        is_mtp_layer: bool = False,
+        backend: str = "auto",
+        rule_operands: str = "fp16",
+        cp_layout: str | SequenceLayout = AUTO,
+        linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
+        recompute: str | None = None,
+        recompute_qkv: bool | None = None,
+        recompute_norm_out: bool | None = None,
+        output_gate_activation: str | None = None,
+        allow_neg_eigval: bool | None = None,
+    ) -> None:
+        if not 0 < A_init_range[0] <= A_init_range[1]:
+            raise ValueError(
+                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
+                f"A_log starts as the logarithm of a number drawn from it."
+            )
+        require_this_variant(config)
+        name_ignored_fields("GatedDeltaNet", GDN_FIELDS, config)
+        name_ignored_offloads(config)
+        name_other_activation(config)
+        again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
+        dims = GDNDims.from_config(config)
+        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
+        in_layer_graph(config)  # refuses what no graph of a layer takes
+        self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
+        self.output_gate_activation = gate_activation(output_gate_activation, config)
+        self.allow_neg_eigval = allows_neg_eigval(allow_neg_eigval, config)
+        self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
+        self._name_sizes()
+        self._choose_by(
+            partial(
+                choose_rule, backend, self.dims.heads, operands=rule_operands,
+                normalise_qk=use_qk_l2norm,
+            ),
+            linear_cp_mode, cp_ranks_per_machine,
+        )  # fmt: skip
+        self._build(submodules, name)
+        self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
+        if self.recompute_norm_out:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
+        self.recompute_qkv, self.recompute_rule = "qkv" in again, "rule" in again
+        self.reset_parameters()
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        set_save_original_input(self.in_proj)
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv1d.weight
+
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
+        conv, scheme = self.conv1d, batch.scheme
+        require_plain_conv(conv)
+        if has_hooks(conv):  # before any parameter is read
+            columns = scheme.layout.conv_columns
+            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
+            self.require_wide_gates()
+        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
+        return gdn_parts(
+            rows,
+            *local_parameters(scheme, conv.weight, conv.bias, *fp32),
+            sizes=HeadSizes.of(scheme.layout),
+            rule=batch.rule,
+            norm=norm_of(
+                self.out_norm, self.norm_group, scheme.layout, self.output_gate_activation
+            ),
+            normalise_qk=self.use_qk_l2norm,
+            allow_neg_eigval=self.allow_neg_eigval,
+            recompute_qkv=self.recompute_qkv,
+            recompute_rule=self.recompute_rule and self.training,
+            gates=gates,
+        )
+
+    def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:
+        config, dims = self.config, self.dims
+        self._build_in_proj(submodules.in_proj, name, self.bias)
+        channels = dims.layout.conv_width
+        # Without torch's own initialisation: it would draw one number per local weight, and every
+        # later number would depend on the tensor-parallel size.
+        self.conv1d = nn.utils.skip_init(
+            nn.Conv1d,
+            channels,
+            channels,
+            self.conv_kernel_dim,
+            groups=channels,
+            bias=self.conv_bias,
+            padding=self.conv_kernel_dim - 1,
+            device=device_for(config),
+            dtype=config.params_dtype,
+        )
+        for parameter in self.conv1d.parameters():
+            mark_sharded(parameter, dims.layout.conv_widths)
+        self._add_fp32(dt_bias=dims.num_value_heads, A_log=dims.num_value_heads)
+        self.out_norm = build_module(
+            submodules.out_norm,
+            config=config,
+            hidden_size=self.value_head_dim,
+            eps=config.layernorm_epsilon,
+        )
+        for parameter in self.out_norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        self._build_out_proj(submodules.out_proj, name, self.bias)
+        self.remember_marks()
+
+    def reset_parameters(self) -> None:
+        """Initialise everything, to the same model at every tensor-parallel size.
+
+        ==========================  ===============================================
+        parameter                   value
+        ==========================  ===============================================
+        in_proj.weight              ``config.init_method``
+        out_proj.weight             ``config.output_layer_init_method``
+        conv1d.weight, conv1d.bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)
+        A_log                       log U(A_init_range)
+        dt_bias                     1
+        ==========================  ===============================================
+
+        With ``config.perform_initialization`` off the two projections are not initialised here. The
+        layer's own parameters always are.
+        """
+        sizes, init = self.global_dims, init_shares_of(self.tp_group)
+        self._init_projections(init)
+        bound = self.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
+        for parameter in (self.conv1d.weight, self.conv1d.bias):
+            init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_widths)
+        heads = (sizes.num_value_heads,)
+        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
+        init(self.dt_bias, lambda x: x.fill_(1), 0, heads)

@@ -1,0 +1,119 @@
+"""The sizes of a Gated DeltaNet layer, from Megatron's config to one rank's share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..ops.delta_rule.base import HeadSizes
+from ..ops.layout import Layout, SizeError, require_sizes
+from ..ops.state_maps.state_map import StateShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GDNDims:
+    """Sizes of a Gated DeltaNet layer, or of the share of it that one rank holds.
+
+    ``GDNDims.from_config(config)`` gives the whole layer; ``dims.shard(n)`` what each of ``n``
+    tensor-parallel ranks holds, and ``.share_heads(n)`` of that what each of ``n`` ranks of a head
+    exchange holds. ``hidden_size`` is never split.
+    """
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        require_sizes(self)
+        if self.num_value_heads % self.num_key_heads:
+            raise SizeError(
+                f"num_value_heads={self.num_value_heads} is not a multiple of "
+                f"num_key_heads={self.num_key_heads}; every key head must serve the same number "
+                f"of value heads. Set linear_num_value_heads to a multiple of "
+                f"linear_num_key_heads."
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> GDNDims:
+        """Read the sizes from a Megatron ``TransformerConfig`` (its ``linear_*`` fields).
+
+        Raises:
+            ValueError: a field is None or not positive, or the value heads are not a multiple of
+                the key heads.
+        """
+        return cls(
+            hidden_size=config.hidden_size,
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
+            key_head_dim=config.linear_key_head_dim,
+            value_head_dim=config.linear_value_head_dim,
+            conv_kernel_dim=config.linear_conv_kernel_dim,
+        )
+
+    @property
+    def qk_dim(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def value_heads_per_key_head(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def heads(self) -> HeadSizes:
+        """The kernels' view of these sizes."""
+        return HeadSizes(
+            self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the input projection."""
+        return self.heads.layout
+
+    @property
+    def state(self) -> StateShape:
+        """The states of these heads."""
+        return self.heads.state
+
+    def shard(self, ranks: int) -> GDNDims:
+        """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.
+
+        Raises:
+            ValueError: the key heads do not divide; the message lists the sizes that do.
+        """
+        if ranks < 1 or self.num_key_heads % ranks:
+            legal = [n for n in range(1, self.num_key_heads + 1) if self.num_key_heads % n == 0]
+            raise SizeError(
+                f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads "
+                f"and {self.num_value_heads} value heads evenly; use one of "
+                f"{', '.join(map(str, legal))}."
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // ranks,
+            num_value_heads=self.num_value_heads // ranks,
+        )
+
+    def share_heads(self, ranks: int) -> GDNDims:
+        """The sizes on one of ``ranks`` context-parallel ranks that share these heads.
+
+        Rank r gets value heads ``[r H / ranks, (r + 1) H / ranks)`` and the key heads they use. A
+        key head that serves the value heads of several ranks is held by each of them, so there may
+        be as many ranks as value heads.
+
+        Raises:
+            ValueError: the value heads do not divide, or some rank would get value heads of two
+                key heads in unequal numbers; the message lists the sizes that fit.
+        """
+
+        inside = self.layout.share(ranks)
+        return replace(
+            self, num_key_heads=inside.heads("key"), num_value_heads=inside.heads("value")
+        )

@@ -1,0 +1,135 @@
+"""What Megatron and tools look up on megatron-core's layer by name.
+
+These are its sizes, the methods that Megatron calls besides the forward, and the single steps that
+its API documents. The forward of :class:`megatron_gdn.GatedDeltaNet` does not call these steps.
+
+Legend: S tokens, B batch, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..mixers.out_norm import apply_gated_norm
+from ..ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from ..ops.elementwise import decay_and_write_gates, l2norm
+from .api import gated_delta_rule
+from .sizes import GDNDims
+
+
+class UpstreamNames:
+    """Mixin of the layer, with the names of ``megatron.core.ssm.gated_delta_net``."""
+
+    config: Any
+    global_dims: GDNDims
+    dims: GDNDims
+    tp_size: int
+    cp_size: int
+    backend: str
+    use_qk_l2norm: bool
+    in_proj: Any
+    out_proj: Any
+    out_norm: Any
+    norm_group: Any
+    output_gate_activation: str
+    allow_neg_eigval: bool
+
+    def _name_sizes(self) -> None:
+        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.
+
+        ``feat_dim_split``, which Megatron-Bridge has refreshed, is the widths of qkv, z, beta and
+        alpha inside a head exchange.
+        """
+        whole, local = self.global_dims, self.dims
+        self.sp_size = self.tp_size if self.config.sequence_parallel else 1
+        self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
+        self.num_key_heads, self.num_value_heads = whole.num_key_heads, whole.num_value_heads
+        self.key_head_dim, self.value_head_dim = whole.key_head_dim, whole.value_head_dim
+        self.qk_dim, self.v_dim = whole.qk_dim, whole.v_dim
+        self.in_proj_dim, self.conv_dim = whole.layout.width, whole.layout.conv_width
+        self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
+        self.conv_dim_local_tp = local.layout.conv_width
+        self.num_v_heads_local_tp = local.num_value_heads
+        gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
+        self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
+        self.in_proj_split_sections = local.layout.widths
+
+    @property
+    def act_fn(self) -> Callable[[Tensor], Tensor]:
+        """The activation of the convolution; the gate's is ``output_gate_activation``."""
+        return F.silu
+
+    @property
+    def activation(self) -> str:
+        return "silu"
+
+    def _setup_variant_attrs(self) -> None:
+        """Name the sizes again: Megatron-Bridge calls this after it has set other groups."""
+        self._name_sizes()
+
+    def backward_dw(self) -> None:
+        """Compute the delayed weight gradients of both projections."""
+        self._backward_in_proj()
+        self._backward_out_proj()
+
+    def _backward_in_proj(self) -> None:
+        self.in_proj.backward_dw()
+
+    def _backward_out_proj(self) -> None:
+        self.out_proj.backward_dw()
+
+    @property
+    def gated_delta_rule(self) -> Callable:
+        """The rule under upstream's name and signature, for tools that look it up on the layer."""
+        if self.backend == "reference":
+            return torch_chunk_gated_delta_rule
+        return partial(gated_delta_rule, backend=self.backend)
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``out_norm(x) * act(gate)`` in ``x.dtype``, the product taken in fp32."""
+        activation = self.output_gate_activation
+        return apply_gated_norm(self.out_norm, x, gate, self.norm_group, activation)
+
+    def _prepare_input_for_gated_delta_rule(
+        self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Cut convolved rows into heads and normalise query and key.
+
+        Args:
+            qkv: ``[B, S, C]``, the convolved columns of this rank, or of one of the ranks that
+                share its heads.
+            gate: the output gate, ``[B, S, H, V]``.
+            gates: beta and alpha, ``[B, S, H]``.
+
+        Returns:
+            query and key ``[B, S, H, K]``, repeated for the value heads that share them, value
+            ``[B, S, H, V]``, ``gate`` and ``gates``; all contiguous.
+        """
+        dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
+        q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
+        q, k = (x.reshape(batch, seq_len, -1, self.key_head_dim) for x in (q, k))
+        v = v.reshape(batch, seq_len, -1, self.value_head_dim)
+        if self.use_qk_l2norm:
+            q, k = l2norm(q), l2norm(k)
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+        return tuple(x.contiguous() for x in (q, k, v, gate, *gates))
+
+    def _prepare_qkv_for_gated_delta_rule(
+        self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
+    ) -> tuple[Tensor, ...]:
+        """The step as megatron-core called it before 0.19; ``gate`` may be ``[B, S, H * V]``."""
+        gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
+        return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
+
+    def _compute_g_and_beta(
+        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-decay and write strength."""
+        return decay_and_write_gates(
+            alpha, beta, A_log_local_cp, dt_bias_local_cp, allow_neg_eigval=self.allow_neg_eigval
+        )

@@ -1,0 +1,182 @@
+"""cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's ``kda_hopper_cuda``.
+
+They cut a sequence into pieces. A piece begins from a zero state, so far back that the decay leaves
+at most 2^-20 of the state that is dropped; for this keys have length 1 and beta is at most 1. Slow
+gates leave more, and a piece then begins at the sequence's start. They take:
+
+    q, k, v, o and their gradients    bf16, equal heads of K = V = 128, normed q and k
+    g, beta and their gradients       fp32
+    states                            fp32, ``[N, H, V, K]``: transposed at each call
+
+NVRTC compiles them at the first call, and a graph of cuDNN is built and kept for each number of
+tokens and of sequences. In 1.32.0 a graph keeps a buffer for every state that a call leaves out,
+which adds up to GiB where the number of documents varies: each call gives and takes all states.
+
+The kernels divide by the decay of 16 tokens, which is 0 in fp32 from a log-decay of some -5.5 per
+token on, and then return NaN. So they are refused unless the gate has a lower bound of -5 or more.
+
+Legend: B batch, S seq, N sequences, T tokens of all, H heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.delta_rule.base import RuleGrads, RuleInputs, inputs_in_one_row
+from ..ops.documents import Documents
+from ..ops.obstacles import Obstacle, installed_version, version_tuple
+from ..ops.rules.base import RuleOutput, Saved, in_one_row, in_rows
+from ..ops.state_maps.state_map import StateMap
+from ..ops.static_documents import StaticDocuments
+
+HEAD_DIM = 128
+LEAST_LOG_DECAY = -5.0
+_KNOWN = (1, 32)
+_PLAN = "kda_hopper_cuda"
+
+
+def why_not_cudnn(
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int | None,
+    lower_bound: float | None,
+) -> Obstacle | None:
+    """Why cuDNN's kernels cannot train these heads here, and the fix; None when they can."""
+    if device.type != "cuda":
+        return Obstacle(f"cuDNN runs on a GPU, not on {device}")
+    if dtype != torch.bfloat16:
+        return Obstacle(f"cuDNN's KDA takes bf16, not {dtype}")
+    for dim in (key_dim, value_dim):
+        if dim not in (HEAD_DIM, None):
+            return Obstacle(f"cuDNN's KDA takes heads of {HEAD_DIM}, not {dim}")
+    if lower_bound is None or lower_bound < LEAST_LOG_DECAY:
+        return Obstacle(
+            f"cuDNN's KDA returns NaN for log-decays below -5.5, and gate_lower_bound="
+            f"{lower_bound}. A layer with gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
+        )
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return Obstacle("cuDNN's KDA was built for compute capability 9.0 here")
+    return _package()
+
+
+@cache
+def _package() -> Obstacle | None:
+    hint = "pip install 'nvidia-cudnn-frontend==1.32.*'"
+    installed = installed_version("nvidia-cudnn-frontend")
+    if find_spec("cudnn") is None or installed is None:
+        return Obstacle(f"cudnn-frontend is not installed ({hint})", ImportError)
+    if version_tuple(installed)[:2] != _KNOWN:
+        return Obstacle(f"cudnn-frontend {installed} is not known here ({hint})", ImportError)
+    return None
+
+
+@cache
+def _calls() -> Any:
+    from cudnn.linear_attention.ops import kda  # pyright: ignore[reportMissingImports]
+
+    return kda
+
+
+class CudnnKDA:
+    """cuDNN's KDA: ``backend="cudnn"``, taken by this name alone."""
+
+    name = "cudnn"
+    batch_invariant = False  # how many pieces a sequence has depends on the others
+    operand_dtype = None
+    reads_again = frozenset(RuleInputs._fields)
+
+    def why_not_heads(self, heads: int) -> None:
+        """Any number of them can run."""
+
+    def begin(self, inputs: RuleInputs, documents: Documents | None) -> CudnnForward:
+        return CudnnForward(inputs, documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> CudnnBackward:
+        return CudnnBackward(d_o, inputs, documents)
+
+
+class _Call:
+    """The inputs as cuDNN takes them: ``[T, H, ...]`` and where sequences begin."""
+
+    def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
+        if isinstance(documents, StaticDocuments):
+            raise NotImplementedError(
+                "backend='cudnn' and documents in fixed buffers: it was never run with boundaries "
+                "that change on the device. Use backend='fla' or 'auto'."
+            )
+        if inputs.k.shape[2] != inputs.v.shape[2]:
+            raise NotImplementedError(
+                f"backend='cudnn' takes as many key heads as value heads, not {inputs.k.shape[2]} "
+                f"and {inputs.v.shape[2]} on a rank. Use backend='fla' or 'auto'."
+            )
+        self.rows = inputs.v.shape[:2]
+        (B, S), device = self.rows, inputs.v.device
+        if documents is None:
+            self.offsets = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=device)
+        else:
+            self.offsets = documents.cu_seqlens
+        (self.heads, _), self.scale = inputs.v.shape[2:], inputs.k.shape[-1] ** -0.5
+        self.tokens = tuple(x[0].contiguous() for x in inputs_in_one_row(inputs))
+
+    def states(self, rows: Tensor | None = None) -> Tensor:
+        """``rows`` ``[.., K, V]`` for every sequence and head, transposed; None: zeros."""
+        shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
+        if rows is None:
+            return self.tokens[3].new_zeros(shape)
+        return rows.to(self.tokens[3].dtype).mT.expand(shape).contiguous()
+
+
+class CudnnForward(_Call):
+    def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, _, g, beta = self.tokens
+        o, last, _ = _calls().kda_fwd(
+            q, k, v, g, beta, self.offsets, self.scale, initial_state=initial,
+            output_final_state=True, plan_name=_PLAN,
+        )  # fmt: skip
+        return o, last.mT.contiguous()
+
+    @torch.no_grad()
+    def state_map(self) -> StateMap:
+        """Two runs: without a state what is written, and without values what becomes of I."""
+        v = self.tokens[2]
+        _, local = self._run(v, self.states())
+        unit = torch.eye(HEAD_DIM, device=v.device)  # K = V
+        _, through = self._run(torch.zeros_like(v), self.states(unit))
+        return StateMap(local, through)
+
+    @torch.no_grad()
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        o, last = self._run(self.tokens[2], self.states(initial))
+        return RuleOutput(in_rows(o[None], self.rows), last if final else None, Saved())
+
+
+class CudnnBackward(_Call):
+    def __init__(self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None) -> None:
+        super().__init__(inputs, documents)
+        self._d_o = in_one_row(d_o)[0].contiguous()
+
+    def _run(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, ...]:
+        return _calls().kda_bwd(
+            self._d_o, *self.tokens, self.offsets, self.scale,
+            initial_state=self.states(initial), d_final_state=self.states(d_final),
+            plan_name=_PLAN,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def d_initial(self) -> Tensor:
+        return self._run(None, None)[5].mT.contiguous()  # of any states that enter
+
+    @torch.no_grad()
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+        dq, dk, dv, dg, dbeta, *_ = self._run(initial, d_final)
+        return RuleGrads(*(in_rows(x[None], self.rows) for x in (dq, dk, dv, dg, dbeta)))

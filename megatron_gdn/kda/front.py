@@ -1,0 +1,269 @@
+"""The front of Kimi Delta Attention: that of a Gated DeltaNet, with gates per channel.
+
+    q, k    = l2norm(silu(conv(x)));  v = silu(conv(x))
+    g, beta as in :mod:`.front`
+
+Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, K key dim.
+
+Decay per channel and write strength of Kimi Delta Attention.
+
+Legend: H heads, K key dim.
+
+The parts of a Kimi Delta Attention, from its tensors.
+
+Legend: P width of a row, C conv channels, W conv taps, H heads, K key dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..ops.delta_rule.base import RuleGrads, RuleInputs
+from ..ops.delta_rule.front_choice import is_triton, kernels_for
+from ..ops.documents import Documents
+from ..ops.elementwise import largest_A_log, least_log_decay, sigmoid, softplus
+from ..ops.front.base import Parameters
+from ..ops.layout import Layout
+from ..ops.obstacles import why_not_triton
+from ..ops.parts import GatedNorm, Parts
+from ..ops.readout.base import Apart
+from ..ops.readout.choose import per_head
+from ..ops.rules.base import Rule
+from ..ops.state_maps.state_map import StateShape
+from .rule import RecurrentKDA
+from .sizes import sizes_of
+
+if TYPE_CHECKING:
+    from ..ops.front.edges import Edges
+
+
+@dataclass(frozen=True, eq=False)
+class KDAFront:
+    """A :class:`~..ops.front.base.Front` of rows query | key | value | f | z | beta.
+
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
+    ``[H K]``.
+
+    Attributes:
+        layout: the columns of a row.
+        kernels: what :func:`..ops.delta_rule.front_choice.kernels_for` chose.
+        lower_bound: of g; None: unbounded.
+        dtype: of q, k and v; None is the projection's.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+        again: inputs that the backward computes again.
+    """
+
+    layout: Layout
+    kernels: ModuleType
+    lower_bound: float | None = None
+    dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    again: tuple[str, ...] = ("g",)
+
+    names = RuleInputs._fields
+    convolved = ("q", "k", "v")
+
+    step_rule = RecurrentKDA()
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(
+        device: str,
+        dtype: torch.dtype,
+        taps: int,
+        layout: Layout,
+        lower_bound: float | None = None,
+        batch_invariant: bool = False,
+        again: tuple[str, ...] = ("g",),
+        kernels: str = "auto",
+        aligned: bool = False,
+    ) -> KDAFront:
+        """The front of rows in ``dtype`` on a type of device; see :meth:`..gdn.front.GDNFront.of`.
+
+        Raises:
+            ValueError: unknown ``kernels``.
+        """
+        module = kernels_for(device, dtype, taps, sizes_of(layout), kernels, aligned)
+        return KDAFront(layout, module, lower_bound, None, batch_invariant, again)
+
+    @property
+    def state(self) -> StateShape:
+        return sizes_of(self.layout).state
+
+    def for_step(self, dtype: torch.dtype) -> KDAFront:
+        wide = torch.promote_types(dtype, torch.float32)
+        return KDAFront(self.layout, self.kernels, self.lower_bound, wide)
+
+    def _gate_rows(self, proj: Tensor) -> tuple[Tensor, Tensor]:
+        rows = proj.transpose(0, 1)
+        return rows[..., self.layout.columns("f")], rows[..., self.layout.columns("beta")]
+
+    def _conv_rows(self, proj: Tensor) -> Tensor:
+        return proj[..., self.layout.conv_columns]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> RuleInputs:
+        wanted = self.names if only is None else only
+        parts = "".join(name for name in self.convolved if name in wanted)
+        made: dict[str, Any] = dict.fromkeys(self.names)
+        if parts:
+            convolved = self.kernels.prepare_forward(
+                self._conv_rows(proj), *parameters, sizes_of(self.layout),
+                documents=documents, dtype=self.dtype, batch_invariant=self.batch_invariant,
+                parts=parts,
+            )  # fmt: skip
+            made.update(convolved._asdict())
+        if "g" in wanted or "beta" in wanted:
+            _, _, A_log, dt_bias = parameters
+            g, beta = self._gates(proj, A_log, dt_bias)
+            gates = {"g": g, "beta": beta}
+            made.update({name: x for name, x in gates.items() if name in wanted})
+        return RuleInputs(**made)
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: RuleGrads,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dg, dbeta, _ = grads
+        _, _, A_log, dt_bias = parameters
+        d_A_log, d_dt_bias = self._gates_backward(proj, A_log, dt_bias, dg, dbeta, d_proj)
+        d_weight, d_bias, *_ = self.kernels.prepare_backward(
+            self._conv_rows(proj), *parameters, sizes_of(self.layout), dq, dk, dv, None, None,
+            self._conv_rows(d_proj), documents=documents, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+        return d_weight, d_bias, d_A_log, d_dt_bias
+
+    @property
+    def _fused(self) -> bool:
+        """Whether Triton computes the gates too."""
+        return is_triton(self.kernels)
+
+    def _gates(self, proj: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        if self._fused:
+            from .kernels import gates_forward
+
+            return gates_forward(proj, A_log, dt_bias, self.layout, self.lower_bound)
+        g, beta = channel_gates(*self._gate_rows(proj), A_log, dt_bias, self.lower_bound)
+        return g.contiguous(), beta.contiguous()
+
+    def _gates_backward(
+        self, proj: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, dbeta: Tensor,
+        d_proj: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of A_log and dt_bias; writes the gates' columns of ``d_proj``."""
+        if self._fused:
+            from .kernels import gates_backward
+
+            given = (A_log, dt_bias, self.layout, self.lower_bound)
+            return gates_backward(proj, *given, dg, dbeta, d_proj)
+        with torch.enable_grad():
+            of_f, of_b = self._gate_rows(proj)
+            given = (of_f, of_b, A_log, dt_bias)
+            leaves = f, b, A, dt = [x.detach().requires_grad_() for x in given]
+            made = channel_gates(f, b, A, dt, self.lower_bound)
+        d_f, d_b, d_A_log, d_dt_bias = torch.autograd.grad(made, leaves, (dg, dbeta))
+        for columns, gradient in zip(self._gate_rows(d_proj), (d_f, d_b), strict=True):
+            columns.copy_(gradient)
+        return d_A_log, d_dt_bias
+
+    def edges(self) -> Edges | None:
+        return self.kernels.edges_of(sizes_of(self.layout), True, self.batch_invariant)
+
+
+def channel_gates(
+    f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turn raw projections into log-decays ``g <= 0`` and write strength ``beta`` in (0, 1).
+
+        g    = -exp(A_log) softplus(f + dt_bias)
+        g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
+        beta = sigmoid(b)
+
+    in fp32 for inputs of any dtype. ``A_log`` and an unbounded g are clamped as in
+    :func:`..ops.elementwise.decay_and_write_gates`.
+
+    Args:
+        f: ``[..., H K]``, the forget gate's section of a row.
+        b: ``[..., H]``.
+        A_log, dt_bias: ``[H]``, ``[H K]``.
+        lower_bound: of g, below 0; None: unbounded.
+
+    Returns:
+        ``g [..., H, K]`` and ``beta [..., H]`` in fp32 (fp64 for fp64 parameters).
+    """
+    wide = torch.promote_types(A_log.dtype, torch.float32)
+    rate = A_log.to(wide).clamp(max=largest_A_log(wide)).exp()[:, None]
+    x = (f.to(wide) + dt_bias.to(wide)).unflatten(-1, (len(A_log), -1))
+    if lower_bound is None:
+        g = (-rate * softplus(x)).clamp(min=least_log_decay(wide))
+    else:
+        g = lower_bound * sigmoid(rate * x)
+    return g, sigmoid(b.to(wide))
+
+
+def kda_parts(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | Apart,
+    lower_bound: float | None = None,
+    run_again: bool = False,
+    kernels: str = "auto",
+) -> Parts:
+    """The :class:`Parts` of a Kimi Delta Attention.
+
+    Args:
+        rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
+        layout: rows query | key | value | f | z | beta.
+        rule: from :func:`.rule.resolve_kda`.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
+        lower_bound: of the log-decay, below 0; None: unbounded.
+        run_again: see :class:`Parts`.
+        kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
+
+    Raises:
+        ValueError: rows of other heads; unknown ``kernels``.
+    """
+    if rows.shape[-1] != layout.width:
+        raise ValueError(
+            f"rows of {rows.shape[-1]} columns, but query, key, value, f, z and beta of these "
+            f"heads have {layout.width}: {dict(zip(layout.names, layout.widths, strict=True))}."
+        )
+    taps, device = conv_weight.shape[-1], rows.device.type
+    again = tuple(name for name in ("g",) if name in rule.reads_again)
+    front = KDAFront.of(
+        device, rows.dtype, taps, layout, lower_bound, rule.batch_invariant, again, kernels,
+        getattr(rule, "aligned", False),
+    )  # fmt: skip
+    readout, gamma = norm, None
+    if isinstance(readout, GatedNorm):
+        gamma, eps, zero_centered, activation = readout
+        triton = kernels == "triton" or (
+            kernels == "auto" and why_not_triton(device, rows.dtype, taps) is None
+        )
+        readout = per_head(layout.gate_columns, eps, zero_centered, triton, activation)
+    parameters = conv_weight, conv_bias, A_log, dt_bias, gamma
+    return Parts(front, rule, readout, parameters, run_again)

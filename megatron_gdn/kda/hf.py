@@ -1,0 +1,135 @@
+"""One Kimi Delta Attention: Hugging Face tensors to Megatron's, whole or in shards, and back.
+
+Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face has a tensor
+for each section:
+
+    q_proj, k_proj, v_proj, b_proj
+    f_a_proj, f_b_proj      the forget gate of low rank (Kimi Linear, GLM 5 next)
+    g_a_proj, g_b_proj      the output gate likewise
+    f_proj, g_proj          gates of full rank (Bailing Hybrid)
+
+Modules of transformers hold the forget gate's tensors in ``forget_gate`` and one convolution. Files
+have no ``forget_gate``, and three convolutions; Bailing's call o_proj dense. Kimi Linear keeps
+``A_log`` as ``[1, 1, H, 1]``.
+
+What a weight means is not in it: `forget_rank` and `output_rank` are in the dims; a bounded gate is
+the layer's `gate_lower_bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..gdn.hf import conv_map
+from ..mixers.tensor_map import TensorMap, hf_from_ranks, mapped, ranks_from_hf
+from .sizes import KDADims
+
+KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]
+
+
+def kda_layer_maps(
+    prefix: str,
+    hf_prefix: str,
+    dims: KDADims,
+    family: KDAFamily,
+    in_files: bool = True,
+    zero_centered_gamma: bool = True,
+) -> list[TensorMap]:
+    """The maps of every parameter of one layer except its input norm.
+
+    Args:
+        prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
+        hf_prefix: Hugging Face's, as in ``model.layers.0.self_attn.``.
+        dims: the whole layer's sizes.
+        family: the ``model_type`` of the model.
+        in_files: names of files; False: of transformers' module.
+        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
+            ``out_norm.weight`` is ``o_norm.weight - 1``.
+    """
+    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_heads
+    K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout
+    gate = hf if in_files else f"{hf}forget_gate."
+    out = "dense" if in_files and family == "bailing_hybrid" else "o_proj"
+    named = {
+        "query": f"{hf}q_proj", "key": f"{hf}k_proj", "value": f"{hf}v_proj", "beta": f"{hf}b_proj",
+        "f": f"{gate}f_proj", "f_a": f"{gate}f_a_proj", "z": f"{hf}g_proj", "z_a": f"{hf}g_a_proj",
+    }  # fmt: skip
+    projections = {
+        f"{named[section]}.weight": (width, D)
+        for section, width in zip(layout.names, layout.widths, strict=True)
+    }
+    rate_shape, reshaping = (H,), {}
+    if family == "kimi_linear":
+        rate_shape = (1, 1, H, 1)
+        reshaping = {"join": _flattened, "split": _in_four_dimensions}
+    shift = -float(zero_centered_gamma)
+    maps = [
+        mapped(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
+        conv_map(f"{p}conv1d_weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
+        mapped(f"{p}A_log", {f"{gate}A_log": rate_shape}, 0, fp32=True, **reshaping),
+        mapped(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
+        mapped(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
+        mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
+    ]
+    wide = {"f": (f"{gate}f_b_proj.weight", H * K), "z": (f"{hf}g_b_proj.weight", H * V)}
+    for name, (key, width) in wide.items():
+        if rank := dims.ranks[name]:
+            maps.append(mapped(f"{p}{name}_b_weight", {key: (width, rank)}, 0))
+    return maps
+
+
+def _flattened(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0].flatten()
+
+
+def _in_four_dimensions(rate_H: Tensor) -> tuple[Tensor]:
+    return (rate_H.view(1, 1, -1, 1),)
+
+
+def kda_layer_from_hf(
+    hf_state: Mapping[str, Tensor],
+    dims: KDADims,
+    family: KDAFamily,
+    tp_size: int = 1,
+    in_files: bool = True,
+    zero_centered_gamma: bool = True,
+) -> list[dict[str, Tensor]]:
+    """A linear-attention module's tensors to the layer's, one dict for each rank.
+
+    Args:
+        hf_state: the tensors of one layer, without a prefix, in bf16, fp16, fp32 or fp64.
+        dims, family, in_files, zero_centered_gamma: as in :func:`kda_layer_maps`.
+        tp_size: number of tensor-parallel ranks.
+
+    Returns:
+        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
+        ``out_norm.weight`` fp32, all others in the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
+            split.
+    """
+    dims.shard(tp_size)
+    maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)
+    return ranks_from_hf(maps, hf_state, tp_size, f"a layer of {family}")
+
+
+def kda_layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: KDADims,
+    family: KDAFamily,
+    in_files: bool = True,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    originals: Mapping[str, Tensor] | None = None,
+    zero_centered_gamma: bool = True,
+) -> dict[str, Tensor]:
+    """The inverse of :func:`kda_layer_from_hf`.
+
+    ``dtypes`` and ``originals`` are as in :func:`..gdn.hf.gdn_layer_to_hf`.
+    """
+    maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)
+    return hf_from_ranks(maps, ranks, dtypes, originals)

@@ -1,0 +1,333 @@
+"""The Kimi Delta Attention layer for Megatron-Core.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of a row, H heads, K key dim, V value dim, R columns of a gate's narrow half.
+
+Rows with both gates in full width, from what in_proj gives.
+
+Legend: s tokens, B batch, p width of in_proj, P width of a row, r columns of a narrow half on one
+of tp tensor-parallel ranks, R = tp r of them, C columns of a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from ..compat.observe import log_once
+from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel.scheme import local_parameters
+from ..mixers.arguments import (
+    GDN_FIELDS,
+    name_ignored_fields,
+    name_ignored_offloads,
+    recomputed_parts,
+)
+from ..mixers.base import RecurrentMixer
+from ..mixers.fp8 import keep_unquantised_input, runs_in_fp8
+from ..mixers.graphs import in_layer_graph
+from ..mixers.init import device_for, first_dt_bias, init_shares_of
+from ..mixers.loader_layout import AUTO
+from ..mixers.micro_batch import MicroBatch
+from ..mixers.out_norm import norm_of
+from ..mixers.recompute import computed_again
+from ..mixers.tensor_parallel import mark_sharded
+from ..ops.layout import Layout
+from ..ops.parts import Parts
+from .front import kda_parts
+from .rule import choose_kda
+from .sizes import KDADims
+
+_FIRST_DT = (0.001, 0.1)  # softplus(dt_bias) is drawn from this range, its logarithm uniformly
+
+
+@dataclass
+class KimiDeltaAttentionSubmodules:
+    """Specs of the parts a :class:`KimiDeltaAttention` is assembled from.
+
+    Attributes:
+        in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front.
+        out_norm: norm over one head.
+        out_proj: row-parallel linear, heads * V -> hidden.
+    """
+
+    in_proj: ModuleSpec | type = IdentityOp
+    out_norm: ModuleSpec | type = IdentityOp
+    out_proj: ModuleSpec | type = IdentityOp
+
+
+_IN_FP8 = (
+    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and the "
+    "recurrence compounds their error. Switch fp8 off, keep its in_proj out of it by a "
+    "quantization recipe, or take 'K' out of the pattern."
+)
+
+
+def _refuse(config: TransformerConfig) -> None:
+    """Refuse settings that other mixers take.
+
+    Raises:
+        NotImplementedError: ``fp8``, ``linear_allow_neg_eigval``, ``delay_wgrad_compute``.
+    """
+    if config.fp8 and config.quant_recipe is None:
+        raise NotImplementedError(_IN_FP8)
+    if getattr(config, "linear_allow_neg_eigval", False):
+        raise NotImplementedError(
+            "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. Give "
+            "allow_neg_eigval to the GatedDeltaNet layers alone, by their spec."
+        )
+    if getattr(config, "delay_wgrad_compute", False):
+        raise NotImplementedError(
+            "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' weights "
+            "at once. Switch it off."
+        )
+
+
+class KimiDeltaAttention(RecurrentMixer):
+    """Kimi Delta Attention as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
+
+        q, k, v, f_a, z_a, b = in_proj(x)
+        f, z    = f_a W_f^T, z_a W_z^T                           the gates in full width
+        q, k, v = SiLU(causal_conv1d(q, k, v))
+        q, k    = q / |q|, k / |k|                               per head
+        g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per channel, fp32
+        beta_t  = sigmoid(b_t)
+        S_t     = Diag(exp(g_t)) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T
+        o_t     = S_t^T q_t / sqrt(K)
+        y       = out_proj(RMSNorm(o) * sigmoid(z))
+
+    (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
+
+    Args:
+        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
+            Gates and states belong to value heads; Kimi Linear has as many key heads.
+        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
+        layer_number: number of this layer in the model, from 1.
+        conv_bias: give the convolution a bias.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
+        A_init_range: initial rates exp(A_log) are drawn from U(low, high), low > 0; default
+            (1, 16), and 1 with a lower bound.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        name: path of this module in the model, for TE's precision settings.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
+        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
+        backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
+            ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
+            :func:`megatron_gdn.kda.rule.resolve_kda`.
+        forget_rank, output_rank: columns of the narrow half of the forget gate and of the output
+            gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
+            ``in_proj``.
+        gate_lower_bound: below 0: ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
+        recompute: ``"none"``, ``"light"`` or ``"full"``, as in :class:`megatron_gdn.GatedDeltaNet`.
+            ``"light"`` computes the normed output again.
+
+    The last eight are given through ``ModuleSpec(params={...})``.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
+            layout, mode or level, a bad ``A_init_range``, ``gate_lower_bound`` or
+            ``cp_ranks_per_machine``.
+        NotImplementedError: ``fp4``, ``fp8``, ``linear_allow_neg_eigval`` and
+            ``delay_wgrad_compute`` of the config.
+        ImportError: the requested backend is not available.
+    """
+
+    conv1d_weight: nn.Parameter
+    conv1d_bias: nn.Parameter | None
+    f_b_weight: nn.Parameter | None
+    z_b_weight: nn.Parameter | None
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    out_norm: Any
+
+    uses_attention_mask: ClassVar[bool] = False
+    in_layer_graphs: ClassVar[bool] = True
+    split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: KimiDeltaAttentionSubmodules,
+        layer_number: int | None = None,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        A_init_range: tuple[float, float] | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | Sequence[str] | None = None,
+        pp_layer_offset: int | None = 0,
+        is_mtp_layer: bool = False,
+        backend: str = "auto",
+        forget_rank: int | None = None,
+        output_rank: int | None = None,
+        gate_lower_bound: float | None = None,
+        cp_layout: str | SequenceLayout = AUTO,
+        linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
+        recompute: str | None = None,
+    ) -> None:
+        if A_init_range is None:
+            A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
+        if not 0 < A_init_range[0] <= A_init_range[1]:
+            raise ValueError(
+                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
+                f"A_log starts as the logarithm of a number drawn from it."
+            )
+        if gate_lower_bound is not None and not gate_lower_bound < 0:
+            raise ValueError(
+                f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
+                f"-5, or None for the unbounded gate."
+            )
+        _refuse(config)
+        name_ignored_fields("KimiDeltaAttention", GDN_FIELDS, config)
+        name_ignored_offloads(config, "KimiDeltaAttention")
+        again = computed_again(config, recompute)
+        if "qkv" in recomputed_parts(config):
+            log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
+        in_layer_graph(config)  # refuses what no graph of a layer takes
+        dims = KDADims.from_config(config, forget_rank, output_rank)
+        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
+        self.conv_init, self.A_init_range = conv_init, tuple(A_init_range)
+        self.gate_lower_bound = gate_lower_bound
+        self._choose_by(
+            partial(choose_kda, backend, self.dims.state, gate_lower_bound), linear_cp_mode,
+            cp_ranks_per_machine, mixer="KimiDeltaAttention", recurrence="KDA",
+        )  # fmt: skip
+        self._build(submodules, conv_bias, name)
+        self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
+        if self.recompute_norm_out:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
+        self.recompute_rule = "rule" in again
+        self.reset_parameters()
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv1d_weight
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Rows query | key | value | f | z | beta, the gates in full width.
+
+        The ranks share the columns of the narrow halves, and each computes its heads' part of the
+        wide halves from all of them.
+        """
+        if any(map(runs_in_fp8, self.in_proj.modules())):  # an adapter holds the linear
+            raise NotImplementedError(_IN_FP8)
+        rows, _ = self.in_proj(hidden_states)
+        weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
+        if not weights:
+            return rows
+        return full_rows(rows, self.dims.in_proj_layout, self.dims.layout, self.tp_group, *weights)
+
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        self.require_wide_gates()
+        scheme = batch.scheme
+        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
+        return kda_parts(
+            rows,
+            *local_parameters(scheme, self.conv1d_weight, self.conv1d_bias, *fp32),
+            layout=scheme.layout,
+            rule=batch.rule,
+            norm=norm_of(self.out_norm, self.norm_group, scheme.layout, "sigmoid"),
+            lower_bound=self.gate_lower_bound,
+            run_again=self.recompute_rule and self.training,
+        )
+
+    def _build(
+        self, submodules: KimiDeltaAttentionSubmodules, conv_bias: bool, name: str | None
+    ) -> None:
+        config, dims, whole = self.config, self.dims, self.global_dims
+        self._build_in_proj(submodules.in_proj, name)
+        kind = {"device": device_for(config), "dtype": config.params_dtype}
+        channels = dims.layout.conv_width
+        self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, dims.conv_kernel_dim, **kind))
+        self.conv1d_bias = nn.Parameter(torch.empty(channels, **kind)) if conv_bias else None
+        for parameter in (self.conv1d_weight, self.conv1d_bias):
+            if parameter is not None:
+                mark_sharded(parameter, dims.layout.conv_widths)
+        for gate, rank in whole.ranks.items():
+            weight = None
+            if rank:
+                columns = dims.layout.columns(gate)
+                rows = columns.stop - columns.start
+                weight = nn.Parameter(torch.empty(rows, rank, **kind))
+                mark_sharded(weight, (rows,))
+            self.register_parameter(f"{gate}_b_weight", weight)
+        self._add_fp32(dt_bias=dims.num_heads * dims.key_head_dim, A_log=dims.num_heads)
+        self.out_norm = build_module(
+            submodules.out_norm,
+            config=config,
+            hidden_size=dims.value_head_dim,
+            eps=config.layernorm_epsilon,
+        )
+        for parameter in self.out_norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        self._build_out_proj(submodules.out_proj, name)
+        self.remember_marks()
+
+    def reset_parameters(self) -> None:
+        """Initialise everything, to the same model at every tensor-parallel size.
+
+        ==========================  ===============================================
+        parameter                   value
+        ==========================  ===============================================
+        in_proj.weight              ``config.init_method``
+        f_b_weight, z_b_weight      ``config.init_method``
+        out_proj.weight             ``config.output_layer_init_method``
+        conv1d_weight, conv1d_bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)
+        A_log                       log U(A_init_range)
+        dt_bias                     softplus^-1(exp U(log 0.001, log 0.1))
+        ==========================  ===============================================
+
+        With ``config.perform_initialization`` off the two projections are not initialised here. The
+        layer's own parameters always are.
+        """
+        whole, init = self.global_dims, init_shares_of(self.tp_group)
+        layout, method = whole.layout, self.config.init_method
+        self._init_projections(init)
+        bound = whole.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
+        for parameter in (self.conv1d_weight, self.conv1d_bias):
+            init(parameter, lambda x: x.uniform_(-bound, bound), 0, layout.conv_widths)
+        heads, K, V = whole.num_heads, whole.key_head_dim, whole.value_head_dim
+        assert method is not None
+        init(self.f_b_weight, method, 0, (heads * K,))
+        init(self.z_b_weight, method, 0, (heads * V,))
+
+        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, (heads,))
+        init(self.dt_bias, first_dt_bias(*_FIRST_DT), 0, (heads * K,))
+
+
+def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights: Tensor) -> Tensor:
+    """``[s, B, p]`` to ``[s, B, P]``. The backward keeps the narrow halves ``[s, B, R]``.
+
+    Args:
+        narrow: in_proj's rows.
+        in_proj, row: their sections, and those of a row, in one order; the narrow half of ``f`` is
+            called ``f_a``.
+        group: the tensor-parallel ranks, which share the columns of the narrow halves.
+        weights: ``[C, R]`` of every gate that has a narrow half, this rank's heads.
+    """
+    sections = list(narrow.split(in_proj.widths, -1))
+    halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
+    own = torch.cat([sections[i] for i in halved], -1)
+    of_ranks = all_gather_last_dim_from_tensor_parallel_region(own, group)
+    lows = of_ranks.unflatten(-1, (group.size(), -1)).split([in_proj.widths[i] for i in halved], -1)
+    for i, low, weight in zip(halved, lows, weights, strict=True):
+        # Contiguous: a view would keep all of ``own``, and its strides change a product's bits.
+        sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
+    return torch.cat(sections, -1)

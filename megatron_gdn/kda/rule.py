@@ -1,0 +1,291 @@
+"""The chunk form of Kimi Delta Attention: that of the gated delta rule with a decay per channel.
+
+With G_i [K] the running sum of g in a chunk, only the interactions of its tokens differ from those
+in :mod:`..ops.delta_rule.chunk_math`:
+
+    A_ij = sum_c k_ic k_jc exp(G_ic - G_jc),  j < i        P_ij likewise with q_i,  j <= i
+
+They are no product of two matrices: exp(G_i) times exp(-G_j) overflows, since a fast gate sums to
+-320 in a chunk of 64 tokens. So a chunk is cut in halves. A reader i of the second half meets a
+writer j of the first half across the boundary r between them:
+
+    exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
+
+which is a product of two matrices. Both halves are cut again in the same way, down to single
+tokens. A factor that underflows belongs to an interaction that is smaller still.
+
+The gradient of g_t sums what crosses t: the readers at t or later in a second half, the writers
+before t in a first half. No term is added and subtracted, so strong decay costs no digits.
+
+Legend: b chunks and heads, C tokens of a chunk, K key dim, m tokens of a half, h pairs of halves,
+R value heads per key head.
+
+The KDA recurrence in plain torch: any device, dtype and head dim; repeatable bit for bit.
+
+Kimi Delta Attention in plain torch: the token recurrence.
+
+This is the definition everything else is tested against. Per head, with state ``S [K, V]``:
+
+    S_t = Diag(exp(g_t)) S_{t-1}
+    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T
+    o_t = S_t^T q_t / sqrt(K)
+
+(Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.) It is the gated
+delta rule with one log-decay for every row of a state.
+
+Legend: B batch, T tokens, G key heads, H heads, K key dim, V value dim, N sequences.
+
+Implementations of the KDA recurrence for the mixer, and the choice among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.delta_rule.base import RuleInputs
+from ..ops.delta_rule.chunk_math import ChunkGrads, Chunks, upto
+from ..ops.delta_rule.plain import PlainRule
+from ..ops.delta_rule.static_chunks import StaticChunkGroup, StaticChunks
+from ..ops.documents import Documents
+from ..ops.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
+from ..ops.rules.base import Rule
+from ..ops.rules.choice import Choice, Kernels, kernels_or_plain
+from ..ops.rules.chunk_table import ChunkGroup, ChunkTable
+from ..ops.rules.token_rule import TokenRule
+from ..ops.state_maps.state_map import StateShape
+from .cudnn import CudnnKDA, why_not_cudnn
+
+
+class _Halves(NamedTuple):
+    """All pairs of neighbouring halves of one size."""
+
+    size: int
+    since: Tensor  # [b, h, m, K], the decay from the boundary to a reader
+    until: Tensor  # [b, h, m, K], the decay from a writer to the boundary
+
+    def second(self, x: Tensor) -> Tensor:
+        """``[..., C, K]`` -> ``[..., h, m, K]``, a view."""
+        return x.unflatten(-2, (-1, 2, self.size)).select(-3, 1)
+
+    def first(self, x: Tensor) -> Tensor:
+        return x.unflatten(-2, (-1, 2, self.size)).select(-3, 0)
+
+    def corners(self, pairs: Tensor) -> Tensor:
+        """Readers against writers: ``[b, 2, C, C]`` -> ``[b, 2, m, m, h]``, a view."""
+        cut = (-1, 2, self.size)
+        return pairs.unflatten(3, cut).unflatten(2, cut)[:, :, :, 1, :, :, 0].diagonal(0, 2, 4)
+
+
+class PerChannel(Chunks):
+    """What differs from :class:`Chunks` if g is ``[B, T, H, K]``."""
+
+    def _sums(self, g: Tensor) -> Tensor:
+        return upto(g.shape[1], 0, g.dtype, g.device).mT @ g
+
+    @cached_property
+    def _of_heads(self) -> Tensor:
+        """q and k of every value head: ``[b, 2, C, K]``."""
+        repeats = self.heads[1]
+        if repeats == 1:
+            return self.q_k
+        return self.q_k[:, None].expand(-1, repeats, -1, -1, -1).flatten(0, 1)
+
+    def _halves(self) -> Iterator[_Halves]:
+        size, wide = self._G.shape[1] // 2, self.beta.dtype
+        while size:
+            first, second = self._G.unflatten(1, (-1, 2, size)).unbind(2)
+            boundary = first[:, :, -1:]
+            yield _Halves(
+                size, (second - boundary).exp_().to(wide), (boundary - first).exp_().to(wide)
+            )
+            size //= 2
+
+    @cached_property
+    def _P_A(self) -> Tensor:
+        q_k, C = self._of_heads, self._G.shape[1]
+        q, k = q_k.unbind(1)
+        pairs = q_k.new_zeros(*q_k.shape[:2], C, C)
+        pairs[:, 0].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        for halves in self._halves():
+            readers = halves.second(q_k) * halves.since[:, None]
+            writers = halves.first(k) * halves.until
+            halves.corners(pairs).copy_((readers @ writers[:, None].mT).permute(0, 1, 3, 4, 2))
+        return pairs
+
+    @cached_property
+    def _in(self) -> Tensor:
+        return self._of_heads * self.decay_in[:, None]
+
+    def _decayed_k(self, decay: Tensor) -> Tensor:
+        return self._of_heads[:, 1] * decay
+
+    @cached_property
+    def _written_k(self) -> Tensor:
+        return self._decayed_k(self.decay_out * self.beta[..., None])
+
+    def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:
+        dv, dbeta, written, pairs = self._of_tokens(do_dv, S, dS, d_written)
+        q_k = self._of_heads
+        (q, k), C = q_k.unbind(1), q_k.shape[2]
+        pairs[:, 1].neg_()
+        # The states before and after the chunk.
+        read = torch.bmm(do_dv.flatten(1, 2), S.mT).view(q_k.shape)
+        read[:, 1].neg_()
+        d_q_k = read * self.decay_in[:, None]
+        kept = torch.bmm(written, dS.mT) * self.decay_out
+        dg = upto(C, 0, q.dtype, q.device) @ (d_q_k * q_k).sum(1)
+        dg.add_(upto(C, 1, q.dtype, q.device).mT @ (kept * k))
+        dg.add_(((S * dS).sum(-1) * self.decay_in[:, -1])[:, None])
+        dk = d_q_k[:, 1].add_(kept)
+        # A token's own key: nothing decays between them.
+        own = pairs[:, 0].diagonal(dim1=-2, dim2=-1)[..., None]
+        d_q_k[:, 0].addcmul_(own, k)
+        dk.addcmul_(own, q)
+        for halves in self._halves():
+            readers = halves.second(q_k) * halves.since[:, None]
+            writers = halves.first(k) * halves.until
+            d_pairs = halves.corners(pairs).permute(0, 1, 4, 2, 3)
+            d_readers = (d_pairs @ writers[:, None]).mul_(halves.since[:, None])
+            d_writers = (d_pairs.mT @ readers).sum(1).mul_(halves.until)
+            halves.second(d_q_k).add_(d_readers)
+            halves.first(dk).add_(d_writers)
+            later = upto(halves.size, 0, q.dtype, q.device)
+            earlier = upto(halves.size, 1, q.dtype, q.device).mT
+            halves.second(dg).add_(later @ (d_readers * halves.second(q_k)).sum(1))
+            halves.first(dg).add_(earlier @ (d_writers * halves.first(k)))
+        dq, dk = self._per_key_head(d_q_k).sum(1).unbind(1)
+        return ChunkGrads(dq * self.scale, dk, dv, dg, dbeta)
+
+
+class StaticPerChannel(PerChannel, StaticChunks):
+    """The same on documents in fixed buffers."""
+
+
+def channel_chunks_of(table: ChunkTable, group: ChunkGroup, *args: Any, **kwargs: Any) -> Chunks:
+    """The chunks of a group, in the form that the group needs; of a power of two tokens each."""
+    kind = StaticPerChannel if isinstance(group, StaticChunkGroup) else PerChannel
+    return kind(table, group, *args, **kwargs)
+
+
+class PlainKDA(PlainRule):
+    """The chunk form in plain torch (:mod:`.rule`) as a rule: ``backend="reference"``."""
+
+    chunks = staticmethod(channel_chunks_of)
+
+
+def recurrent_kda(
+    inputs: RuleInputs, documents: Documents | None = None, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, in fp32 (fp64 for fp64); differentiable.
+
+    Args:
+        inputs: with ``g [B, T, H, K]``; q and k have G heads, each for H / G neighbouring ones.
+        documents: boundaries, all batch rows end to end; None when a row is one sequence.
+        initial: ``[N, H, K, V]``; None is zero.
+
+    Returns:
+        The output ``[B, T, H, V]`` and the states after it, ``[N, H, K, V]``.
+    """
+    (B, T, H, V), K = inputs.v.shape, inputs.k.shape[-1]
+    wide = torch.promote_types(inputs.v.dtype, torch.float32)
+    q, k, v, g, beta = (x.to(wide).flatten(0, 1) for x in inputs)
+    q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k))
+    lengths = (T,) * B if documents is None else tuple(n for n in documents.lengths if n)
+    outputs, states, t = [], [], 0
+    for n, length in enumerate(lengths):
+        S = v.new_zeros(H, K, V) if initial is None else initial[n].to(wide)
+        for _ in range(length):
+            S = g[t].exp()[..., None] * S
+            error = v[t] - (S * k[t][..., None]).sum(-2)
+            S = S + (beta[t][:, None] * k[t])[..., None] * error[:, None]
+            outputs.append((S * (q[t] * K**-0.5)[..., None]).sum(-2))
+            t += 1
+        states.append(S)
+    o = torch.stack(outputs).view(B, T, H, V) if outputs else torch.zeros_like(v).view(B, T, H, V)
+    return o.to(inputs.v.dtype), torch.stack(states) if states else v.new_zeros(0, H, K, V)
+
+
+class RecurrentKDA(TokenRule):
+    """The definition itself, for decode steps."""
+
+    def tokens(
+        self, inputs: Any, documents: Documents | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return recurrent_kda(inputs, documents, initial)
+
+
+_CUT_BY_ALL = "cuDNN cuts a sequence into pieces by the number of all sequences"
+
+
+def _why_not_fla(device: torch.device, dtype: torch.dtype, key_dim: int) -> Obstacle | None:
+    obstacle = why_not_fla(device, dtype, key_dim)
+    if obstacle is not None:
+        return obstacle
+    from .fla import why_not_callable
+
+    why = why_not_callable()
+    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
+
+
+def resolve_kda(
+    backend: str = "auto",
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int | None = None,
+    lower_bound: float | None = None,
+    deterministic: bool = False,
+    aligned: bool = False,
+) -> Choice:
+    """Choose the rule of a Kimi Delta Attention, from dtype, device and installed packages alone.
+
+    Args:
+        backend: ``"fla"`` (its ``kda`` kernels), ``"cudnn"`` (cudnn-frontend's for Hopper),
+            ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
+        key_dim, value_dim: rows and columns of a state.
+        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels; cuDNN takes
+            no other.
+        deterministic, aligned: see :func:`megatron_gdn.ops.rules.choice.kernels_or_plain`, which
+            has the errors too.
+    """
+    device = torch.device(device)
+
+    def fla() -> Rule:
+        from .fla import FlaKDA
+
+        return FlaKDA(lower_bound)
+
+    kernels = {
+        "fla": Kernels(lambda: _why_not_fla(device, dtype, key_dim), fla, FLA_IS_TIMED),
+        "cudnn": Kernels(
+            lambda: why_not_cudnn(device, dtype, key_dim, value_dim, lower_bound),
+            CudnnKDA, _CUT_BY_ALL,
+        ),
+    }  # fmt: skip
+    return kernels_or_plain(
+        backend, "Kimi Delta Attention", PlainKDA, kernels,
+        device=device, deterministic=deterministic, aligned=aligned,
+    )  # fmt: skip
+
+
+def choose_kda(
+    backend: str,
+    state: StateShape,
+    lower_bound: float | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    *,
+    aligned: bool = False,
+) -> Choice:
+    """:func:`resolve_kda` for a mixer, which learns device and dtype last."""
+    return resolve_kda(
+        backend, device=device, dtype=dtype, key_dim=state.rows, value_dim=state.columns,
+        lower_bound=lower_bound, deterministic=deterministic, aligned=aligned,
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""The sizes of a Kimi Delta Attention, from Megatron's config to one rank's share.
+
+The columns of a Kimi Delta Attention's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..ops.delta_rule.base import HeadSizes, require_even_groups
+from ..ops.layout import Layout, Section, SizeError, require_sizes
+from ..ops.state_maps.state_map import StateShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KDADims:
+    """Sizes of a Kimi Delta Attention, or of the share that one tensor-parallel rank holds.
+
+    Attributes:
+        hidden_size: of the model; never split.
+        num_key_heads: each serves ``num_heads / num_key_heads`` neighbouring heads with its query
+            and key; as many as heads in Kimi Linear.
+        num_heads: with a value, gates and a state each.
+        key_head_dim, value_head_dim: rows and columns of a state.
+        conv_kernel_dim: taps of the convolution.
+        forget_rank, output_rank: columns of a gate's narrow half that this rank computes; 0: the
+            gate is a section of in_proj itself.
+    """
+
+    hidden_size: int
+    num_key_heads: int
+    num_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    forget_rank: int
+    output_rank: int
+
+    def __post_init__(self) -> None:
+        require_sizes(self, may_be_zero=("forget_rank", "output_rank"))
+        require_even_groups(self.num_key_heads, self.num_heads)
+
+    @classmethod
+    def from_config(
+        cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
+    ) -> KDADims:
+        """Read the sizes from a Megatron ``TransformerConfig`` (its ``linear_*`` fields).
+
+        Args:
+            forget_rank, output_rank: None is the value head's dim, as in Kimi Linear.
+
+        Raises:
+            ValueError: a field is None or not positive, or the value heads are not a multiple of
+                the key heads.
+        """
+        V = config.linear_value_head_dim
+        return cls(
+            hidden_size=config.hidden_size,
+            num_key_heads=config.linear_num_key_heads,
+            num_heads=config.linear_num_value_heads,
+            key_head_dim=config.linear_key_head_dim,
+            value_head_dim=V,
+            conv_kernel_dim=config.linear_conv_kernel_dim,
+            forget_rank=V if forget_rank is None else forget_rank,
+            output_rank=V if output_rank is None else output_rank,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of a row, with both gates in full width."""
+        return rows_of(self.num_key_heads, self.num_heads, self.key_head_dim, self.value_head_dim)
+
+    @property
+    def in_proj_layout(self) -> Layout:
+        """The columns of in_proj: :attr:`layout` with the narrow halves in the gates' places.
+
+        The ranks share the columns of a narrow half. So every weight has one place, and no gradient
+        of a copy is to be summed.
+        """
+        sections = [
+            section
+            if not self.ranks.get(section.name)
+            else Section(f"{section.name}_a", f"{section.name}_rank", 1)
+            for section in self.layout.sections
+        ]
+        counts = [(f"{gate}_rank", rank) for gate, rank in self.ranks.items() if rank]
+        return Layout(tuple(sections), (*self.layout.counts, *counts), gate="")
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Columns of the narrow halves, by the gate's section."""
+        return {"f": self.forget_rank, "z": self.output_rank}
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.num_heads, self.key_head_dim, self.value_head_dim)
+
+    def shard(self, ranks: int) -> KDADims:
+        """The sizes one of ``ranks`` tensor-parallel ranks holds.
+
+        Raises:
+            ValueError: the heads or the narrow halves do not divide; lists the sizes that do.
+        """
+        counts = (self.num_key_heads, self.num_heads, self.forget_rank, self.output_rank)
+        if ranks < 1 or any(count % ranks for count in counts):
+            legal = [
+                n for n in range(1, self.num_heads + 1) if not any(count % n for count in counts)
+            ]
+            raise SizeError(
+                f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads, "
+                f"{self.num_heads} value heads, forget_rank={self.forget_rank} and "
+                f"output_rank={self.output_rank} evenly; use "
+                f"one of {', '.join(map(str, legal))}."
+            )
+        keys, heads, forget, output = (count // ranks for count in counts)
+        return replace(
+            self, num_key_heads=keys, num_heads=heads, forget_rank=forget, output_rank=output
+        )
+
+
+@lru_cache(maxsize=64)
+def rows_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> Layout:
+    """query | key | value | f | z | beta: f is the forget gate, z the output gate."""
+    return Layout(
+        (
+            Section("query", "key", key_dim, conv=True),
+            Section("key", "key", key_dim, conv=True),
+            Section("value", "head", value_dim, conv=True),
+            Section("f", "head", key_dim),
+            Section("z", "head", value_dim),
+            Section("beta", "head", 1),
+        ),
+        (("head", heads), ("key", key_heads)),
+    )
+
+
+@lru_cache(maxsize=64)
+def sizes_of(layout: Layout) -> HeadSizes:
+    """The sizes of a layout made by :func:`rows_of`."""
+    widths = {section.name: section.width for section in layout.sections}
+    return HeadSizes(layout.heads("key"), layout.state_heads, widths["key"], widths["value"])

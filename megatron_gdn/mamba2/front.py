@@ -1,0 +1,304 @@
+"""The front of a Mamba2 mixer: conv + SiLU, time steps and decays.
+
+    x, B, C = SiLU(conv(x, B, C))
+    dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
+
+Nothing is saved between forward and backward: the backward computes again from the rows.
+
+Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G groups, V head dim.
+
+The parts of a Mamba2 mixer, from its tensors.
+
+Legend: P projection width, C conv channels, W conv taps, H heads, V head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ..ops.conv import Convolve, convolve_rows
+from ..ops.documents import Documents
+from ..ops.elementwise import largest_A_log, least_log_decay, softplus
+from ..ops.front import conv_package
+from ..ops.front.base import Front, FrontAround, Parameters
+from ..ops.front.conv_package import why_not_conv_package
+from ..ops.layout import Layout
+from ..ops.obstacles import why_not_triton
+from ..ops.parts import GatedNorm, Parts
+from ..ops.readout.base import Apart
+from ..ops.readout.choose import grouped
+from ..ops.readout.plain import GateOnly
+from ..ops.rules.base import Rule
+from ..ops.state_maps.state_map import StateShape
+from .plain import UNLIMITED, SSDInputs
+from .rule import RecurrentSSD
+
+if TYPE_CHECKING:
+    from ..ops.front.edges import Edges
+
+
+def time_steps(
+    dt_H: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, limit: tuple[float, float] = UNLIMITED
+) -> tuple[Tensor, Tensor]:
+    """Raw columns to time steps ``dt >= 0`` and log-decays ``g = -exp(A_log) dt <= 0``, in fp32.
+
+    g is clamped at :func:`~..ops.elementwise.least_log_decay` from below, ``A_log`` at
+    :func:`~..ops.elementwise.largest_A_log` from above. The decay exp(g) is 0 there with or without
+    the clamp, and so is its gradient.
+
+    Args:
+        dt_H: ``[..., H]``, the dt section of the projection.
+        A_log_H, dt_bias_H: ``[H]``.
+        limit: least and greatest time step.
+
+    Returns:
+        dt and g, both ``[..., H]`` in fp32 (fp64 for fp64).
+    """
+    wide = torch.promote_types(A_log_H.dtype, torch.float32)
+    dt_H = softplus(dt_H.to(wide) + dt_bias_H.to(wide))
+    if tuple(limit) != UNLIMITED:
+        dt_H = dt_H.clamp(*limit)
+    rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()
+    return dt_H, (-rate_H * dt_H).clamp(min=least_log_decay(wide))
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2Front:
+    """A :class:`~..ops.front.base.Front` of projection rows z | x | B | C | dt.
+
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
+    ``[H]``, D ``[H]`` or ``[H V]``; and dt ``[S, Bt, H]`` if the rows do not
+    hold it. The rule gets D for every token, as a view of the parameter.
+
+    Attributes:
+        layout: the columns of a projection row.
+        dt_limit: least and greatest time step.
+        triton: convolve with the kernels of :mod:`.kernels`, not in plain torch.
+        batch_invariant: the bits of a packed document do not depend on where it lies.
+        convolve: conv + SiLU without Triton: plain torch, or :mod:`..ops.front.conv_package`.
+    """
+
+    layout: Layout
+    dt_limit: tuple[float, float] = UNLIMITED
+    triton: bool = False
+    batch_invariant: bool = False
+    convolve: Convolve = convolve_rows
+
+    names = SSDInputs._fields
+    convolved = ("x", "B", "C")
+    again = cast(tuple[str, ...], ())
+
+    step_rule = RecurrentSSD()
+
+    @property
+    def state(self) -> StateShape:
+        widths = {section.name: section.width for section in self.layout.sections}
+        return StateShape(self.layout.heads("head"), widths["B"], widths["x"], diagonal=True)
+
+    def for_step(self, dtype: torch.dtype) -> Front:
+        return _WideFront(self)
+
+    def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """``[Bt, S, C]`` to x, B and C with heads."""
+        kinds = ("head", "group", "group")
+        sections = rows.split(self.layout.conv_widths, dim=-1)
+        return tuple(
+            x.unflatten(-1, (self.layout.heads(kind), -1))
+            for x, kind in zip(sections, kinds, strict=True)
+        )
+
+    def _conv_rows(self, proj: Tensor) -> Tensor:
+        return proj.transpose(0, 1)[..., self.layout.conv_columns]
+
+    def _dt_rows(self, proj: Tensor) -> Tensor:
+        return proj.transpose(0, 1)[..., self.layout.columns("dt")]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> SSDInputs:
+        weight, bias, A_log, dt_bias, D, *apart = parameters
+        wanted = self.names if only is None else only
+        made: dict[str, Any] = dict.fromkeys(self.names)
+        if any(name in wanted for name in self.convolved):
+            made.update(
+                zip(self.convolved, self._convolve(proj, weight, bias, documents), strict=True)
+            )
+        if "dt" in wanted or "g" in wanted:
+            raw = apart[0].transpose(0, 1) if apart else self._dt_rows(proj)
+            dt, g = time_steps(raw, A_log, dt_bias, self.dt_limit)
+            made.update(dt=dt.contiguous(), g=g.contiguous())
+        if "D" in wanted:
+            wide = torch.promote_types(D.dtype, torch.float32)
+            D = D.to(wide).view(self.layout.state_heads, -1)
+            made["D"] = D.expand(proj.shape[1], proj.shape[0], -1, -1)
+        kept: dict[str, Any] = {n: x if n in wanted else None for n, x in made.items()}
+        return SSDInputs(**kept)
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: SSDInputs,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        weight, bias, A_log, dt_bias, D, *apart = parameters
+        d_apart = [torch.empty_like(x) for x in apart]
+        raw, d_raw = self._dt_rows(proj), self._dt_rows(d_proj)
+        if apart:
+            raw, d_raw = apart[0].transpose(0, 1), d_apart[0].transpose(0, 1)
+        with torch.enable_grad():
+            of_gates = _leaves(raw, A_log, dt_bias)
+            of_dt, of_A_log, of_dt_bias = of_gates
+            dt, g = time_steps(of_dt, of_A_log, of_dt_bias, self.dt_limit)
+        d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
+        d_raw.copy_(d_dt)
+        d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
+        d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
+        return d_weight, d_bias, d_A_log, d_dt_bias, d_D, *d_apart
+
+    def edges(self) -> Edges | None:
+        if not self.triton:
+            return None
+        from .kernels import edges_of
+
+        return edges_of(self.layout, self.batch_invariant)
+
+    def _convolve(
+        self, proj: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents | None
+    ) -> tuple[Tensor, ...]:
+        """x, B and C."""
+        if self.triton:
+            from .kernels import conv_forward
+
+            return conv_forward(proj, weight, bias, self.layout, documents, self.batch_invariant)
+        rows = self.convolve(self._conv_rows(proj), weight.flatten(1), bias, documents)
+        return tuple(x.contiguous() for x in self._cut(rows))
+
+    def _convolve_backward(
+        self,
+        proj: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grads: tuple[Tensor, Tensor, Tensor],
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of weight and bias; writes the convolved columns of ``d_proj``."""
+        if self.triton:
+            from .kernels import conv_backward
+
+            return conv_backward(
+                proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant
+            )
+        with torch.enable_grad():
+            leaves = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
+            of_rows, of_weight, of_bias = leaves
+            rows = self.convolve(of_rows, of_weight, of_bias, documents)
+        d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(rows.dtype)
+        given = [x for x in leaves if x is not None]
+        d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
+        self._conv_rows(d_proj).copy_(d_conv)
+        return d_weight.view(weight.shape), d_bias[0] if d_bias else None
+
+
+class _WideFront(FrontAround):
+    """Mamba2's front with x, B and C in the dtype of the state."""
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> SSDInputs:
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        return self._front.forward(proj.to(wide), parameters, documents, only)
+
+
+def _leaves(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.detach().requires_grad_() for x in tensors)
+
+
+def mamba2_parts(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | Apart | None,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    kernels: str = "auto",
+    gates: Tensor | None = None,
+) -> Parts:
+    """The :class:`Parts` of a Mamba2 mixer.
+
+    Args:
+        rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, fp32.
+        D: ``[H]`` or ``[H V]``, fp32.
+        layout: rows z | x | B | C | dt.
+        rule: from :func:`.rule.resolve_ssd`.
+        norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
+            None: the gate alone.
+        dt_limit: least and greatest time step.
+        kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
+            for the convolution where that runs, else plain torch.
+        gates: dt ``[S, B, H]``, if ``rows`` end before it; not for generation.
+
+    Raises:
+        ValueError: rows of other heads; unknown ``kernels``.
+    """
+    width = layout.width if gates is None else layout.main_width
+    if rows.shape[-1] != width:
+        raise ValueError(
+            f"projection rows of {rows.shape[-1]} columns, but z, x, B, C and dt of these heads "
+            f"have {width}: {dict(zip(layout.names, layout.widths, strict=True))}."
+        )
+    if kernels not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    triton, convolve = kernels == "triton", convolve_rows
+    if kernels == "auto":
+        kind = rows.device.type, rows.dtype, conv_weight.shape[-1]
+        triton = why_not_triton(*kind) is None
+        widths = (sum(layout.conv_widths),)
+        aligned = getattr(rule, "aligned", False)
+        if not triton and why_not_conv_package(*kind, widths, aligned) is None:
+            convolve = conv_package.convolve_rows
+    gamma, gate = None, layout.gate_columns
+    if norm is None:
+        readout = GateOnly(gate)
+    elif isinstance(norm, Apart):
+        readout = norm
+    else:
+        gamma, eps, *_ = norm
+        readout = grouped(gate, layout.heads("group"), eps, triton)
+    front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant, convolve)
+    apart = () if gates is None else (gates,)
+    return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, *apart, gamma))
+
+
+@lru_cache(maxsize=64)
+def _front(
+    layout: Layout,
+    dt_limit: tuple[float, float],
+    triton: bool,
+    batch_invariant: bool,
+    convolve: Convolve,
+) -> Mamba2Front:
+    return Mamba2Front(layout, dt_limit, triton, batch_invariant, convolve)

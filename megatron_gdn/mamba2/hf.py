@@ -1,0 +1,84 @@
+"""One Mamba2 mixer: Hugging Face tensors (Mamba2, NemotronH) to Megatron's, in shards, and back.
+
+Both sides store the projection as rows z | x | B | C | dt and the convolution as x | B | C, with
+equal names except the convolution's. So tensors keep their bits, but ``A_log``, ``dt_bias`` and
+``D`` become fp32. A rank's share is cut section by section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mixers.tensor_map import TensorMap, hf_from_ranks, mapped, ranks_from_hf
+from .sizes import Mamba2Dims
+
+
+def mamba2_layer_maps(
+    prefix: str, hf_prefix: str, dims: Mamba2Dims, conv_bias: bool = True
+) -> list[TensorMap]:
+    """The maps of every parameter of one mixer.
+
+    Args:
+        prefix: Megatron's, as in ``decoder.layers.0.mixer.``.
+        hf_prefix: Hugging Face's, as in ``backbone.layers.0.mixer.``.
+        dims: the whole mixer's sizes.
+        conv_bias: ``use_conv_bias`` of the Hugging Face config.
+    """
+    p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
+    conv, taps = layout.conv_width, dims.conv_kernel_dim
+    of_conv: dict[str, Any] = {"shard_dim": 0, "sections": layout.conv_widths}
+    maps = [
+        mapped(
+            f"{p}in_proj.weight",
+            {f"{hf}in_proj.weight": (layout.width, D)},
+            0,
+            sections=layout.widths,
+        ),
+        mapped(f"{p}conv1d_weight", {f"{hf}conv1d.weight": (conv, 1, taps)}, **of_conv),
+        mapped(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
+        mapped(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
+    ]
+    for name in ("A_log", "dt_bias", "D"):
+        maps.append(mapped(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))
+    if conv_bias:
+        maps.append(mapped(f"{p}conv1d_bias", {f"{hf}conv1d.bias": (conv,)}, **of_conv))
+    return maps
+
+
+def mamba2_layer_from_hf(
+    hf_state: Mapping[str, Tensor], dims: Mamba2Dims, tp_size: int = 1
+) -> list[dict[str, Tensor]]:
+    """A Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, one for each rank.
+
+    Args:
+        hf_state: of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
+        dims: the whole mixer's sizes.
+        tp_size: number of tensor-parallel ranks.
+
+    Raises:
+        ValueError: a tensor is missing, unknown (as the biases of the projections are) or of the
+            wrong shape or dtype, or groups do not split.
+    """
+    dims.shard(tp_size)
+    maps = mamba2_layer_maps("", "", dims, "conv1d.bias" in hf_state)
+    return ranks_from_hf(maps, hf_state, tp_size, "a Mamba2 mixer")
+
+
+def mamba2_layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: Mamba2Dims,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, Tensor]:
+    """The inverse of `mamba2_layer_from_hf`.
+
+    Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims: as in the import.
+        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
+    """
+    maps = mamba2_layer_maps("", "", dims, "conv1d_bias" in ranks[0])
+    return hf_from_ranks(maps, ranks, dtypes)

@@ -1,0 +1,212 @@
+"""Triton kernels of Mamba2's convolution: conv + SiLU of x, B and C, in one launch each way.
+
+The walks along the sequence are those of every front.
+
+Legend: S seq, B batch, H heads, G groups, V head dim, K state dim, W taps.
+
+Mamba2's convolution over strided rows, as one launch each way (Triton).
+
+Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, G groups, V head dim,
+K state dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.documents import Documents
+from ..ops.front.conv_backward import conv_head_backward
+from ..ops.front.conv_forward import conv_head
+from ..ops.front.fused_edges import FusedEdges
+from ..ops.kernels.launch import MOST_PLANS
+from ..ops.kernels.reduce import sum_rows
+from ..ops.kernels.tiles import (
+    block_dim,
+    prepare_backward_tile,
+    prepare_forward_tile,
+    within_grid,
+    within_reach,
+    within_shared_memory,
+)
+from ..ops.layout import Layout
+
+
+@triton.jit(do_not_specialize=["S", "steps", "first_slot"])
+def conv_forward_kernel(
+    rows_ptr, weight_ptr, bias_ptr, position_ptr, x_ptr, B_ptr, C_ptr,
+    S, steps, first_slot, stride_s, stride_b,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr,
+):  # fmt: skip
+    """grid (heads, token tiles, B). Slots are heads of x, then groups of B, then of C.
+
+    ``rows_ptr`` is at the first convolved column. ``first_slot`` skips slots.
+    """
+    slot = tl.program_id(0) + first_slot
+    start = tl.program_id(1) * (ROWS * steps)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    rows_ptr += b * stride_b
+    if slot < H:
+        conv_head(
+            rows_ptr, weight_ptr, bias_ptr, position_ptr, x_ptr + b * S * (H * V) + slot * V,
+            slot * V, start, S, steps, stride_s, H * V, 0.0,
+            V, ROWS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, ONE_PATH, False,
+        )  # fmt: skip
+    else:
+        group = slot - H
+        out_ptr = B_ptr + group * K if group < G else C_ptr + (group - G) * K
+        conv_head(
+            rows_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
+            H * V + group * K, start, S, steps, stride_s, G * K, 0.0,
+            K, ROWS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, ONE_PATH, False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["S", "steps"])
+def conv_backward_kernel(
+    rows_ptr, weight_ptr, bias_ptr, position_ptr, dx_ptr, dB_ptr, dC_ptr, d_rows_ptr, partial_ptr,
+    S, steps, stride_s, stride_b, d_stride_s, d_stride_b,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr,
+):  # fmt: skip
+    """grid (H + 2G, token tiles, B).
+
+    Each program writes its own stretch of one partial row per tile: conv weight [C, W], conv
+    bias [C]. A second launch adds the rows in a fixed order.
+    """
+    CHANNELS: tl.constexpr = H * V + 2 * G * K
+    slot = tl.program_id(0)
+    tile = tl.program_id(1)
+    start = tile * (ROWS * steps)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    rows_ptr += b * stride_b
+    d_rows_ptr += b * d_stride_b
+    PARTIAL: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
+    partial_ptr += (b * tl.num_programs(1) + tile) * PARTIAL
+    if slot < H:
+        conv_head_backward(
+            rows_ptr, weight_ptr, bias_ptr, position_ptr, dx_ptr + b * S * (H * V) + slot * V,
+            d_rows_ptr, partial_ptr, slot * V, start, S, steps, stride_s, d_stride_s, H * V,
+            1.0, 0.0,
+            V, CHANNELS, 1, W, ROWS, STAGES, BLOCK_V, HAS_BIAS, PACKED, ONE_PATH, False, False,
+        )  # fmt: skip
+    else:
+        group = slot - H
+        grad_ptr = dB_ptr + group * K if group < G else dC_ptr + (group - G) * K
+        conv_head_backward(
+            rows_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr + b * S * (G * K),
+            d_rows_ptr, partial_ptr, H * V + group * K, start, S, steps, stride_s, d_stride_s,
+            G * K, 1.0, 0.0,
+            K, CHANNELS, 1, W, ROWS, STAGES, BLOCK_K, HAS_BIAS, PACKED, ONE_PATH, False, False,
+        )  # fmt: skip
+
+
+def sizes_of(layout: Layout) -> tuple[int, int, int, int]:
+    """H, G, V and K."""
+    of = {section.name: section.width for section in layout.sections}
+    return layout.heads("head"), layout.heads("group"), of["x"], of["B"]
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def edges_of(layout: Layout, batch_invariant: bool = False) -> FusedEdges:
+    """How the first tokens of pieces are computed, from the convolved sections of the rows."""
+    H, G, V, K = sizes_of(layout)
+    return FusedEdges(
+        ("x", "B", "C"), layout.conv_columns.start, (H, G, G), (V, K, K),
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def conv_forward(
+    proj: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    documents: Documents | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``SiLU(conv(x, B, C))``, taps within a document; fp32 inside, rounded once.
+
+    Args:
+        proj: ``[S, B, P]``, any strides of S and B.
+        weight, bias: ``[C, 1, W]``, W >= 2, contiguous; ``[C]`` or None.
+        layout: rows z | x | B | C | dt.
+        documents: boundaries, the same in every batch row; None when a row is one sequence.
+        batch_invariant: the bits of a document do not depend on where it lies.
+
+    Returns:
+        x ``[B, S, H, V]``, B and C ``[B, S, G, K]``, in ``proj``'s dtype.
+    """
+    S, B, _ = proj.shape
+    H, G, V, K = sizes_of(layout)
+    x = proj.new_empty(B, S, H, V)
+    made = x, proj.new_empty(B, S, G, K), proj.new_empty(B, S, G, K)
+    tile = within_grid(prepare_forward_tile(S * B, max(K, V)), S, B)
+    tile = within_reach(tile, S, weight.shape[-1], (proj.stride(0), G * K, H * V))
+    one_path = batch_invariant and documents is not None
+    if S * B:
+        conv_forward_kernel[(H + 2 * G, triton.cdiv(S, tile.tokens), B)](
+            proj[..., layout.conv_columns.start :], weight, bias,
+            None if documents is None else documents.position_T, *made,
+            S, tile.steps, 0, proj.stride(0), proj.stride(1),
+            H=H, G=G, V=V, K=K, W=weight.shape[-1], ROWS=tile.rows, STAGES=tile.stages,
+            BLOCK_V=block_dim(V), BLOCK_K=block_dim(K), HAS_BIAS=bias is not None,
+            PACKED=documents is not None, ONE_PATH=one_path, num_warps=tile.warps,
+            maxnreg=tile.registers, enable_fp_fusion=not one_path,
+        )  # fmt: skip
+    return made
+
+
+def conv_backward(
+    proj: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    grads: tuple[Tensor, Tensor, Tensor],
+    d_proj: Tensor,
+    documents: Documents | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The backward of :func:`conv_forward`; writes the convolved columns of ``d_proj``.
+
+    Args:
+        grads: of x, B and C.
+
+    Returns:
+        The gradients of weight and bias.
+    """
+    S, B, _ = proj.shape
+    H, G, V, K = sizes_of(layout)
+    W, channels = weight.shape[-1], layout.conv_width
+    strides = (proj.stride(0), d_proj.stride(0), G * K, H * V)
+    tile = within_grid(prepare_backward_tile(S * B, max(K, V)), S, B)
+    tile = within_reach(tile, S, W, strides)
+    row_bytes = max(block_dim(K), block_dim(V)) * (proj.element_size() + grads[0].element_size())
+    tile = within_shared_memory(tile, row_bytes)
+    tiles = triton.cdiv(S, tile.tokens)
+    one_path = batch_invariant and documents is not None
+    with_bias = 0 if bias is None else channels
+    partial = torch.empty(
+        B * tiles, channels * W + with_bias, dtype=torch.float32, device=proj.device
+    )
+    first = layout.conv_columns.start
+    if S * B:
+        conv_backward_kernel[(H + 2 * G, tiles, B)](
+            proj[..., first:], weight, bias, None if documents is None else documents.position_T,
+            *(x.contiguous() for x in grads), d_proj[..., first:], partial,
+            S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1),
+            H=H, G=G, V=V, K=K, W=W, ROWS=tile.rows, STAGES=tile.stages,
+            BLOCK_V=block_dim(V), BLOCK_K=block_dim(K), HAS_BIAS=bias is not None,
+            PACKED=documents is not None, ONE_PATH=one_path, num_warps=tile.warps,
+            maxnreg=tile.registers, enable_fp_fusion=not one_path,
+        )  # fmt: skip
+    d_weight, d_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+    sum_rows(partial, *(x for x in (d_weight, d_bias) if x is not None))
+    return d_weight, d_bias

@@ -1,0 +1,361 @@
+"""The Mamba2 mixer for Megatron-Core.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, H heads, G groups, V head dim, K state dim.
+
+The output norm of a Mamba2 mixer as a module: it owns the weight, the mixer computes with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor, nn
+
+from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
+from ..context_parallel.scheme import local_parameters
+from ..mixers.arguments import name_ignored_fields
+from ..mixers.base import RecurrentMixer
+from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
+from ..mixers.init import device_for, first_dt_bias, init_shares_of
+from ..mixers.loader_layout import AUTO
+from ..mixers.micro_batch import MicroBatch
+from ..mixers.tensor_parallel import mark_sharded
+from ..ops.aligned import by_token
+from ..ops.parts import GatedNorm, Parts
+from ..ops.readout.base import Apart, Bare
+from ..ops.readout.plain import GateOnly, grouped_rms_norm
+from .front import mamba2_parts
+from .plain import UNLIMITED
+from .rule import choose_ssd
+from .sizes import MAMBA2_FIELDS, Mamba2Dims, check_ranges, refuse_unsupported_arguments
+
+
+@dataclass
+class Mamba2MixerSubmodules:
+    """Specs of the parts a :class:`Mamba2Mixer` is assembled from, as ``MambaMixerSubmodules``.
+
+    in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front.
+    out_proj: row-parallel linear, heads * V -> hidden.
+    """
+
+    in_proj: ModuleSpec | type = IdentityOp
+    out_proj: ModuleSpec | type = IdentityOp
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """Mamba2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
+
+        z, x, B, C, dt = in_proj(u)
+        x, B, C        = SiLU(causal_conv1d(x, B, C))
+        dt             = softplus(dt + dt_bias)                     time steps, fp32
+        S_t            = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T
+        y_t            = S_t^T C_t + D x_t
+        out            = out_proj(RMSNorm_group(y * SiLU(z)))
+
+    (Dao, Gu, "Transformers are SSMs", 2024.) Same constructor, parameters and checkpoint keys as
+    ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
+    memory, in optimizers and in files.
+
+    Args:
+        config: the ``mamba_*`` sizes are read from it.
+        submodules: specs of ``in_proj`` and ``out_proj``.
+        d_model: hidden size.
+        d_conv: taps of the convolution.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
+        expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
+        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
+        D_has_hdim: D has a value for every channel, not for every head.
+        rmsnorm: normalise before ``out_proj``; if False, only the gate is applied.
+        norm_before_gate: must be False.
+        dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between the first two,
+            at least at the third.
+        dt_init, dt_scale: must be ``"random"`` and 1.
+        bias: must be False, as in Megatron's mixer.
+        conv_bias: give the convolution a bias.
+        chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
+        layer_number: number of this layer in the model, from 1.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
+        name: path of this module in the model, for TE's precision settings.
+        backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
+            ``"auto"``, see :func:`megatron_gdn.mamba2.rule.resolve_ssd`.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
+            :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group may be on several
+            ranks; each of these holds a copy of the group's B and C.
+        dt_limit: least and greatest time step.
+        norm_eps: of the output norm.
+
+    The last six are given through ``ModuleSpec(params={...})``.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the parallel sizes, an argument that this
+            mixer cannot honour, an unknown backend, layout or mode, a bad
+            ``cp_ranks_per_machine``.
+        ImportError: the requested backend is not available.
+    """
+
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    use_muon = False  # as in Megatron's mixer
+    takes_gates_apart = True
+    state_transposed = True
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    norm: Any
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Mamba2MixerSubmodules,
+        d_model: int,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: int | float = 2,
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: str = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int = 128,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = 0,
+        name: str | None = None,
+        *,
+        backend: str = "auto",
+        cp_layout: str | SequenceLayout = AUTO,
+        linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
+        dt_limit: tuple[float, float] = UNLIMITED,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
+        check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
+        name_ignored_fields("Mamba2Mixer", MAMBA2_FIELDS, config)
+        dims = Mamba2Dims.from_config(config, d_model, d_conv, expand)
+        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
+        self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
+        self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
+        self.dt_init_floor, self.dt_limit = dt_init_floor, (dt_limit[0], dt_limit[1])
+        self.chunk_size = chunk_size
+        self._name_sizes()
+        self._choose_by(
+            partial(choose_ssd, backend, self.dims.state),
+            linear_cp_mode, cp_ranks_per_machine, mixer="Mamba2Mixer", recurrence="SSD",
+        )  # fmt: skip
+        self._build(submodules, conv_bias, norm_eps, name)
+        self.reset_parameters()
+
+    def _name_sizes(self) -> None:
+        """Set the sizes that other tools look up, under the names of Megatron's mixer."""
+        whole, local = self.global_dims, self.dims
+        self.d_state, self.headdim = whole.state_dim, whole.head_dim
+        self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
+        self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
+        self.d_inner_local_tp, self.layout = local.d_inner, local.layout
+
+    @property
+    def activation(self) -> str:
+        """The activation of convolution and gate; the name is that of Megatron's mixer."""
+        return "silu"
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv1d_weight
+
+    def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
+        sizes = self.dims
+        self._build_in_proj(submodules.in_proj, name)
+        kind = {"device": device_for(self.config), "dtype": self.config.params_dtype}
+        channels = sizes.layout.conv_width
+        self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, self.d_conv, **kind))
+        self.conv1d_bias = nn.Parameter(torch.empty(channels, **kind)) if conv_bias else None
+        for parameter in (self.conv1d_weight, self.conv1d_bias):
+            if parameter is not None:
+                mark_sharded(parameter, sizes.layout.conv_widths)
+        heads = sizes.num_heads
+        self._add_fp32(dt_bias=heads, A_log=heads, D=sizes.d_inner if self.D_has_hdim else heads)
+        if self.rmsnorm:
+            self.norm = GroupedRMSNorm(
+                sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, **kind
+            )
+        self._build_out_proj(submodules.out_proj, name)
+        self.remember_marks()
+
+    def reset_parameters(self) -> None:
+        """Initialise everything, to the same model at every tensor-parallel size.
+
+        ===============  =========================================================
+        parameter        value
+        ===============  =========================================================
+        in_proj.weight   ``config.init_method``
+        out_proj.weight  ``config.output_layer_init_method``
+        conv1d_weight    U(-1 / sqrt(d_conv), 1 / sqrt(d_conv)), or U(+-conv_init)
+        conv1d_bias      U(-1 / sqrt(d_conv), 1 / sqrt(d_conv))
+        A_log            log U(A_init_range)
+        dt_bias          softplus^-1(exp U(log dt_min, log dt_max))
+        D, norm.weight   1
+        ===============  =========================================================
+
+        With ``config.perform_initialization`` off the two projections are left as Megatron leaves
+        them. The mixer's own parameters are always initialised.
+        """
+        whole, layout = self.global_dims, self.global_dims.layout
+        init = init_shares_of(self.tp_group)
+        self._init_projections(init)
+        bound = self.d_conv**-0.5
+        of_weight = bound if self.conv_init is None else self.conv_init
+        init(self.conv1d_weight, lambda x: x.uniform_(-of_weight, of_weight), 0, layout.conv_widths)
+        init(self.conv1d_bias, lambda x: x.uniform_(-bound, bound), 0, layout.conv_widths)
+        heads = (whole.num_heads,)
+        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
+        init(self.dt_bias, first_dt_bias(*self.dt_init_range, self.dt_init_floor), 0, heads)
+        with torch.no_grad():
+            for parameter in (self.D, self.norm.weight if self.rmsnorm else None):
+                if parameter is not None:
+                    parameter.fill_(1)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: BaseInferenceContext | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`..mixers.base.RecurrentMixer.forward`, with the arguments of Megatron's mixer."""
+        return super().forward(
+            hidden_states, None, inference_context, packed_seq_params,
+            inference_params=inference_params,
+        )  # fmt: skip
+
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
+        self.require_wide_gates()
+        scheme = batch.scheme
+        fp32 = (self.A_log, self.dt_bias, self.D) if self.gathered is None else self.gathered()
+        return mamba2_parts(
+            rows,
+            *local_parameters(scheme, self.conv1d_weight, self.conv1d_bias, *fp32),
+            layout=scheme.layout,
+            rule=batch.rule,
+            norm=self._norm_for(scheme),
+            dt_limit=self.dt_limit,
+            gates=gates,
+        )
+
+    @property
+    def gates_own_rows(self) -> bool:
+        """Whether the norm is called as a module, because the kernels do not compute it."""
+        return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
+
+    def _norm_for(self, scheme: Scheme) -> GatedNorm | Apart | None:
+        """The norm, for rows of this scheme; a norm needs all heads of a group.
+
+        If an exchange puts these heads on several ranks, only the gate is applied before the rows
+        return, and the norm after that. A norm that is called as a module gets all heads and the
+        gate of this rank's tokens, as in Megatron's mixer.
+        """
+        if not self.rmsnorm:
+            return None
+        layout = scheme.layout
+        if self.gates_own_rows:
+            gate = self.layout.gate_columns
+            return Apart(
+                Bare(layout.gate_columns, layout.state_heads),
+                lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
+                closed=True,
+            )
+        wait_for_parameters(self.norm)
+        weight, groups, eps = self.norm.weight, self.ngroups_local_tp, self.norm.eps
+        if not scheme.moves_rows:
+            return GatedNorm(weight, eps)
+        if layout.heads("group") * scheme.size == groups:
+            return GatedNorm(scheme.local(weight), eps)
+        norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
+        norm = partial(by_token, norm) if self.aligned else norm
+        return Apart(GateOnly(layout.gate_columns), lambda u, _: norm(u), closed=True)
+
+
+class GroupedRMSNorm(nn.Module):
+    """RMSNorm over each group of channels of one tensor-parallel rank, after an optional gate.
+
+        u = x * silu(gate)        y = u * rsqrt(mean_group(u^2) + eps) * weight
+
+    Args:
+        channels: of this rank.
+        groups: of this rank, ``channels / groups`` neighbouring channels each.
+        eps: added to the mean square.
+        tp_group: the ranks that share the channels.
+        device, dtype: of the weight.
+    """
+
+    def __init__(
+        self, channels: int, groups: int, eps: float, tp_group: Any, device: Any, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.groups, self.eps, self.tp_group = groups, eps, tp_group
+        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
+        mark_sharded(self.weight, (channels,))
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """``[..., channels]``, in ``x.dtype``."""
+        if gate is None:
+            return grouped_rms_norm(x, self.weight, self.groups, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        u = x.to(wide) * F.silu(gate.to(wide))
+        return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight for distributed checkpoints, split over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+_PLAIN_FORWARD = GroupedRMSNorm.forward
+
+
+def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
+    """Whether a mixer may compute ``norm`` itself, over ``groups`` groups of this rank's channels.
+
+    False for other classes, subclasses, parametrised weights, a replaced ``forward``, other groups,
+    or hooks except those of :func:`..mixers.hooks.wait_for_parameters`. Such a module is called
+    with the recurrence's output and the gate.
+    """
+    return (
+        type(norm) is GroupedRMSNorm
+        and "forward" not in vars(norm)
+        and GroupedRMSNorm.forward is _PLAIN_FORWARD
+        and norm.groups == groups
+        and only_waits_for_parameters(norm)
+    )

@@ -1,0 +1,160 @@
+"""Every size of a Mamba2 mixer, computed and checked in one place.
+
+Checks of the arguments of a Mamba2 mixer's constructor, and the config's fields about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..mixers.arguments import ConfigFields
+from ..ops.layout import Layout, Section, SizeError, require_sizes
+from ..ops.state_maps.state_map import StateShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Dims:
+    """Sizes of a Mamba2 mixer, or of the share of it that one tensor-parallel rank holds.
+
+    Attributes:
+        hidden_size: of the model; never split.
+        num_heads: heads with a state of their own.
+        num_groups: each serves ``num_heads / num_groups`` neighbouring heads with one B and one C.
+        head_dim: channels of x per head, columns of its state.
+        state_dim: width of B and C, rows of a state.
+        conv_kernel_dim: taps of the convolution.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        require_sizes(self)
+        if self.num_heads % self.num_groups:
+            raise SizeError(
+                f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}; "
+                f"every group must serve the same number of heads. Change mamba_num_heads or "
+                f"mamba_num_groups."
+            )
+
+    @classmethod
+    def from_config(cls, config: Any, d_model: int, d_conv: int, expand: int | float) -> Mamba2Dims:
+        """Read the sizes from a Megatron ``TransformerConfig`` (its ``mamba_*`` fields).
+
+        Raises:
+            ValueError: a size is missing, or they do not fit each other.
+        """
+        heads = config.mamba_num_heads
+        if heads is None:
+            inner = int(expand * d_model)
+            if not config.mamba_head_dim or inner % config.mamba_head_dim:
+                raise SizeError(
+                    f"expand={expand} times d_model={d_model} gives {inner} channels, which do "
+                    f"not divide into heads of mamba_head_dim={config.mamba_head_dim}. Set "
+                    f"mamba_num_heads, or sizes that divide."
+                )
+            heads = inner // config.mamba_head_dim
+        return cls(
+            hidden_size=d_model,
+            num_heads=heads,
+            num_groups=config.mamba_num_groups,
+            head_dim=config.mamba_head_dim,
+            state_dim=config.mamba_state_dim,
+            conv_kernel_dim=d_conv,
+        )
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the input projection."""
+        return Layout(
+            (
+                Section("z", "head", self.head_dim),
+                Section("x", "head", self.head_dim, conv=True),
+                Section("B", "group", self.state_dim, conv=True),
+                Section("C", "group", self.state_dim, conv=True),
+                Section("dt", "head", 1, gates=True),
+            ),
+            (("head", self.num_heads), ("group", self.num_groups)),
+        )
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
+
+    def shard(self, ranks: int) -> Mamba2Dims:
+        """The sizes one of ``ranks`` tensor-parallel ranks holds: whole groups and their heads.
+
+        Raises:
+            ValueError: the groups do not divide; the message lists the sizes that do.
+        """
+        if ranks < 1 or self.num_groups % ranks:
+            legal = [n for n in range(1, self.num_groups + 1) if self.num_groups % n == 0]
+            raise SizeError(
+                f"tensor_model_parallel_size={ranks} cannot split {self.num_groups} groups of "
+                f"{self.num_heads} Mamba2 heads evenly; use one of {', '.join(map(str, legal))}."
+            )
+        return replace(self, num_heads=self.num_heads // ranks, num_groups=self.num_groups // ranks)
+
+
+MAMBA2_FIELDS = ConfigFields(
+    prefixes=("mamba_", "use_mamba_"),
+    read=("mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_state_dim"),
+    without_effect={
+        "mamba_training_ssm_states_dtype": "the recurrence chooses its states' dtype",
+        "use_mamba_mem_eff_path": "convolution and recurrence are always one autograd function",
+    },
+)
+
+
+def refuse_unsupported_arguments(
+    norm_before_gate: bool, dt_init: str, dt_scale: float, bias: bool
+) -> None:
+    """Refuse arguments of Megatron's constructor that Megatron does not honour either.
+
+    Raises:
+        ValueError: one of them has another value than the one that is legal.
+    """
+    given = {
+        "norm_before_gate": (norm_before_gate, False),
+        "dt_init": (dt_init, "random"),
+        "dt_scale": (dt_scale, 1.0),
+        "bias": (bias, False),
+    }
+    for name, (value, legal) in given.items():
+        if value != legal:
+            raise ValueError(f"Mamba2Mixer takes {name}={legal!r} only, got {value!r}.")
+
+
+def check_ranges(
+    A_init_range: tuple[float, float],
+    dt_init_range: tuple[float, float],
+    dt_init_floor: float,
+    dt_limit: tuple[float, float],
+) -> None:
+    """Refuse ranges that nothing can be drawn from, or clamped to.
+
+    Raises:
+        ValueError: names the range and what it must be.
+    """
+    for name, (low, high) in {
+        "A_init_range": A_init_range,
+        "dt_min, dt_max": dt_init_range,
+    }.items():
+        if not 0 < low <= high:
+            raise ValueError(
+                f"{name} = ({low}, {high}) must be (low, high) with 0 < low <= high: its logarithm "
+                f"is taken."
+            )
+    if not dt_init_floor > 0:
+        raise ValueError(f"dt_init_floor={dt_init_floor} must be above 0.")
+    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit={dt_limit} must be (least, greatest) with 0 <= least.")

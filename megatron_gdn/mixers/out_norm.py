@@ -1,0 +1,89 @@
+"""The layer's ``out_norm``: the fused mixer reads a plain RMSNorm, and calls any other module.
+
+Legend: H value heads, V value dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..compat.torch_norm import TorchRMSNorm
+from ..ops.layout import Layout
+from ..ops.parts import GatedNorm
+from ..ops.readout.base import Apart, called_per_head
+from .hooks import has_hooks, only_waits_for_parameters, parameters_waited_for, wait_for_parameters
+from .tensor_parallel import gradients_summed, sum_gradient
+
+_ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
+
+
+def _is_plain(module: Any) -> bool:
+    """:func:`is_plain_rms_norm` of a module without hooks."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
+        return False
+    cls = type(module)  # exactly our class, torch's or Transformer Engine's, unchanged
+    if "forward" in vars(module):
+        return False
+    if cls in _PLAIN_FORWARDS:
+        return cls.forward is _PLAIN_FORWARDS[cls]
+    package = "transformer_engine"
+    if cls.__name__ != "RMSNorm" or cls.__module__.split(".")[0] != package:
+        return False
+    return cls.forward.__module__.split(".")[0] == package
+
+
+def is_plain_rms_norm(module: Any) -> bool:
+    """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
+
+    False for other classes, subclasses, parametrised weights, a replaced ``forward``, or hooks
+    except those of :func:`wait_for_parameters`. Such a module is called as it is.
+    """
+    return _is_plain(module) and only_waits_for_parameters(module)
+
+
+def norm_of(
+    module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
+) -> GatedNorm | Apart:
+    """The norm for the readout: weight and epsilon of a plain norm, or a readout that calls it.
+
+    Args:
+        group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
+        layout: of the rows with its gate.
+        activation: of the gate, ``"silu"`` or ``"sigmoid"``.
+    """
+    if has_hooks(module):
+        plain = is_plain_rms_norm(module)
+        if plain:
+            wait_for_parameters(module)
+    else:
+        plain = _is_plain(module)
+    if plain:
+        gamma = module.weight if group is None else sum_gradient(module.weight, group)
+        zero_centered = bool(getattr(module, "zero_centered_gamma", False))
+        return GatedNorm(gamma, module.eps, zero_centered, activation)
+    call = partial(apply_gated_norm, module, group=group, activation=activation)
+    return called_per_head(layout.gate_columns, layout.state_heads, call)
+
+
+def apply_gated_norm(
+    norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """``norm(x) * act(gate)`` in ``x.dtype``, the product taken in fp32 (fp64 for fp64).
+
+    Args:
+        x, gate: ``[..., H, V]``.
+        group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
+    """
+    with parameters_waited_for(norm), gradients_summed(norm, group):
+        normed = norm(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (normed * _ACTIVATIONS[activation](gate.to(wide))).to(x.dtype)

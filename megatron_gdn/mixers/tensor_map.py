@@ -1,0 +1,257 @@
+"""How one Megatron tensor relates to its Hugging Face tensors, and how ranks share it.
+
+Everything here is a pure function of tensors: no files, no process groups, no configuration.
+
+Apply one layer's tensor maps: a Hugging Face module's state dict to ranks, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.fp8_weights import dequantised
+from .init import take_share
+
+
+@dataclass(frozen=True, slots=True)
+class HFRef:
+    """A Hugging Face tensor, or one expert's slice ``tensor[expert]`` of a packed one.
+
+    ``shape`` is that of the whole tensor in the file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        return self.shape if self.expert is None else self.shape[1:]
+
+
+def concatenated(pieces: Sequence[Tensor]) -> Tensor:
+    """Join along rows, in the dtype that holds every piece exactly."""
+    dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])
+    return torch.cat([piece.to(dtype) for piece in pieces])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMap:
+    """One Megatron tensor, the Hugging Face tensors it is made of, and its split over ranks.
+
+        megatron = join(pieces) + shift        pieces = split(megatron - shift)
+
+    Attributes:
+        names: parameter names in a Megatron model; the first is canonical (Transformer Engine,
+            norms fused into the next projection), the others are the names in local modules.
+        sources: the Hugging Face tensors, in the order `join` takes them.
+        join: Hugging Face tensors to the full Megatron tensor; None concatenates rows.
+        split: the inverse of `join`; None splits rows by the sources' shapes.
+        shard_dim: the dimension that tensor-parallel ranks share; None means every rank has all.
+        sections: sizes along ``shard_dim`` that are shared out separately, so that a rank's rows
+            are ``[section 0 of rank | section 1 of rank | ...]``; empty means one section.
+        shift: +1 or -1 where the two sides store a norm gain around different centres.
+        fp32: the Megatron tensor is fp32 even if the file has another dtype.
+        is_expert: cut over the expert-tensor-parallel group.
+        pad_rows: the full tensor may be padded with zero rows at its end (vocabulary).
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[HFRef, ...]
+    join: Callable[[Sequence[Tensor]], Tensor] | None = None
+    split: Callable[[Tensor], Sequence[Tensor]] | None = None
+    shard_dim: int | None = None
+    sections: tuple[int, ...] = ()
+    shift: float = 0.0
+    fp32: bool = False
+    is_expert: bool = False
+    pad_rows: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
+        """Refuse a source tensor of ``dtype``; ``where`` names it and its file.
+
+        Raises:
+            ValueError: not a floating-point dtype of at least 16 bits, or one that `fp32` rounds
+                (unless ``may_round``).
+        """
+        legal = (torch.bfloat16, torch.float16, torch.float32)
+        legal += (torch.float64,) if may_round or not self.fp32 else ()
+        if dtype not in legal:
+            names = ", ".join(str(one).removeprefix("torch.") for one in legal)
+            raise ValueError(
+                f"{where} has dtype {str(dtype).removeprefix('torch.')}; legal for {self.name}: "
+                f"{names}. Convert the tensor to one of these first."
+            )
+
+    def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The full Megatron tensor. Shifted and fp32 tensors come out as fp32."""
+        full = self.join(pieces) if self.join else concatenated(pieces)
+        # In bf16, w - 1 forgets the low bits of every w below one half.
+        full = full.float() if self.fp32 or self.shift else full
+        return full + self.shift if self.shift else full
+
+    def to_hf(
+        self,
+        full: Tensor,
+        dtypes: Sequence[torch.dtype],
+        original: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The Hugging Face tensors, each in its file's dtype.
+
+        Args:
+            full: the whole Megatron tensor, in any dtype.
+            dtypes: one dtype per source.
+            original: the source tensors as imported, on any device. An element of ``full`` that is
+                unchanged since the import is exported as its original, bit for bit. Without
+                originals a shifted gain cannot come back exactly from bf16.
+        """
+        split = self.split or self._split_rows
+        unshifted = full.float() - self.shift if self.shift else full
+        pieces = [piece.to(dtype) for piece, dtype in zip(split(unshifted), dtypes, strict=True)]
+        if original is None or [piece.dtype for piece in original] != list(dtypes):
+            return pieces
+        original = [piece.to(full.device) for piece in original]
+        imported = self.to_megatron(original).to(full.dtype)
+        changed = split(bits_of(imported) != bits_of(full))
+        return [
+            torch.where(new, piece, old)
+            for new, piece, old in zip(changed, pieces, original, strict=True)
+        ]
+
+    def _split_rows(self, full: Tensor) -> Sequence[Tensor]:
+        if len(self.sources) == 1:
+            return (full.reshape(self.sources[0].piece_shape),)
+        return full.split([source.piece_shape[0] for source in self.sources])
+
+    def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
+        """What each of ``ranks`` ranks holds of ``full``.
+
+        Raises:
+            ValueError: a section does not divide.
+        """
+        if (dim := self.shard_dim) is None:
+            return [full] * ranks
+        sections = self.sections or (full.shape[dim],)
+        assert sum(sections) == full.shape[dim], f"{self.name}: {sections} against {full.shape}"
+        for size in sections:
+            if size % ranks:
+                raise ValueError(
+                    f"{self.name}: {size} rows along dimension {dim} do not split over {ranks} "
+                    f"ranks; use a tensor-parallel size that divides "
+                    f"{', '.join(map(str, sections))}."
+                )
+        return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full tensor from the ranks' shards, dequantised if they are stored in FP8.
+
+        Raises:
+            ValueError: a tensor that every rank holds whole differs between ranks.
+        """
+        shards = [dequantised(shard) for shard in shards]
+        if (dim := self.shard_dim) is not None:
+            local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
+            by_rank = [shard.split(local, dim) for shard in shards]
+            return torch.cat(
+                [piece for section in zip(*by_rank, strict=True) for piece in section], dim
+            )
+        for rank, other in enumerate(shards[1:], start=1):
+            if not torch.equal(bits_of(other), bits_of(shards[0])):
+                raise ValueError(
+                    f"{self.name} is replicated over tensor-parallel ranks, but rank {rank} "
+                    f"differs from rank 0. Average it, or export the ranks' common checkpoint."
+                )
+        return shards[0]
+
+
+def mapped(
+    names: str | tuple[str, ...],
+    sources: Mapping[str, tuple[int, ...]],
+    shard_dim: int | None = None,
+    **how: Any,
+) -> TensorMap:
+    """A map of ``sources``, keys to shapes; ``how`` are `TensorMap`'s other attributes."""
+    names = (names,) if isinstance(names, str) else names
+    refs = tuple(HFRef(key, shape) for key, shape in sources.items())
+    return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+def ranks_from_hf(
+    maps: Sequence[TensorMap], hf_state: Mapping[str, Tensor], tp_size: int, what: str
+) -> list[dict[str, Tensor]]:
+    """Hugging Face tensors to the layer's, one dict for each tensor-parallel rank.
+
+    Args:
+        maps: of every parameter, without prefixes.
+        hf_state: exactly the tensors that the maps name.
+        tp_size: number of ranks.
+        what: the layer's name in errors.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or does not split.
+    """
+    sources = {source.key: source for entry in maps for source in entry.sources}
+    if hf_state.keys() != sources.keys():
+        raise ValueError(
+            f"{what} has {sorted(sources)}; "
+            f"missing {sorted(sources.keys() - hf_state.keys())}, "
+            f"not known {sorted(hf_state.keys() - sources.keys())}."
+        )
+    for key, source in sources.items():
+        if tuple(hf_state[key].shape) != source.shape:
+            raise ValueError(
+                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
+                f"{source.shape}."
+            )
+    for entry in maps:
+        for source in entry.sources:
+            entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
+    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
+    for entry in maps:
+        full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
+        for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
+            state[entry.name] = piece
+    return ranks
+
+
+def hf_from_ranks(
+    maps: Sequence[TensorMap],
+    ranks: Sequence[Mapping[str, Tensor]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    originals: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The inverse of `ranks_from_hf`.
+
+    Args:
+        maps: as in the import.
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
+        originals: Hugging Face tensors as imported, see `TensorMap.to_hf`.
+    """
+    dtypes, originals = dtypes or {}, originals or {}
+    state: dict[str, Tensor] = {}
+    for entry in maps:
+        full = entry.unshard([rank[entry.name] for rank in ranks])
+        keys = [source.key for source in entry.sources]
+        known = [originals[key] for key in keys] if all(k in originals for k in keys) else None
+        natural = [piece.dtype for piece in known] if known else [full.dtype] * len(keys)
+        wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
+        pieces = entry.to_hf(full, wanted, known)
+        state.update(zip(keys, pieces, strict=True))
+    return state

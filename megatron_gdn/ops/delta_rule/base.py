@@ -1,0 +1,209 @@
+"""Inputs and gradients of the gated delta rule.
+
+Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
+
+Shape checks shared by every implementation of the gated delta rule.
+
+The heads of a Gated DeltaNet that one rank holds, as plain numbers for the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..documents import Documents, require_one_row
+from ..layout import Layout, Section, SizeError
+from ..rules.base import in_one_row
+from ..state_maps.state_map import StateShape
+
+
+class RuleInputs(NamedTuple):
+    """Inputs of the rule. A backward gets None for those that the rule does not read again."""
+
+    q: Tensor  # [B, S, G, K], unit length
+    k: Tensor  # [B, S, G, K]
+    v: Tensor  # [B, S, H, V]
+    g: Tensor  # [B, S, H] fp32 log-decay
+    beta: Tensor  # [B, S, H] fp32
+
+
+class RuleGrads(NamedTuple):
+    """Gradients of the inputs, for the front's backward.
+
+    dq and dk may have H heads, one per value head: the front sums those of one key head. With a
+    ``factor`` the true gradient of a head is ``tensor * factor[head]``, which the front computes in
+    fp32. The factor is a power of two, the same for the value heads of one key head.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    factor: Tensor | None = None  # [H] fp32
+
+
+def inputs_in_one_row(inputs: RuleInputs) -> RuleInputs:
+    return inputs if inputs.k.shape[0] == 1 else RuleInputs(*map(in_one_row, inputs))
+
+
+def check_rule_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | Sequence[int] | Documents | None,
+) -> Documents | None:
+    """Check the arguments of :func:`megatron_gdn.ops.gated_delta_rule`.
+
+    Returns:
+        The resolved document boundaries, or None when the input is not packed.
+
+    Raises:
+        ValueError: says which shape was expected and which was given.
+    """
+    if key.dim() != 4 or value.dim() != 4:
+        raise ValueError(
+            f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
+            f"{tuple(value.shape)}."
+        )
+    B, T, key_heads, K = key.shape
+    value_heads, V = value.shape[2:]
+    expected = {
+        "query": (query, (B, T, key_heads, K)),
+        "value": (value, (B, T, value_heads, V)),
+        "g": (g, (B, T, value_heads)),
+        "beta": (beta, (B, T, value_heads)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} to fit key {tuple(key.shape)} and value "
+                f"{tuple(value.shape)}, got {tuple(tensor.shape)}."
+            )
+    require_even_groups(key_heads, value_heads)
+    documents = None
+    if cu_seqlens is not None:
+        require_one_row(B, f"key of shape {tuple(key.shape)}")
+        documents = Documents.from_cu_seqlens(cu_seqlens, T, device=key.device)
+    sequences = B if documents is None else len(documents.lengths)
+    state_shape = (sequences, value_heads, K, V)
+    if initial_state is not None and tuple(initial_state.shape) != state_shape:
+        raise ValueError(
+            f"initial_state must be [N, value heads, K, V] = {state_shape}, got "
+            f"{tuple(initial_state.shape)}."
+        )
+    return documents
+
+
+class HeadSizes(NamedTuple):
+    """Heads and head dims that one rank holds; :attr:`layout` is the row that follows from them.
+
+    The convolved sections come first, so their column in a row is also their convolution channel.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(layout: Layout) -> HeadSizes:
+        """The sizes of a layout made by :attr:`layout`."""
+        key, value = layout.heads("key"), layout.heads("value")
+        _, k, v, *_ = layout.widths
+        return HeadSizes(key, value, k // key, v // value)
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def layout(self) -> Layout:
+        """query | key | value | z | beta | alpha."""
+        return _layout(*self)
+
+    @property
+    def conv_width(self) -> int:
+        return _layout(*self).conv_width
+
+    @property
+    def z_column(self) -> int:
+        return _layout(*self).gate_columns.start
+
+    @property
+    def beta_column(self) -> int:
+        return _layout(*self).columns("beta").start
+
+    @property
+    def alpha_column(self) -> int:
+        return _layout(*self).columns("alpha").start
+
+    @property
+    def width(self) -> int:
+        return _layout(*self).width
+
+    def check_projection(self, proj: Tensor, gates: Tensor | None = None) -> None:
+        """Refuse a projection whose rows do not hold these heads.
+
+        Args:
+            gates: ``[S, B, 2 H]`` if the rows hold no gates.
+
+        Raises:
+            ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not
+                contiguous, or the value heads are not a multiple of the key heads.
+        """
+        if self.value_heads % self.key_heads:
+            require_even_groups(self.key_heads, self.value_heads)
+        width = self.width if gates is None else self.beta_column
+        if proj.dim() != 3 or proj.shape[2] != width:
+            raise ValueError(
+                f"the projection must be [S, B, {width}] for {self.key_heads} key heads of "
+                f"{self.key_dim} and {self.value_heads} value heads of {self.value_dim}, got "
+                f"{tuple(proj.shape)}."
+            )
+        if proj.stride(2) != 1:
+            raise ValueError(
+                f"the columns of the projection must be adjacent in memory, got strides "
+                f"{proj.stride()}; call .contiguous() on it first."
+            )
+        if gates is not None and gates.shape != (*proj.shape[:2], 2 * self.value_heads):
+            raise ValueError(
+                f"the gates must be {[*proj.shape[:2], 2 * self.value_heads]} beside rows "
+                f"{tuple(proj.shape)}, got {tuple(gates.shape)}."
+            )
+
+
+def require_even_groups(key_heads: int, value_heads: int) -> None:
+    """Refuse value heads that are not a multiple of the key heads.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if value_heads % key_heads:
+        raise SizeError(
+            f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value heads "
+            f"must be a multiple of the key heads."
+        )
+
+
+@lru_cache(maxsize=64)
+def _layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
+    return Layout(
+        sections=(
+            Section("query", "key", key_dim, conv=True),
+            Section("key", "key", key_dim, conv=True),
+            Section("value", "value", value_dim, conv=True),
+            Section("z", "value", value_dim),
+            Section("beta", "value", 1, gates=True),
+            Section("alpha", "value", 1, gates=True),
+        ),
+        counts=(("value", value_heads), ("key", key_heads)),
+    )

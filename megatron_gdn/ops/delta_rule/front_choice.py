@@ -1,0 +1,65 @@
+"""The choice of a front's kernels: Triton, plain torch, or causal-conv1d with the rest in torch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from ..front.conv_package import why_not_conv_package
+from ..kernels.builds import watch_triton_builds
+from ..obstacles import say_once, why_not_triton
+from . import front_conv_package, front_torch
+from .base import HeadSizes
+
+
+def is_triton(kernels: ModuleType) -> bool:
+    """Whether :func:`kernels_for` returned the Triton kernels."""
+    return kernels not in (front_torch, front_conv_package)
+
+
+def kernels_for(
+    device: str,
+    dtype: torch.dtype,
+    taps: int,
+    sizes: HeadSizes,
+    kernels: str = "auto",
+    aligned: bool = False,
+) -> ModuleType:
+    """The front's module: our Triton kernels or their plain-torch twins.
+
+    Args:
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
+            or ``"torch"``. Where ``"auto"`` cannot take Triton on a GPU, causal-conv1d computes the
+            convolution if it is installed, unless the rows are ``aligned``.
+    """
+    if kernels not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    if kernels == "auto":
+        why = why_not_triton(device, dtype, taps)
+        if why is not None:
+            return _without_triton(why, device, dtype, taps, sizes, aligned)
+    if kernels == "torch":
+        return front_torch
+    from . import front_triton
+
+    if device == "cuda":
+        watch_triton_builds()
+    return front_triton
+
+
+def _without_triton(
+    why: str, device: str, dtype: torch.dtype, taps: int, sizes: HeadSizes, aligned: bool
+) -> ModuleType:
+    in_torch = "Gated DeltaNet runs conv, gates and norm in plain torch"
+    if device != "cuda":
+        say_once(f"{in_torch}: {why}.", device)
+        return front_torch
+    why_not = why_not_conv_package(device, dtype, taps, sizes.layout.conv_widths, aligned)
+    if why_not is not None:
+        say_once(f"{in_torch}: {why}; {why_not}.", device)
+        return front_torch
+    say_once(
+        f"Gated DeltaNet runs gates and norm in plain torch, conv by causal-conv1d: {why}.", device
+    )
+    return front_conv_package

@@ -1,0 +1,98 @@
+"""The inverse of a unit lower triangular matrix from matrix products, for many small matrices.
+
+A batched triangular solve walks down the rows one after the other, which leaves a GPU idle. Here a
+matrix is cut in two, both halves are inverted side by side, and the corner follows:
+
+    [ A    ]^-1   [  A^-1                ]
+    [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
+
+The corner is two products of inverses with the original entries, as in substitution by blocks, so
+errors grow as they do there (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2). The
+shorter way, (I - L)(I + L^2)(I + L^4)..., is not used: powers of an L with entries near one (a key
+that repeats) reach 1e18 before they cancel.
+
+Legend: C rows and columns of a matrix, any number of leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..host_tables import cached_by_stream
+
+_SMALL = 16
+
+
+def unit_lower_inverse(L: Tensor) -> Tensor:
+    """``(I + L)^-1`` for strictly lower triangular ``L``.
+
+    Args:
+        L: ``[..., C, C]``, any C; entries on and above the diagonal must be zero.
+
+    Returns:
+        ``[..., C, C]``, contiguous, in ``L.dtype``.
+    """
+    C = rows = L.shape[-1]
+    while rows > _SMALL and rows % 2 == 0:
+        rows //= 2
+    small = _by_growing_blocks if L.is_cuda else _by_substitution
+    if rows == C:
+        return small(L)
+    matrices = L.flatten(0, -3)
+    inverse = torch.zeros(matrices.shape, dtype=L.dtype, device=L.device)
+    _diagonal_blocks(inverse, rows).copy_(small(_diagonal_blocks(matrices, rows)))
+    while rows < C:
+        for start in range(0, C, 2 * rows):
+            upper, lower = slice(start, start + rows), slice(start + rows, start + 2 * rows)
+            left = torch.bmm(inverse[:, lower, lower], matrices[:, lower, upper])
+            corner = inverse[:, lower, upper]
+            corner.baddbmm_(left, inverse[:, upper, upper], beta=0, alpha=-1)
+        rows *= 2
+    return inverse.view(L.shape)
+
+
+def _diagonal_blocks(matrices: Tensor, rows: int) -> Tensor:
+    """``[b, C, C]`` -> ``[b, C / rows, rows, rows]``, a view."""
+    b, C, _ = matrices.shape
+    blocks = matrices.view(b, C // rows, rows, C // rows, rows)
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+def _by_substitution(L: Tensor) -> Tensor:
+    """A triangular solve: on a CPU it is faster than many small products."""
+    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(
+        L, identity.expand(L.shape), upper=False, unitriangular=True
+    ).contiguous()
+
+
+def _by_growing_blocks(L: Tensor) -> Tensor:
+    """The same equation bottom up: diagonal blocks of 1, 2, 4, ... rows, all of one size at once.
+
+    X is the inverse of the block diagonal, B holds the corners that join its blocks in pairs. The
+    inverse of the joined blocks is ``X - X B X``.
+    """
+    C = L.shape[-1]
+    identity, corners = _identity_and_corners(C, L.dtype, L.device)
+    corners = corners.view(-1, *(1,) * (L.dim() - 2), C, C)
+    first, *later = (L * corners).flatten(1, -3).unbind(0)
+    inverse = identity - first
+    for B in later:
+        inverse = torch.baddbmm(inverse, torch.bmm(inverse, B), inverse, alpha=-1)
+    return inverse.view(L.shape)
+
+
+@cached_by_stream(32)
+def _identity_and_corners(
+    C: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """``[C, C]`` and ``[levels, C, C]``: ones at the corners that join blocks of 1, 2, 4, ..."""
+    with torch.inference_mode(False):
+        place, rows, corners = torch.arange(C, device="cpu"), 1, []
+        while rows < C or not corners:
+            block = place // rows
+            odd = block[:, None] % 2 == 1
+            corners.append(odd & (block[:, None] == block[None, :] + 1))
+            rows *= 2
+        return torch.eye(C, dtype=dtype, device=device), torch.stack(corners).to(device, dtype)

@@ -1,0 +1,196 @@
+"""Why a package's kernels cannot run on a device: hardware, dtypes, sizes, versions.
+
+Why our Triton kernels cannot run: device, dtype, sizes, packages.
+
+Say once that a slower path is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from .rules.fla_functions import why_not_callable
+
+FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
+FLA_IS_TIMED = (
+    "fla picks its kernels by timing them, so another run or rank may add in another order"
+)
+# docs/determinism.md: 34.73 ms against 3.51.
+PLAIN_ON_GPU = (
+    "On this GPU the recurrence runs in plain torch, for want of its kernels: a Gated DeltaNet "
+    "layer took 34.7 ms in place of 3.5 (one H200, deterministic mode). Install them: "
+    'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"'
+)
+_FLA_KNOWN = (0, 6)  # pyproject.toml asks for the same; others may compute something else
+_FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # the second holds the kernels
+_FLASH_QLA_OLDEST = (0, 1, 3)  # earlier ones race, and round dg through bf16
+_FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+
+
+class Obstacle(NamedTuple):
+    """Why a backend cannot run, and the error to raise when it is asked for by name.
+
+    ``error`` is ImportError where another installation would help, else ValueError.
+    """
+
+    why: str
+    error: type[Exception] = ValueError
+
+
+def told_of_plain(device: torch.device | str, *obstacles: Obstacle | None) -> str:
+    """What to add to the reason for a plain rule; warns where a package would give a GPU's."""
+    missing = any(each is not None and each.error is ImportError for each in obstacles)
+    if torch.device(device).type != "cuda" or not missing:
+        return ""
+    warn_once(PLAIN_ON_GPU)
+    return f". {PLAIN_ON_GPU}"
+
+
+def no_kernels_installed() -> bool:
+    """Whether no package of kernels is here; CUDA is not woken."""
+    return not any(map(find_spec, ("flash_qla", "fla")))
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """``"3.7.1rc1+cu130"`` -> ``(3, 7, 1)``: good enough to compare releases."""
+    parts = text.split("+")[0].split(".")[:3]
+    return tuple(int((re.match(r"\d+", part) or ["0"])[0]) for part in parts)
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def why_not_flash_qla(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+) -> Obstacle | None:
+    """Why FlashQLA cannot train these heads here, and the fix; None when it can."""
+    if device.type != "cuda":
+        return Obstacle(f"flash_qla runs on a GPU, not on {device}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle(f"flash_qla takes bf16 or fp16, not {dtype}")
+    if (key_dim, value_dim) != (128, 128):
+        return Obstacle(
+            f"flash_qla takes head dims of 128, not key_head_dim={key_dim} and "
+            f"value_head_dim={value_dim}"
+        )
+    if torch.cuda.get_device_capability(device) not in _FLASH_QLA_CAPABILITIES:
+        return Obstacle("flash_qla trains on compute capability 9.0, 10.0 and 10.3 only")
+    return flash_qla_package()
+
+
+def why_not_heads(backend: str, value_heads: int) -> str | None:
+    """Why a backend's kernels do not take this many value heads on a rank; None when they do."""
+    if backend == "flash_qla" and value_heads % 2:
+        # Seen with 3 of them: tilelang finds no layout for the sums of g over a chunk.
+        return f"flash_qla compiles for an even number of value heads per rank, not {value_heads}"
+    return None
+
+
+@cache
+def flash_qla_package() -> Obstacle | None:
+    if find_spec("flash_qla") is None:
+        why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
+        return Obstacle(why, ImportError)
+    installed = installed_version("flash-qla")
+    if installed is None:
+        why = "flash_qla carries no version; install flash-qla 0.1.3 or newer from a wheel"
+        return Obstacle(why, ImportError)
+    if version_tuple(installed) < _FLASH_QLA_OLDEST:
+        why = f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 or newer"
+        return Obstacle(why, ImportError)
+    return None
+
+
+def why_not_fla(
+    device: torch.device, dtype: torch.dtype, key_dim: int | None = None
+) -> Obstacle | None:
+    """Why fla's kernels cannot train on this device, and the fix; None when they can."""
+    if device.type != "cuda":
+        return Obstacle(f"fla runs on a GPU, not on {device}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle(f"fla would round {dtype} to tf32")
+    if key_dim is not None and key_dim > 256:
+        return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
+    return fla_package(torch.cuda.get_device_capability(device)[0])
+
+
+@cache
+def _needs_tilelang(major: int) -> bool:
+    triton = installed_version("triton")
+    return major == 9 and triton is not None and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
+
+
+def fla_needs_tilelang(device: torch.device) -> bool:
+    """Whether fla's backward of the gates runs in TileLang here, since Triton miscompiles it."""
+    return device.type == "cuda" and _needs_tilelang(torch.cuda.get_device_capability(device)[0])
+
+
+@cache
+def fla_package(major: int) -> Obstacle | None:
+    if find_spec("fla") is None:
+        why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
+        return Obstacle(why, ImportError)
+    known = ".".join(map(str, _FLA_KNOWN))
+    found = {name: installed_version(name) for name in _FLA_PACKAGES}
+    found = {name: version for name, version in found.items() if version is not None}
+    if not found:
+        why = f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
+        return Obstacle(why, ImportError)
+    for name, installed in found.items():
+        if version_tuple(installed)[:2] != _FLA_KNOWN:
+            why = f"{name} {installed} is not known here, {known} is ({FLA_INSTALL_HINT})"
+            return Obstacle(why, ImportError)
+    triton = installed_version("triton")
+    if triton is None:
+        why = "flash-linear-attention needs triton, which is not installed"
+        return Obstacle(why, ImportError)
+    if _needs_tilelang(major) and find_spec("tilelang") is None:
+        # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
+        why = (
+            f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
+            f"3.7.1 or newer"
+        )
+        return Obstacle(why, ImportError)
+    why = why_not_callable()  # last: it imports fla
+    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
+
+
+@cache
+def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
+    """Why our Triton kernels cannot run on rows like these; None if they can."""
+    if device != "cuda":
+        return f"the Triton kernels run on a GPU, not on {device}"
+    if dtype == torch.float64:
+        return "the Triton kernels compute in fp32, not in fp64"
+    if not 2 <= taps <= 8:
+        return f"the Triton kernels take 2 to 8 conv taps, not {taps}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+@cache
+def say_once(message: str, device_type: str) -> None:
+    """Log ``message`` once, on rank 0: as a warning on a GPU, as info elsewhere."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    level = logging.WARNING if device_type == "cuda" else logging.INFO
+    logging.getLogger(__package__).log(level, message)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """A RuntimeWarning, in every process: their machines may have other packages."""
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
