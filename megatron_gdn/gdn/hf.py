@@ -21,8 +21,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..mixers.tensor_map import TensorMap, concatenated, hf_from_ranks, mapped, ranks_from_hf
-from ..ops.layout import Layout
+from ..mixers.tensor_map import (
+    TensorMap,
+    concatenated,
+    conv_map,
+    hf_from_ranks,
+    mapped,
+    ranks_from_hf,
+)
 from .sizes import GDNDims
 
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
@@ -71,15 +77,6 @@ def qkvz_rows(dims: GDNDims) -> list[int]:
 
 def ba_rows(dims: GDNDims) -> list[int]:
     return [dims.value_heads_per_key_head] * 2
-
-
-def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight, stored whole or by its sections q, k and v."""
-    rows = {"": layout.conv_width}
-    if in_three:
-        rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
-    sources = {f"{hf_prefix}{n}conv1d.weight": (r, 1, taps) for n, r in rows.items()}
-    return mapped(name, sources, 0, sections=layout.conv_widths)
 
 
 def gdn_layer_maps(

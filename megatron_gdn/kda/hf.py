@@ -24,8 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..gdn.hf import conv_map
-from ..mixers.tensor_map import TensorMap, hf_from_ranks, mapped, ranks_from_hf
+from ..mixers.tensor_map import TensorMap, conv_map, hf_from_ranks, mapped, ranks_from_hf
 from .sizes import KDADims
 
 KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..compat.fp8_weights import dequantised
+from ..ops.layout import Layout
 from .init import take_share
 
 
@@ -255,3 +256,12 @@ def hf_from_ranks(
         pieces = entry.to_hf(full, wanted, known)
         state.update(zip(keys, pieces, strict=True))
     return state
+
+
+def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
+    """The map of the convolution's weight, stored whole or by its sections q, k and v."""
+    rows = {"": layout.conv_width}
+    if in_three:
+        rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
+    sources = {f"{hf_prefix}{n}conv1d.weight": (r, 1, taps) for n, r in rows.items()}
+    return mapped(name, sources, 0, sections=layout.conv_widths)

@@ -97,11 +97,14 @@ def of_megatron(root: Path) -> list[str]:
         home, *inner = name.split(".")
         if home == "ops" or (home in MIXERS and inner != ["layer"]):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = [alias.name for alias in getattr(node, "names", ())]
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-                level = getattr(node, "level", 0)
-                if isinstance(node, ast.Import | ast.ImportFrom) and not level:
-                    found += [name for n in names if n.split(".")[0] == "megatron"]
+                match node:
+                    case ast.Import(names=names):
+                        imported = [alias.name for alias in names]
+                    case ast.ImportFrom(module=str(module), level=0):
+                        imported = [module]
+                    case _:
+                        continue
+                found += [name for other in imported if other.split(".")[0] == "megatron"]
     return found
 
 
