@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .packages import Finding
+    from .checks import Finding
 
 _DESCRIPTION = """\
 Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _examine(options: argparse.Namespace) -> Iterator[Finding]:
     warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
     from ..ops.delta_rule.base import HeadSizes
-    from .packages import kernels, machine, packages
-    from .rules import rules
+    from .checks import kernels, machine, packages, rules
 
     yield from machine()
     yield from packages()

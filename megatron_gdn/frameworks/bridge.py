@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..hf.files.safetensors_reader import SafetensorsFolder
+from ..hf.safetensors_files import SafetensorsFolder
 
 
 def in_published_dtypes(

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..compat.observe import log_once
 from ..gdn.hf import gdn_layer_maps
-from ..hf.files.safetensors_reader import SafetensorsFolder
 from ..hf.model_config import read_hf_config
+from ..hf.safetensors_files import SafetensorsFolder
 from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.launch_options import with_launch_options
 from ..specs.layer import gated_delta_net_spec

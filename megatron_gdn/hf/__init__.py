@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ..gdn.hf import gdn_layer_from_hf, gdn_layer_to_hf
 from ..kda.hf import kda_layer_from_hf, kda_layer_to_hf
 from ..mamba2.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
-from .build import build_model, transformer_config
+from .build import build_model, megatron_flags, transformer_config
 from .checkpoint_folder import export_folder, import_folder
 from .compare import Difference, compare_folders
-from .megatron_arguments import megatron_flags
 from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
 from .model_config import HFModelConfig, parse_hf_config, read_hf_config
 from .view import SourceRecord, state_dict_to_hf

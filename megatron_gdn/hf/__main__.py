@@ -12,10 +12,10 @@ from functools import partial
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from .build import megatron_flags
 from .checkpoint_folder import export_folder, import_folder
 from .compare import compare_folders
 from .damage import in_one_line
-from .megatron_arguments import megatron_flags
 from .model_config import read_hf_config
 
 

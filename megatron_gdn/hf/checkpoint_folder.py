@@ -21,15 +21,13 @@ from typing import Any
 
 import torch
 
-from .build import build_model
-from .files.checkpoint_files import RELEASE, TRACKER, find_checkpoint
-from .files.safetensors_reader import SafetensorsFolder
-from .files.safetensors_writer import new_folder, refuse_existing
-from .maps.model_map import Architecture
-from .megatron_arguments import megatron_arguments
+from .build import build_model, megatron_arguments
+from .checkpoint_files import RELEASE, TRACKER, find_checkpoint
 from .megatron_model import load_hf_weights, model_view, save_hf_weights
 from .model_config import HFModelConfig, read_hf_config
+from .model_map import Architecture
 from .plan import and_more
+from .safetensors_files import SafetensorsFolder, new_folder, refuse_existing
 from .view import HFView, SourceRecord
 
 # Megatron's own saves hold these: how a model of this version shards its state.

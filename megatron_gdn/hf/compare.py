@@ -9,10 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ..mixers.tensor_map import bits_of
+from .checkpoint_files import is_checkpoint
 from .checkpoint_folder import checkpoint_view
-from .files.checkpoint_files import is_checkpoint
-from .files.safetensors_reader import SafetensorsFolder
-from .progress import progress_bar
+from .safetensors_files import SafetensorsFolder, progress_bar
 from .view import HFView
 
 

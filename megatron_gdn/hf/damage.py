@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from .files.checkpoint_files import find_checkpoint
+from .checkpoint_files import find_checkpoint
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXPECTED = (ValueError, NotImplementedError, ImportError, OSError)

@@ -3,28 +3,37 @@
 Each rank reads what it needs by itself: its tensor-parallel shard, its pipeline stage's layers,
 its experts. The model's parameter names show whether norms are fused into a projection
 (Transformer Engine) or separate (local modules), and whether experts are grouped or sequential.
+
+Low-rank adapters around the linears of a Megatron model, as Megatron-Bridge's peft puts them.
+
+Bridge replaces a linear by a wrapper: ``to_wrap`` is the linear, ``adapter`` its low-rank branch.
+``weight`` of a wrapper is that of the plain linear with the same output, W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.fp8_weights import dequantised
 from ..mixers.tensor_map import TensorMap
-from .adapters import base_parameters, with_adapters_merged
-from .files.safetensors_reader import SafetensorsFolder
-from .files.safetensors_writer import new_folder, refuse_existing, write_like
-from .maps.model_map import Architecture
 from .model_config import HFModelConfig
+from .model_map import Architecture
 from .plan import Plan, and_more, check_source, read_finite
-from .progress import progress_bar
+from .safetensors_files import (
+    SafetensorsFolder,
+    new_folder,
+    progress_bar,
+    refuse_existing,
+    write_like,
+)
 from .view import HFView, SourceRecord
 
 logger = logging.getLogger(__name__)
@@ -318,3 +327,45 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
     if first is not None:
         first.copy_(cast)
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by the names that they have without adapters; those of adapters left out."""
+    for name, parameter in model.named_parameters():
+        owner, of_adapter, _ = name.partition(".adapter.")
+        if not (of_adapter and _is_wrapper(model.get_submodule(owner))):
+            yield name.replace(".to_wrap.", "."), parameter
+
+
+def with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
+    """A function from a parameter of `base_parameters` to the tensor that an export writes.
+
+    It is the parameter itself, the values of one that Transformer Engine stores in FP8, or, of a
+    wrapped linear, the merged weight on this rank. To merge is a collective over the
+    tensor-parallel ranks.
+
+    Raises:
+        NotImplementedError: a wrapper does not tell its merged weight, as Bridge's DoRA.
+    """
+    wrappers: dict[nn.Parameter, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _is_wrapper(module):
+            if not hasattr(type(module), "weight"):
+                raise NotImplementedError(
+                    f"{name} is a {type(module).__name__}, which does not tell its merged weight: "
+                    f"an export would lose the adapter. Legal are wrappers with a property "
+                    f"`weight`, such as those of Megatron-Bridge's LoRA. Merge this one yourself."
+                )
+            wrappers[cast(Any, module.to_wrap).weight] = module
+
+    @torch.no_grad()
+    def merged(parameter: nn.Parameter) -> Tensor:
+        wrapper = wrappers.get(parameter)
+        weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
+        return dequantised(weight.detach())
+
+    return merged
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return {"to_wrap", "adapter"} <= module._modules.keys()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..gdn.hf import Storage
 from ..gdn.sizes import GDNDims
-from .fp32_contract import GDN_FP32_CHECKPOINT_ARCHITECTURES
+from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
 # Models of which a layer's weights convert, and what keeps whole ones from it.
 _INDEXED = "Megatron has neither its hyper-connections nor attention with an indexer"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..mixers.tensor_map import HFRef, TensorMap
-from .files.safetensors_reader import SafetensorsFolder, TensorSpec
-from .maps.model_map import LM_HEAD, Architecture, model_maps
 from .model_config import HFModelConfig
+from .model_map import LM_HEAD, Architecture, model_maps
+from .safetensors_files import SafetensorsFolder, TensorSpec
 
 # Multi-token prediction and vision weights: an export copies them, they are never loaded.
 PASSTHROUGH_PREFIXES = ("mtp.", "model.visual.", "visual.")

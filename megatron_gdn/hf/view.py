@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..mixers.tensor_map import HFRef, TensorMap
-from .files.safetensors_reader import SafetensorsFolder, TensorSpec
-from .fp32_contract import is_gated_delta_net_fp32_param_key
-from .maps.model_map import Architecture
 from .model_config import HFModelConfig, read_hf_config
+from .model_map import Architecture
 from .plan import Plan, make_plan
+from .safetensors_files import SafetensorsFolder, TensorSpec
+from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from ..gdn.sizes import GDNDims
-from ..hf.megatron_arguments import megatron_flags
+from ..hf.build import megatron_flags
 from ..hf.model_config import HFModelConfig, parse_hf_config
 from ..mamba2.sizes import Mamba2Dims
 from .stack import MAMBA_TAPS, Stack

@@ -19,7 +19,7 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
-from megatron_gdn.hf.drop_in.exchange import RowExchange
+from megatron_gdn.hf.drop_in.place import RowExchange
 from megatron_gdn.mixers.init import take_share
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN

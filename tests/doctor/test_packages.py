@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gdn.doctor.packages import _EXTRAS, kernels, machine, packages
+from megatron_gdn.doctor.checks import _EXTRAS, kernels, machine, packages
 from megatron_gdn.ops import obstacles
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron_gdn.doctor import rules
+from megatron_gdn.doctor import checks as rules
 from megatron_gdn.doctor.__main__ import main
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule

@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
-from megatron_gdn.hf.files.safetensors_reader import SafetensorsFolder
+from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.frameworks import tiny_models
 from tests.frameworks.tiny_models import require_exported, require_falling, require_logits
 

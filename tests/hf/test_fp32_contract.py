@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.hf import fp32_contract as contract
 from megatron_gdn.hf import state_dict_adapter as adapter
+from megatron_gdn.hf import state_dict_adapter as contract
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 HELD = "model.layers.0.linear_attn._fp32_params.A_log"
@@ -137,6 +137,6 @@ def test_the_contract_imports_with_torch_alone():
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['megatron', 'safetensors', 'transformers', 'tqdm']))\n"
-        "import megatron_gdn.hf.fp32_contract, megatron_gdn.gdn.hf\n"
+        "import megatron_gdn.hf.state_dict_adapter, megatron_gdn.gdn.hf\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

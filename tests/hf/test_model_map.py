@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.hf.maps.model_map import fuse_gated_qkv, model_maps, unfuse_gated_qkv
+from megatron_gdn.hf.model_map import fuse_gated_qkv, model_maps, unfuse_gated_qkv
 
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],

@@ -9,7 +9,7 @@ import torch
 from megatron.core import fp8_utils
 from torch import nn
 
-from megatron_gdn.inference.fp8 import padded_for_fp8
+from megatron_gdn.inference.generate import padded_for_fp8
 
 IN_FP8 = SimpleNamespace(fp8="hybrid", quant_recipe=None)
 

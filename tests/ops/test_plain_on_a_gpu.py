@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_gdn import launch
-from megatron_gdn.doctor import rules
+from megatron_gdn.doctor import checks as rules
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes

@@ -20,16 +20,13 @@ transformers is imported where a function needs it, and not before.
 """
 
 from .batch import ModelBatch
-from .collator import PackingCollator, context_parallel_share
-from .fully_sharded import shard_gates
-from .gates import SSMGate, install_ssm_gate
+from .collator import ContextParallelTrainerMixin, PackingCollator, context_parallel_share
+from .gates import SSMGate, gates_in_fp32, install_ssm_gate, shard_gates
 from .layer import CPAwareGatedDeltaNet
 from .leaks import Leak, PackingLeak, assert_no_packing_leak, packing_leaks, packing_reach
-from .loading import gates_in_fp32
 from .patching import Patch, patch
 from .plain_functions import plain_functions_on_cpu
 from .sources import is_indexed_packed_mask
-from .trainer import ContextParallelTrainerMixin
 
 __all__ = [
     "CPAwareGatedDeltaNet",

@@ -1,17 +1,32 @@
 """Batches of packed documents for these models, and each context-parallel rank's share of them.
 
 Legend: N documents, S tokens of the packed row, s one rank's share.
+
+transformers' ``Trainer`` over context-parallel ranks.
+
+``Trainer`` gives every process its own batches, and each process predicts all tokens of them.
+Context-parallel ranks have each batch in common, and each rank predicts its share of the tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from ...context_parallel import SequenceLayout, local_indices
+from .layer import CPAwareGatedDeltaNet, DropInOptions
+from .place import group_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # the user's class has transformers' Trainer after this mixin
+
 
 IGNORED = -100
 _COLUMNS = ("input_ids", "labels", "attention_mask")
@@ -143,3 +158,143 @@ def _require_known(number: int, document: Mapping[str, Any]) -> None:
 
 def _list(x: Any) -> list[int]:
     return x.tolist() if hasattr(x, "tolist") else list(x)
+
+
+class ContextParallelTrainerMixin(Trainer):
+    """Makes a ``Trainer`` train a patched model over its ``cp_mesh``.
+
+        class CPTrainer(ContextParallelTrainerMixin, transformers.Trainer):
+            pass
+
+        patch(model, mesh, attention="gathered")
+        collator = PackingCollator(pad_to_multiple_of=2 * mesh.size())
+        CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
+
+    The ranks of one ``cp_mesh`` get the same batches; other groups of ranks get other batches.
+    ``compute_loss`` gives the model this rank's share, cut by the ``cp_layout`` of ``patch``.
+    Gradients are those of one rank that has the whole batch: ``Trainer`` divides every rank's sum
+    by the number of labels on all of them. Without ``cp_mesh`` it changes nothing.
+
+    Works in front of any subclass of ``Trainer`` whose methods pass their arguments to ``super()``.
+
+    Raises:
+        ValueError: with context parallelism a dataset that is streamed, a batch without
+            ``shift_labels``, ``label_smoothing_factor`` or ``compute_loss_func`` (which would
+            shift labels inside a share), or a model that is not patched.
+        RuntimeError: training without a wrapper that sums gradients over the ranks.
+        NotImplementedError: predictions, of which every rank has its share only.
+    """
+
+    def get_train_dataloader(self) -> Any:
+        return self._same_on_all_ranks(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._same_on_all_ranks(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._same_on_all_ranks(super().get_test_dataloader(*args, **kwargs))
+
+    def get_cp_size(self) -> int:
+        """How many processes have the same batch; ``Trainer`` counts labels and batches by it."""
+        group = group_of(self._options().cp_mesh)
+        return 1 if group is None else group.size()
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]:
+        """The loss of this rank's share of ``inputs``, as ``Trainer`` scales it.
+
+        Without gradients it is the mean over all processes, which is the loss of the whole batch.
+        """
+        options = self._options()
+        if group_of(options.cp_mesh) is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        self._require_shifted(inputs)
+        if torch.is_grad_enabled():
+            self._require_summed_gradients(model)
+        share = context_parallel_share(inputs, options.cp_mesh, options.cp_layout)
+        found = super().compute_loss(model, share, *args, **kwargs)
+        if torch.is_grad_enabled():
+            return found
+        loss, *outputs = found if isinstance(found, tuple) else (found,)
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+        return (loss, *outputs) if outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not prediction_loss_only and group_of(self._options().cp_mesh) is not None:
+            raise NotImplementedError(
+                "every context-parallel rank has the predictions of its share of the tokens, so "
+                "metrics and predict() cannot be computed from them here. Evaluate the loss "
+                "(prediction_loss_only=True, no compute_metrics), or predict on one rank."
+            )
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def _options(self) -> DropInOptions:
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, CPAwareGatedDeltaNet):
+                return module.drop_in.options
+        raise ValueError(
+            f"{type(self.model).__name__} has no replaced modules; call megatron_gdn.hf.patch on "
+            f"it before the trainer is made."
+        )
+
+    def _same_on_all_ranks(self, loader: Any) -> Any:
+        group = group_of(self._options().cp_mesh)
+        if group is None:
+            return loader
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is None or not hasattr(sampler, "process_index") or sampler.split_batches:
+            raise ValueError(
+                f"a {type(loader.dataset).__name__} read by a {type(loader).__name__} is dealt to "
+                f"processes in a way that context-parallel ranks cannot share. Give a dataset with "
+                f"__len__ and __getitem__, and neither dispatch_batches nor split_batches."
+            )
+        sampler.num_processes, sampler.process_index = replicas_of(group)
+        return loader
+
+    def _require_summed_gradients(self, model: Any) -> None:
+        if model is self.model and not isinstance(model, FSDPModule):
+            raise RuntimeError(
+                f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
+                f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
+                f"eval_on_start=True instead."
+            )
+
+    def _require_shifted(self, inputs: dict[str, Any]) -> None:
+        for name, given in (
+            ("label_smoothing_factor", self.args.label_smoothing_factor),
+            ("compute_loss_func", self.compute_loss_func),
+        ):
+            if given:
+                raise ValueError(
+                    f"{name} with context parallelism: it would shift labels inside this rank's "
+                    f"share of the sequence. Leave it out; the model's own loss takes shift_labels."
+                )
+        if not self.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"{type(self.model).__name__} has accepts_loss_kwargs=False: its loss is a mean "
+                f"over its own tokens, so ranks with different numbers of labels "
+                f"would not add up. Set model.accepts_loss_kwargs = True before the trainer is "
+                f"made."
+            )
+        if "shift_labels" not in inputs:
+            raise ValueError(
+                f"the batch has {', '.join(inputs)} and no shift_labels; labels cannot be shifted "
+                f"inside a share of a sequence. megatron_gdn.hf.PackingCollator makes them."
+            )
+
+
+def replicas_of(group: dist.ProcessGroup) -> tuple[int, int]:
+    """How many groups like this one the processes form, and the number of this one.
+
+    A collective of all processes.
+    """
+    first: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
+    groups = sorted(set(first))
+    return len(groups), groups.index(first[dist.get_rank()])

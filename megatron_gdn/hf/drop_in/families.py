@@ -1,4 +1,13 @@
-"""Which transformers modules can be replaced, found by name: transformers is not imported here."""
+"""Which transformers modules can be replaced, found by name: transformers is not imported here.
+
+The projections of a transformers linear-attention module, as the mixer's rows.
+
+    side by side  the outputs of the family's projections, in the order of the rows' sections
+    Qwen3-Next    in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
+                  in_proj_ba:   per key head [b of its value heads | a of them]
+
+Legend: B batch, S tokens, H hidden size, P width of the mixer's rows.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,12 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from ...gdn.hf import ba_rows, qkvz_rows
+from ...mixers.hooks import has_hooks
+from ...ops.readout.base import ACTIVATIONS
 
 if TYPE_CHECKING:
 
@@ -32,9 +46,6 @@ if TYPE_CHECKING:
 else:
     LinearAttention = TextModel = nn.Module
 
-from ...mixers.hooks import has_hooks
-from ...ops.readout.base import ACTIVATIONS
-
 
 class Family(NamedTuple):
     """What transformers calls the parts of one family's linear attention.
@@ -43,7 +54,7 @@ class Family(NamedTuple):
         package: of ``transformers.models``, which has the class.
         kinds: ``model_type`` of the text configs that describe it.
         projections: their outputs side by side are the mixer's rows; "a > b" calls b on a's output.
-            None: interleaved by key heads, see :mod:`.projections`.
+            None: interleaved by key heads, see :mod:`.families`.
         norm, out: the gated norm and the last projection.
         gate: the module that has ``A_log`` and ``dt_bias``; empty: the module itself.
         kind: the recurrence: "gdn" or "kda" (Kimi Delta Attention).
@@ -149,3 +160,24 @@ def plain_gate(norm: nn.Module) -> str | None:
         and not has_hooks(norm)
     )
     return activation if plain and activation in ACTIVATIONS else None
+
+
+def project(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
+    """``[B, S, P]``, rows with the sections of ``dims.layout``.
+
+    The projections are called as modules, so adapters and hooks on them work.
+    """
+    names = family_of(module).projections
+    if names:
+        return torch.cat([_called(module, name, x_BSH) for name in names], dim=-1)
+    heads = dims.num_key_heads
+    qkvz, ba = (getattr(module, f"in_proj_{name}")(x_BSH) for name in ("qkvz", "ba"))
+    qkvz = qkvz.unflatten(-1, (heads, -1)).split(qkvz_rows(dims), -1)
+    ba = ba.unflatten(-1, (heads, -1)).split(ba_rows(dims), -1)
+    return torch.cat([section.flatten(-2) for section in (*qkvz, *ba)], dim=-1)
+
+
+def _called(module: LinearAttention, chain: str, x_BSH: Tensor) -> Tensor:
+    for name in chain.split(" > "):
+        x_BSH = module.get_submodule(name)(x_BSH)
+    return x_BSH

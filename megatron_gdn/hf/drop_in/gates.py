@@ -2,10 +2,16 @@
 
 The child, the *holder* ``_fp32_params``, has parameters of one dtype, so sharded data parallelism
 can make it a group of its own. State dicts do not show it: keys stay ``linear_attn.A_log``.
+
+``A_log`` and ``dt_bias`` under torch's ``fully_shard``: groups of their own, in fp32.
+
+Load a bf16 transformers model with ``A_log`` and ``dt_bias`` in fp32, as its file has them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +21,7 @@ from torch import Tensor, nn
 from ...compat.observe import log_once
 from ...mixers.precision import Fp32Parameters
 from ...ops.elementwise import decay_and_write_gates
-from ..fp32_contract import FP32_GDN_PARAM_NAMES, HOLDER_NAME
+from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .families import LinearAttention, family_of
 
 
@@ -182,3 +188,53 @@ def route_to_holder(state_dict: dict[str, Any], prefix: str) -> None:
 
 def _bare(prefix: str) -> str:
     return prefix.removesuffix(f"{HOLDER_NAME}.")
+
+
+def shard_gates(model: nn.Module, **options: Any) -> None:
+    """Give the fp32 gates of every replaced module a ``fully_shard`` group of its own.
+
+    Call it before ``fully_shard`` of the layers around them, which wants parameters of one dtype:
+
+        shard_gates(model, mesh=mesh)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    Args:
+        model: a patched model.
+        options: of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
+
+    Raises:
+        ValueError: a model without replaced modules.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    holders = [module for module in model.modules() if isinstance(module, SSMGate)]
+    if not holders:
+        raise ValueError(
+            f"{type(model).__name__} has no fp32 gates to shard; patch it first: "
+            f"megatron_gdn.hf.patch(model)."
+        )
+    for holder in holders:
+        fully_shard(holder, **options)
+
+
+@contextmanager
+def gates_in_fp32() -> Iterator[None]:
+    """Within this, transformers' ``from_pretrained`` leaves ``A_log`` and ``dt_bias`` unrounded.
+
+        with megatron_gdn.hf.gates_in_fp32():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        megatron_gdn.hf.patch(model)
+
+    Without it ``dtype=torch.bfloat16`` rounds them before a patch can keep them. In other models
+    it affects only parameters with these names.
+    """
+    from transformers import PreTrainedModel
+
+    before = PreTrainedModel._keep_in_fp32_modules_strict
+    PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *FP32_GDN_PARAM_NAMES}
+    try:
+        yield
+    finally:
+        PreTrainedModel._keep_in_fp32_modules_strict = before

@@ -23,7 +23,7 @@ from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm
 from ...ops.readout.base import Apart, called_per_head
-from ..fp32_contract import FP32_GDN_PARAM_NAMES
+from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import gdn, kda
 from .batch import ModelBatch, resolve_batch
 from .families import (
@@ -31,18 +31,12 @@ from .families import (
     class_for_config,
     family_of,
     plain_gate,
+    project,
     transformers_class,
 )
-from .gates import (
-    HoldsGates,
-    gate_owner,
-    hold_gates,
-    release_gates,
-    tell_of_other_dtype,
-)
+from .gates import HoldsGates, gate_owner, hold_gates, release_gates, tell_of_other_dtype
 from .place import group_of, place_of, require_agreement
 from .plain_functions import plain_functions_on_cpu
-from .projections import project
 from .sources import Sources, offsets_of
 
 _UNPACKED = ("transformers", "fused")

@@ -13,14 +13,7 @@ import torch
 from torch import nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
-from .attention import GATHERED, register_gathered_attention
-from .families import (
-    MODELS,
-    TextModel,
-    linear_attention_of,
-    linear_attentions,
-    transformers_class,
-)
+from .families import MODELS, TextModel, linear_attention_of, linear_attentions, transformers_class
 from .gates import gate_owner
 from .layer import (
     CPAwareGatedDeltaNet,
@@ -28,7 +21,7 @@ from .layer import (
     become_drop_in,
     stop_being_drop_in,
 )
-from .model_forward import prepare_forward
+from .model_forward import GATHERED, prepare_forward, register_gathered_attention
 from .place import group_of
 
 # On a patched text model: the forward that another tool had put on the object, or None.

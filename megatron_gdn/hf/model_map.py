@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...gdn.hf import gdn_layer_maps
-from ...mixers.tensor_map import HFRef, TensorMap, mapped
-from ..model_config import HFModelConfig
+from ..gdn.hf import gdn_layer_maps
+from ..mixers.tensor_map import HFRef, TensorMap, mapped
+from .model_config import HFModelConfig
 
 Architecture = Literal["hybrid", "gpt"]
 
