@@ -5,9 +5,10 @@
     python benchmarks/digests.py compare before.json after.json
 
 ``PYTHONPATH`` says which checkout's package is measured, so one copy of this file serves both. On
-the CPU it covers sequence layout x scheme x packed or not x tensor-parallel size x dtype, over up
-to four gloo ranks, with the plain rule. ``--device cuda`` covers one GPU per rank instead:
-flash_qla (fp16 and bf16 operands, deterministic) and the plain rule.
+the CPU it covers mixer x sequence layout x scheme x packed or not x tensor-parallel size x dtype,
+over up to four gloo ranks, with the plain rule, and what a static context generates.
+``--device cuda`` covers one GPU per rank instead: flash_qla (fp16 and bf16 operands, deterministic)
+and the plain rule.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ TINY = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 4,
+    "mamba_head_dim": 6,
+    "mamba_state_dim": 5,
 }
 ON_GPU = {
     "hidden_size": 512,
@@ -50,6 +55,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases": {"bias": True, "conv_bias": True},
     "recompute": {"recompute_qkv": True, "recompute_norm_out": True},
 }
+MORE = {**OPTIONS, "full": {"recompute": "full"}}
+SPECS = {"gdn": "gated_delta_net", "kda": "kimi_delta_attention", "mamba2": "mamba2"}
 
 
 class Case(NamedTuple):
@@ -66,6 +73,7 @@ class Case(NamedTuple):
     operands: str = "fp16"
     deterministic: bool = False
     tokens: int = 192
+    mixer: str = "gdn"
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
@@ -86,8 +94,12 @@ def cpu_cases() -> Iterator[Case]:
                 layouts = ("zigzag", "zigzag_buffer", "contiguous") if cp > 1 else ("zigzag",)
                 for mode in modes:
                     for layout in layouts:
-                        for options in OPTIONS if dtype == "float32" else ("plain",):
+                        for options in MORE if dtype == "float32" else ("plain",):
                             yield Case(tp, cp, mode, layout, packed, dtype, options)
+                        for mixer in ("kda", "mamba2") if layout != "zigzag_buffer" else ():
+                            yield Case(tp, cp, mode, layout, packed, dtype, mixer=mixer)
+                        if dtype == "float32" and layout == "zigzag":
+                            yield Case(tp, cp, mode, layout, packed, dtype, "full", mixer="kda")
                         if dtype == "bfloat16":
                             yield Case(
                                 tp, cp, mode, layout, packed, dtype, "biases", deterministic=True
@@ -118,14 +130,14 @@ def digest(*tensors: torch.Tensor | None) -> str:
 
 def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]) -> dict[str, str]:
     import torch.nn.functional as F
+    from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_gdn import SequenceLayout
+    from megatron_gdn import SequenceLayout, specs
     from megatron_gdn.context_parallel import local_indices
-    from megatron_gdn.specs import gated_delta_net_spec
 
     dtype, rank = getattr(torch, case.dtype), dist.get_rank()
     tp_rank, cp_rank = rank % case.tp, rank // case.tp
@@ -139,14 +151,16 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
         context_parallel_size=case.cp, **(ON_GPU if device.type == "cuda" else TINY),
     )  # fmt: skip
     torch.manual_seed(11)
-    spec = gated_delta_net_spec("local")
+    spec = getattr(specs, f"{SPECS[case.mixer]}_spec")("local")
     options = {
         "cp_layout": case.layout, "linear_cp_mode": case.mode, "backend": case.backend,
-        "rule_operands": case.operands, **OPTIONS[case.options],
+        **MORE[case.options],
     }  # fmt: skip
+    if case.mixer == "gdn":
+        options["rule_operands"] = case.operands
     layer = build_module(
         ModuleSpec(module=spec.module, params=options, submodules=spec.submodules),
-        config, layer_number=1,
+        config, *[config.hidden_size] * (case.mixer == "mamba2"), layer_number=1,
         pg_collection=ProcessGroupCollection(tp=tp_group, cp=cp_group),
     ).to(device)  # fmt: skip
     with torch.no_grad():
@@ -160,13 +174,20 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
         cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(device)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     torch.manual_seed(5)
-    x, weight = (torch.randn(tokens, rows, layer.hidden_size) for _ in range(2))
+    x, weight = (torch.randn(tokens, rows, config.hidden_size) for _ in range(2))
     mine = local_indices(lengths or (tokens,), case.cp, cp_rank, SequenceLayout.parse(case.layout))
     x = x[mine].to(device, dtype).requires_grad_()
     out, bias = layer(x, None, packed_seq_params=packed)
     out = out if bias is None else out + bias
     (out * weight[mine].to(device, dtype)).sum().backward()
     found = {"output": digest(out), "input": digest(x.grad)}
+    if case.cp == 1 and packed is None and device.type == "cpu":
+        context, made = StaticInferenceContext(rows, tokens), []
+        with torch.inference_mode():
+            for piece in x.split([tokens - 3, 1, 1, 1]):
+                made.append(layer.eval()(piece, inference_context=context)[0])
+                context.increment_sequence_len_offset(len(piece))
+        found["generated"] = digest(*made)
     return found | {name: digest(p.grad) for name, p in layer.named_parameters()}
 
 
