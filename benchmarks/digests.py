@@ -156,11 +156,12 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
         "cp_layout": case.layout, "linear_cp_mode": case.mode, "backend": case.backend,
         **MORE[case.options],
     }  # fmt: skip
+    width = {"d_model": config.hidden_size} if case.mixer == "mamba2" else {}
     if case.mixer == "gdn":
         options["rule_operands"] = case.operands
     layer = build_module(
         ModuleSpec(module=spec.module, params=options, submodules=spec.submodules),
-        config, *[config.hidden_size] * (case.mixer == "mamba2"), layer_number=1,
+        config, layer_number=1, **width,
         pg_collection=ProcessGroupCollection(tp=tp_group, cp=cp_group),
     ).to(device)  # fmt: skip
     with torch.no_grad():
