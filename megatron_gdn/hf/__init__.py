@@ -7,8 +7,8 @@ In Python: `build_model` makes the Megatron model that a ``config.json`` describ
 Attention. Between folders and Megatron's distributed checkpoints:
 `import_folder` and `export_folder`, or ``python -m megatron_gdn.hf import | export | compare |
 flags``. For transformers' own models: `patch` lets their linear-attention modules run packed
-documents and context parallelism, see `drop_in`. `fp32_contract` lists the tensors that are fp32
-even if a file has another dtype.
+documents and context parallelism, see `drop_in`. `state_dict_adapter` lists the tensors that are
+fp32 even if a file has another dtype.
 """
 
 from typing import TYPE_CHECKING, Any

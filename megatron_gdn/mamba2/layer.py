@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
 from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import name_ignored_fields
+from ..mixers.arguments import ConfigFields, name_ignored_fields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.init import device_for, first_dt_bias, init_shares_of
@@ -42,7 +42,16 @@ from ..ops.readout.plain import GateOnly, grouped_rms_norm
 from .front import mamba2_parts
 from .plain import UNLIMITED
 from .rule import choose_ssd
-from .sizes import MAMBA2_FIELDS, Mamba2Dims, check_ranges, refuse_unsupported_arguments
+from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
+
+MAMBA2_FIELDS = ConfigFields(
+    prefixes=("mamba_", "use_mamba_"),
+    read=("mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_state_dim"),
+    without_effect={
+        "mamba_training_ssm_states_dtype": "the recurrence chooses its states' dtype",
+        "use_mamba_mem_eff_path": "convolution and recurrence are always one autograd function",
+    },
+)
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..mixers.arguments import ConfigFields
 from ..ops.layout import Layout, Section, SizeError, require_sizes
 from ..ops.state_maps.state_map import StateShape
 
@@ -103,16 +102,6 @@ class Mamba2Dims:
                 f"{self.num_heads} Mamba2 heads evenly; use one of {', '.join(map(str, legal))}."
             )
         return replace(self, num_heads=self.num_heads // ranks, num_groups=self.num_groups // ranks)
-
-
-MAMBA2_FIELDS = ConfigFields(
-    prefixes=("mamba_", "use_mamba_"),
-    read=("mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_state_dim"),
-    without_effect={
-        "mamba_training_ssm_states_dtype": "the recurrence chooses its states' dtype",
-        "use_mamba_mem_eff_path": "convolution and recurrence are always one autograd function",
-    },
-)
 
 
 def refuse_unsupported_arguments(

@@ -8,29 +8,28 @@ import pytest
 import torch
 
 from megatron_gdn.hf import state_dict_adapter as adapter
-from megatron_gdn.hf import state_dict_adapter as contract
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 HELD = "model.layers.0.linear_attn._fp32_params.A_log"
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("name", sorted(contract.GDN_FP32_CHECKPOINT_ARCHITECTURES))
+@pytest.mark.parametrize("name", sorted(adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES))
 def test_the_five_architectures_have_the_contract(name):
     config = SimpleNamespace(architectures=["Other", name])
-    assert contract.has_gated_delta_net_fp32_checkpoint_contract(config)
+    assert adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
 
 
 def test_the_architectures_are_exactly_the_five_of_the_family():
-    assert sorted(contract.GDN_FP32_CHECKPOINT_ARCHITECTURES) == [
+    assert sorted(adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES) == [
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
     ]
-    assert contract.FP32_GDN_PARAM_NAMES == ("A_log", "dt_bias")
-    assert contract.HOLDER_NAME == "_fp32_params"
+    assert adapter.FP32_GDN_PARAM_NAMES == ("A_log", "dt_bias")
+    assert adapter.HOLDER_NAME == "_fp32_params"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_the_architectures_are_exactly_the_five_of_the_family():
     [object(), SimpleNamespace(architectures=None), SimpleNamespace(architectures=["LlamaModel"])],
 )
 def test_other_configs_have_no_contract(config):
-    assert not contract.has_gated_delta_net_fp32_checkpoint_contract(config)
+    assert not adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +55,15 @@ def test_other_configs_have_no_contract(config):
     ],
 )
 def test_key_recognition(key, expected):
-    assert contract.is_gated_delta_net_fp32_param_key(key) is expected
+    assert adapter.is_gated_delta_net_fp32_param_key(key) is expected
 
 
 def test_param_names_can_be_chosen():
     key = "model.layers.0.linear_attn.D"
-    assert contract.is_gated_delta_net_fp32_param_key(key, ("D",))
-    assert contract.route_fp32_holder_key(key, ("D",)).endswith("linear_attn._fp32_params.D")
+    assert adapter.is_gated_delta_net_fp32_param_key(key, ("D",))
+    assert adapter.route_fp32_holder_key(key, ("D",)).endswith("linear_attn._fp32_params.D")
     assert (
-        contract.upcast_gated_delta_net_fp32_state_tensor(
+        adapter.upcast_gated_delta_net_fp32_state_tensor(
             key, torch.ones(2, dtype=BF16), ("D",)
         ).dtype
         == F32
@@ -82,24 +81,24 @@ def test_param_names_can_be_chosen():
     ],
 )
 def test_routing_leaves_other_keys_alone(key):
-    assert contract.route_fp32_holder_key(key) == key
+    assert adapter.route_fp32_holder_key(key) == key
 
 
 def test_routing_uses_the_last_layer_in_the_key_and_strip_undoes_it():
     key = "outer.linear_attn.inner.linear_attn.dt_bias"
-    routed = contract.route_fp32_holder_key(key)
+    routed = adapter.route_fp32_holder_key(key)
     assert routed == "outer.linear_attn.inner.linear_attn._fp32_params.dt_bias"
-    assert contract.strip_fp32_holder_key(routed) == key
-    assert contract.route_fp32_holder_key(A_LOG) == HELD
+    assert adapter.strip_fp32_holder_key(routed) == key
+    assert adapter.route_fp32_holder_key(A_LOG) == HELD
 
 
 @pytest.mark.parametrize("key", [A_LOG, "model.layers.0.self_attn._fp32_params.A_log", "x"])
 def test_strip_leaves_other_keys_alone(key):
-    assert contract.strip_fp32_holder_key(key) == key
+    assert adapter.strip_fp32_holder_key(key) == key
 
 
 def test_upcast_casts_only_what_the_contract_names():
-    upcast = contract.upcast_gated_delta_net_fp32_state_tensor
+    upcast = adapter.upcast_gated_delta_net_fp32_state_tensor
     half, full, ints = torch.ones(2, dtype=BF16), torch.ones(2), torch.ones(2, dtype=torch.int32)
     assert upcast(A_LOG, half).dtype == upcast(HELD, half).dtype == F32
     for key, tensor in [(A_LOG, full), (A_LOG, ints), (A_LOG, "text"), ("x.weight", half)]:
@@ -108,7 +107,7 @@ def test_upcast_casts_only_what_the_contract_names():
 
 def test_forced_mapping_names_floating_gate_parameters_only():
     state = {A_LOG: torch.ones(2, dtype=BF16), HELD: torch.ones(2, dtype=torch.int32), "x": 1}
-    assert contract.forced_gated_delta_net_fp32_dtype_mapping(state) == {A_LOG: "F32"}
+    assert adapter.forced_gated_delta_net_fp32_dtype_mapping(state) == {A_LOG: "F32"}
 
 
 def test_a_live_state_reaches_the_file_and_comes_back():

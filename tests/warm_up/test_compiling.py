@@ -75,8 +75,8 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
     named = [(name, x) for module in modules for name, x in vars(module).items()]
     found = [x for name, x in named if isinstance(x, JITFunction) and name.endswith("_kernel")]
     assert {kernel.__module__.rsplit(".", 1)[1] for kernel in found} == {
-        "half_kernels", "fused_edges_kernels", "front_forward_kernels", "front_backward_kernels",
-        "per_head_kernels", "reduce", "chains_kernels",
+        "half_kernels", "fused_edges_kernels", "front_kernels", "per_head_triton", "reduce",
+        "chains_kernels",
     }  # fmt: skip
     assert all(hasattr(kernel._do_compile, "__wrapped__") for kernel in found)
 

@@ -28,9 +28,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _MODULES = (
-    "gdn.front_forward_kernels", "gdn.front_backward_kernels", "front.fused_edges_kernels",
-    "readout.per_head_kernels",
-    "gdn.rule.half_kernels", "state_maps.chains_kernels", "kernels.reduce",
+    "ops.delta_rule.front_kernels", "ops.front.fused_edges_kernels", "ops.readout.per_head_triton",
+    "gdn.half_kernels", "ops.state_maps.chains_kernels", "ops.kernels.reduce",
 )  # fmt: skip
 _QUICK = 0.5  # seconds; below this nothing is logged: Triton found the kernel on disk
 
@@ -40,9 +39,8 @@ def watch_triton_builds() -> None:
     """Make Triton compile the mixer's kernels as the top of this file says, in this process."""
     from triton.runtime.jit import JITFunction
 
-    package = __name__.rsplit(".", 2)[0]  # megatron_gdn.ops
     for name in _MODULES:
-        for kernel in vars(import_module(f"{package}.{name}")).values():
+        for kernel in vars(import_module(f"megatron_gdn.{name}")).values():
             # A launch calls this method for a variant that this process has not loaded yet.
             if isinstance(kernel, JITFunction) and hasattr(kernel, "_do_compile"):
                 kernel._do_compile = by_one_process(kernel.__name__, kernel._do_compile)
