@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn.compat import observe
-from megatron_gdn.mamba2.sizes import MAMBA2_FIELDS
+from megatron_gdn.mamba2.layer import MAMBA2_FIELDS
 from megatron_gdn.mixers.arguments import GDN_FIELDS
 from megatron_gdn.specs import gated_delta_net_spec, gpt_block_spec, mamba2_spec
 from tests.megatron_sources import SOURCES, choices_of, config_fields
