@@ -1,17 +1,13 @@
-"""How the layer's parameters appear in Megatron's distributed checkpoints.
+"""How a mixer's parameters appear in Megatron's checkpoints.
 
-The fused projection and the convolution are stored section by section (``in_proj.weight.query``,
-``conv1d.weight.value``, ...). A checkpoint describes each tensor as one regular grid of shards, and
-only the shards of a single section form such a grid.
+Distributed checkpoints hold the fused projection and the convolution section by section
+(``in_proj.weight.query``, ``conv1d.weight.value``, ...): a checkpoint describes each tensor as one
+regular grid of shards, and only those of a single section form such a grid.
 
-fsdp_dtensor checkpoints say how the rows of ``in_proj`` lie in them.
-
-Under Megatron-FSDP a file holds ``state_dict()``. Its ``in_proj.weight`` is the rows of all
-tensor-parallel ranks end to end, and each rank's rows are several sections. So the same rows lie in
-another order at every tensor-parallel size, in a tensor of one shape, and torch loads them as they
-lie: without a word in the file, a load at another size gives wrong weights without an error.
-Scripts of Megatron-LM's dev and of Bridge store each section by itself. Where keys may be missing
-(``--no-strict-fsdp-dtensor-load``), a script that asks for the whole tensor loads nothing of these.
+Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, whose ``in_proj.weight`` is the
+rows of all tensor-parallel ranks end to end: another order at every tensor-parallel size, in a
+tensor of one shape. So the state dict says how the rows are stored. Scripts of Megatron-LM's dev
+and of Bridge store each section by itself.
 """
 
 from __future__ import annotations
@@ -62,12 +58,6 @@ def _split_tensor_factory(
         split_names: appended to the key, after a dot.
         split_dim: the dimension that holds the sections.
 
-    Returns:
-        A factory that builds the section tensors when saving and joins them when loading.
-
-    Raises:
-        ValueError: the sections do not add up to the dimension, or names are missing.
-
     Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
     """
     template = orig_sh_ten.without_data()
@@ -82,14 +72,8 @@ def _split_tensor_factory(
     def build(
         key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        whole = replace(
-            template,
-            key=key,
-            data=tensor,
-            dtype=tensor.dtype,
-            replica_id=replica_id,
-            flattened_range=flattened_range,
-        )
+        now = {"replica_id": replica_id, "flattened_range": flattened_range}
+        whole = replace(template, key=key, data=tensor, dtype=tensor.dtype, **now)
         parts, start = [], 0
         for section, name in zip(split_sections, split_names, strict=True):
             for part in whole.narrow(split_dim, start, section):
@@ -116,20 +100,14 @@ class ShardedBySections:
 
     The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
     the tensors that an adapter around ``in_proj`` holds per row. So a checkpoint loads at any
-    tensor-parallel size. Upstream splits neither the projection's bias nor adapters. This mixin
-    still reads upstream's files (see :mod:`megatron_gdn.compat.upstream_bias`). With
-    ``metadata["gdn_whole_bias"] = True`` it writes a bias that upstream reads, but only without
-    tensor parallelism.
-
-    The mixer has ``in_proj``, ``tp_group``, ``dims`` (with the columns of its projection on this
-    rank) and fp32 parameters with rows per state head. It has a module ``conv1d``, or the
-    parameters ``conv1d_weight`` and ``conv1d_bias``, which are stored under the module's keys.
-
-    Attributes:
-        split_by_heads: other parameters with rows per state head.
+    tensor-parallel size. Upstream splits neither the projection's bias nor adapters; its files are
+    still read (:mod:`megatron_gdn.compat.upstream_bias`). ``metadata["gdn_whole_bias"] = True``
+    writes a bias that upstream reads, without tensor parallelism.
     """
 
-    split_by_heads: ClassVar[tuple[str, ...]] = ()
+    split_by_heads: ClassVar[
+        tuple[str, ...]
+    ] = ()  # parameters with rows per head, beside fp32 ones
 
     def sharded_state_dict(
         self: Any,
@@ -146,23 +124,19 @@ class ShardedBySections:
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
         layout = layout_of_in_proj(self.dims)
-        per_head = self._keep_in_float32_parameter_names
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tp_group = self.tp_group if tp_group is None else tp_group
 
         def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
+            groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
             return make_sharded_tensors_for_checkpoint(
-                state,
-                at,
-                split_over_tp,
-                sharded_offsets,
-                tp_group=tp_group,
-                dp_cp_group=metadata["dp_cp_group"],
+                state, at, split_over_tp, sharded_offsets, **groups
             )
 
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        of_heads = (*per_head, *_CONV_PARAMETERS, *self.split_by_heads)
+        fp32 = self._keep_in_float32_parameter_names
+        of_heads = (*fp32, *_CONV_PARAMETERS, *self.split_by_heads)
         result = sharded(own, prefix, dict.fromkeys(of_heads, 0))
         for name, stored in _CONV_PARAMETERS.items():
             if name in own:
@@ -171,20 +145,20 @@ class ShardedBySections:
             at = f"{prefix}{name}."
             if name == "conv1d":
                 state = child.state_dict(prefix="", keep_vars=True)
-                result.update(sharded(state, at, {"weight": 0, "bias": 0}))
+                of_child = sharded(state, at, {"weight": 0, "bias": 0})
             else:
-                result.update(
-                    sharded_state_dict_default(
-                        child, at, sharded_offsets, metadata, tp_group=tp_group
-                    )
+                of_child = sharded_state_dict_default(
+                    child, at, sharded_offsets, metadata, tp_group=tp_group
                 )
+            result.update(of_child)
 
+        sections = layout.widths, layout.names
+        of_conv = layout.conv_widths, layout.conv_names
+        conv = ("conv1d.weight", "conv1d.bias", *_CONV_PARAMETERS)
         split = {
-            "in_proj.weight": (layout.widths, layout.names),
-            "in_proj.bias": (layout.widths, layout.names),
-            "conv1d.weight": (layout.conv_widths, layout.conv_names),
-            "conv1d.bias": (layout.conv_widths, layout.conv_names),
-            **dict.fromkeys(_CONV_PARAMETERS, (layout.conv_widths, layout.conv_names)),
+            "in_proj.weight": sections,
+            "in_proj.bias": sections,
+            **dict.fromkeys(conv, of_conv),
         }
         if metadata.get("gdn_whole_bias"):
             if tp_group.size() > 1:
@@ -200,7 +174,7 @@ class ShardedBySections:
                 name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
             )
             if of_adapter and tensor.data.shape[0] == layout.width:
-                split[name] = (layout.widths, layout.names)
+                split[name] = sections
         for name, (widths, names) in split.items():
             key = f"{prefix}{name}"
             if isinstance(result.get(key), ShardedTensor):
@@ -219,13 +193,10 @@ class SaysStoredRows(nn.Module):
 
     The entry is the tensor-parallel size, or 0 by section. Files without it (of Megatron's own
     layer) load as they did.
-
-    Attributes:
-        stored_by_section: whether the scripts that cut ``in_proj`` know this mixer's sections.
     """
 
     tp_size: int
-    stored_by_section: ClassVar[bool] = False
+    stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -237,22 +208,18 @@ class SaysStoredRows(nn.Module):
             destination[f"{prefix}{_KEY}"] = torch.tensor([self._stored_by()], device=weight.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does.
-
-        Raises:
-            ValueError: the rows in the file have another order, or lie in other tensors.
-        """
+        """Load as torch does; refuse rows in another order, or in other tensors."""
         said: Tensor | None = state_dict.pop(f"{prefix}{_KEY}", None)
         if said is not None and (found := int(said.item())) != self._stored_by():
+            how = (
+                f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
+                f"in_proj as a whole."
+            )
+            if found == _SECTIONS:
+                how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
             raise ValueError(
                 f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds {_words(found)}; this "
-                f"launch reads {_words(self._stored_by())}. The weights would be wrong. "
-                + (
-                    "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
-                    if found == _SECTIONS
-                    else f"Load it with --tensor-model-parallel-size {found}, and with scripts "
-                    f"that store in_proj as a whole."
-                )
+                f"launch reads {_words(self._stored_by())}. The weights would be wrong. {how}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
