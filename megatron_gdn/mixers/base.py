@@ -62,37 +62,22 @@ class RecurrentMixer(
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
             projection row, the ``state`` of its heads, the ``in_proj_layout`` if :meth:`project`
             makes rows of other columns. ``shard(n)`` gives those of one of n ranks.
-        layer_number, pg_collection, pp_layer_offset, cp_layout: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
+        layer_number, pg_collection, pp_layer_offset, cp_layout: see `megatron_gdn.GatedDeltaNet`.
 
     Attributes:
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
-        micro_batches: how each micro-batch runs.
-        use_muon: Muon may update ``in_proj``, its sections by themselves; else Adam does.
-        takes_gates_apart: :meth:`parts` takes the rule's gates as a tensor beside the rows
-            (``gates=``), as FP8 makes them.
-        in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
-        gates_own_rows: the readout runs after all heads are back on this rank, and reads this
-            rank's own rows.
-        recompute_whole: training keeps the input alone; the backward runs the forward again.
-        recompute_norm_out: rows for out_proj are dropped after the forward and computed again for
-            its backward; not where saved-tensor hooks keep them.
-        norm_out_checkpoint: of the last forward; under upstream's name, for tools.
-
-    Raises:
-        ValueError: sizes that ``tp`` ranks cannot share or FP8 cannot take, an unknown layout.
     """
 
     in_proj: Any
     out_proj: Any
     micro_batches: MicroBatches
-    use_muon: ClassVar[bool] = True
-    in_layer_graphs: ClassVar[bool] = False
-    takes_gates_apart: ClassVar[bool] = False
-    gates_own_rows: bool = False
-    recompute_whole: bool = False
-    recompute_norm_out: bool = False
-    norm_out_checkpoint: RefilledOutput | None = None
+    use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
+    in_layer_graphs: ClassVar[bool] = False  # Megatron may capture it in a graph of the layer
+    takes_gates_apart: ClassVar[bool] = False  # parts takes the rule's gates beside the rows
+    gates_own_rows: bool = False  # the readout reads this rank's own rows, after all heads are back
+    recompute_whole: bool = False  # training keeps the input alone
+    recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
+    norm_out_checkpoint: RefilledOutput | None = None  # of the last forward; upstream's name
 
     def __init__(
         self,
@@ -136,27 +121,23 @@ class RecurrentMixer(
         Args:
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
-            attention_mask: None or causal (True where attention is forbidden), or True everywhere,
-                which Megatron's tests pass for "no mask". The mixer is causal by itself.
+            attention_mask: None or one that changes nothing, see :func:`.arguments.require_causal`.
             inference_context, inference_params: holds the states to continue from, see
                 :meth:`.generation.mixer.GeneratingMixer.generate`; no gradients.
-            sequence_len_offset: not supported.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's. A
                 group in ``packed_seq_params`` is used before it.
-            kwargs: what Megatron passes to every mixer and only attention uses; anything else is
-                refused.
+            kwargs: what only attention uses is ignored; anything else is refused, and so is
+                ``sequence_len_offset``.
 
         Returns:
             ``[s, B, D]`` and the output bias that Megatron adds later, or None.
 
         Raises:
-            ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
-                be fp32 and is not.
+            ValueError: lengths, boundaries or head counts that do not fit; a rounded parameter.
             NotImplementedError: a mask that is not causal, a context of another kind, packed
                 documents inside Megatron's CUDA graph of the layer.
-            TypeError: a keyword that no mixer knows.
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
@@ -169,7 +150,9 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        if self.recompute_whole and context is None and self._starts_checkpoint(hidden_states):
+        # Without a gradient of its input a checkpoint would give the parameters none either.
+        trains = self.training and hidden_states.requires_grad
+        if self.recompute_whole and trains and context is None and not is_checkpointing():
             return checkpoint(
                 lambda x: self.forward(
                     x, attention_mask, packed_seq_params=packed_seq_params,
@@ -214,25 +197,14 @@ class RecurrentMixer(
         rows, _ = self.in_proj(hidden_states)
         return rows
 
-    def _starts_checkpoint(self, hidden_states: Tensor) -> bool:
-        """Whether a forward keeps its input alone; not inside a checkpoint, which calls it again.
-
-        Without a gradient of its input a checkpoint would give the parameters none either.
-        """
-        return self.training and hidden_states.requires_grad and not is_checkpointing()
-
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]``.
+        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]``, and what drops those.
 
-        Args:
-            own: this rank's rows before they were opened, where :attr:`gates_own_rows`.
-            gates: the rule's gates, if the rows do not hold them.
-
-        Returns:
-            also what drops the rows after out_proj; None if nothing is computed again.
+        ``own`` are this rank's rows before they were opened, where :attr:`gates_own_rows`;
+        ``gates`` the rule's gates, if the rows do not hold them.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
@@ -245,8 +217,7 @@ class RecurrentMixer(
         refilled = RefilledOutput() if recompute else None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
-        apart = {} if gates is None else {"gates": gates}
-        parts = self.parts(rows, batch, **apart)
+        parts = self.parts(rows, batch, **({} if gates is None else {"gates": gates}))
         mixed = mix(rows, parts, batch.passage.neighbours, refilled)
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)

@@ -50,13 +50,7 @@ def _split_tensor_factory(
     split_names: Sequence[str],
     split_dim: int,
 ) -> ShardedTensorFactory:
-    """Store one sharded tensor as several, one per section of ``split_dim``.
-
-    Args:
-        orig_sh_ten: the tensor-parallel shard with all sections end to end.
-        split_sections: the sections' sizes on this rank.
-        split_names: appended to the key, after a dot.
-        split_dim: the dimension that holds the sections.
+    """Store one rank's shard as several, one per section, whose names are appended to its key.
 
     Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
     """
@@ -72,8 +66,8 @@ def _split_tensor_factory(
     def build(
         key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        now = {"replica_id": replica_id, "flattened_range": flattened_range}
-        whole = replace(template, key=key, data=tensor, dtype=tensor.dtype, **now)
+        given = {"replica_id": replica_id, "flattened_range": flattened_range}
+        whole = replace(template, key=key, data=tensor, dtype=tensor.dtype, **given)
         parts, start = [], 0
         for section, name in zip(split_sections, split_names, strict=True):
             for part in whole.narrow(split_dim, start, section):
@@ -93,6 +87,7 @@ def _split_tensor_factory(
 # For a mixer without a conv1d module, as Megatron's MambaMixer since 0.19: its convolution
 # parameters and their keys in files. The keys are those of the former module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
+_CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
 
 class ShardedBySections:
@@ -105,9 +100,7 @@ class ShardedBySections:
     writes a bias that upstream reads, without tensor parallelism.
     """
 
-    split_by_heads: ClassVar[
-        tuple[str, ...]
-    ] = ()  # parameters with rows per head, beside fp32 ones
+    split_by_heads: ClassVar[tuple[str, ...]] = ()  # with rows per head, beside fp32 parameters
 
     def sharded_state_dict(
         self: Any,
@@ -116,7 +109,7 @@ class ShardedBySections:
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under Megatron's own mixer's keys.
+        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys.
 
         Raises:
             ValueError: ``gdn_whole_bias`` with tensor parallelism, a mixer under torch's FSDP2.
@@ -126,6 +119,13 @@ class ShardedBySections:
         layout = layout_of_in_proj(self.dims)
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tp_group = self.tp_group if tp_group is None else tp_group
+        whole_bias = metadata.get("gdn_whole_bias")
+        if whole_bias and tp_group.size() > 1:
+            raise ValueError(
+                f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
+                f"sections of an undivided in_proj.bias have another order at every size. "
+                f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
+            )
 
         def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
             groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
@@ -152,33 +152,20 @@ class ShardedBySections:
                 )
             result.update(of_child)
 
-        sections = layout.widths, layout.names
-        of_conv = layout.conv_widths, layout.conv_names
-        conv = ("conv1d.weight", "conv1d.bias", *_CONV_PARAMETERS)
-        split = {
-            "in_proj.weight": sections,
-            "in_proj.bias": sections,
-            **dict.fromkeys(conv, of_conv),
-        }
-        if metadata.get("gdn_whole_bias"):
-            if tp_group.size() > 1:
-                raise ValueError(
-                    f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
-                    f"sections of an undivided in_proj.bias have another order at every size. "
-                    f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
-                )
-            del split["in_proj.bias"]
         for key, tensor in result.items():
             name = key.removeprefix(prefix)
             of_adapter = name.startswith("in_proj.") and (
                 name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
             )
-            if of_adapter and tensor.data.shape[0] == layout.width:
-                split[name] = sections
-        for name, (widths, names) in split.items():
-            key = f"{prefix}{name}"
-            if isinstance(result.get(key), ShardedTensor):
-                result[key] = _split_tensor_factory(result[key], widths, names, 0)
+            by_row = of_adapter and tensor.data.shape[0] == layout.width
+            if name in _CONV:
+                sections = layout.conv_widths, layout.conv_names
+            elif name == "in_proj.weight" or (name == "in_proj.bias" and not whole_bias) or by_row:
+                sections = layout.widths, layout.names
+            else:
+                continue
+            if isinstance(tensor, ShardedTensor):
+                result[key] = _split_tensor_factory(tensor, *sections, 0)
         return result
 
 

@@ -95,8 +95,9 @@ class GateProduct(torch.autograd.Function):
                 d_gamma = (whole * outer).sum(0).to(gamma.dtype)
             if ctx.needs_input_grad[1]:
                 d_own = outer if gamma is None else outer * gamma
-                if split:
-                    d_own = _summed_rows(d_own, group)
+                if split and group.size() > 1:
+                    every, d_own = d_own, d_own.new_empty(len(d_own) // group.size(), x.shape[-1])
+                    dist.reduce_scatter_tensor(d_own, every, group=group)
                 else:
                     d_own = d_own.chunk(group.size())[group.rank()]
                 if ctx.main_grad is None:
@@ -119,21 +120,10 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _gathered(rows: Tensor, group: Any) -> Tensor:
     """All ranks' rows ``[n p, D]``."""
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return rows
-    out = rows.new_empty(n * rows.shape[0], *rows.shape[1:])
+    out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
     dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
-    return out
-
-
-def _summed_rows(rows: Tensor, group: Any) -> Tensor:
-    """``[n p, D]`` summed over the ranks; this rank's ``[p, D]`` of it."""
-    n = group.size()
-    if n == 1:
-        return rows
-    out = rows.new_empty(rows.shape[0] // n, *rows.shape[1:])
-    dist.reduce_scatter_tensor(out, rows, group=group)
     return out
 
 

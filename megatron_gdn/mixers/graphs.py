@@ -96,18 +96,14 @@ def static_packed_seq_params(
     Args:
         total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
             micro-batch (make padding at the end a document of its own).
-        max_documents: the most documents of a micro-batch. Kernels run for all of them and skip the
-            empty ones.
+        max_documents: of a micro-batch. Kernels run for all of them and skip the empty ones.
         max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
             embeddings read on the host; no document may be longer. None is ``total_tokens``.
         device: where the layers run.
 
     Returns:
-        ``PackedSeqParams``: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor
-        ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
-
-    Raises:
-        ValueError: no token, no document, or documents that are too few and short for the tokens.
+        ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor ``[max_documents + 1]``, whose
+        unused entries are ``total_tokens``.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
@@ -130,9 +126,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
             ``total_tokens``; padded offsets if documents have padded slots.
 
     Raises:
-        TypeError: ``params`` of another kind.
-        ValueError: too many or too long documents, or offsets that do not fit. Offsets on the GPU
-            are checked there, by an assertion.
+        ValueError: offsets that do not fit. Those on the GPU are checked there, by an assertion.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -190,10 +184,7 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
 
     Megatron has one ``cuda_graph_modules`` for all layers, and the rotation of packed documents
     reads boundaries on the host unless ``apply_rope_fusion`` is on: no graph can be made of it.
-    Call it before the first step.
-
-    Returns:
-        The layers that were left out.
+    Call it before the first step. It returns the layers that were left out.
     """
     left = [
         layer

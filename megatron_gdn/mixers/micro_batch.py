@@ -197,7 +197,7 @@ class MicroBatches:
         found = self._made.get(key)
         if found is None:
             rule = self.whole(device, dtype).rule
-            scheme = self._choose(group, rule, layout, tokens, B, documents, dtype, device)
+            scheme = self._choose(group, rule, layout, documents, proj_sBP)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
             if len(self._made) >= _MOST_MICRO_BATCHES:
@@ -227,16 +227,13 @@ class MicroBatches:
         found = self._schemes.get((group, rule, layout))
         if found is None:
             if len(self._schemes) >= _MOST_GROUPS:
-                self._forget_oldest_group()
+                others = (key for key in self._schemes if key[0] is not self._group)
+                gone = self._schemes.pop(next(others, next(iter(self._schemes))))
+                # Its micro-batches would keep the group's schemes alive.
+                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
             found = self._possible(group, rule, layout)
             self._schemes[group, rule, layout] = found
         return found
-
-    def _forget_oldest_group(self) -> None:
-        """Also forget the group's micro-batches, which would keep its schemes alive."""
-        others = (key for key in self._schemes if key[0] is not self._group)
-        gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-        self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
 
     def _possible(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
         if group is None or group.size() == 1:
@@ -244,8 +241,15 @@ class MicroBatches:
         headwise = None
         if self._mode is not LinearCpMode.CHUNKWISE:
             try:
-                headwise = self._headwise(group, rule, layout)
+                headwise = Headwise(self._layout, group, layout)
+                heads = headwise.layout.state_heads
+                if (why := rule.why_not_heads(heads)) is not None:
+                    raise ValueError(
+                        f"context_parallel_size={group.size()} leaves {heads} value heads on a "
+                        f"rank, and {why}. Use fewer ranks or backend='fla'."
+                    )
             except ValueError as error:
+                headwise = None
                 if self._mode is LinearCpMode.HEADWISE:
                     words = f"{error} Or set linear_cp_mode='chunkwise'."
                     raise type(error)(words) from None
@@ -259,26 +263,8 @@ class MicroBatches:
         )  # fmt: skip
         return _Schemes(headwise, chunkwise)
 
-    def _headwise(self, group: Any, rule: Rule, layout: SequenceLayout) -> Headwise:
-        scheme = Headwise(self._layout, group, layout)
-        heads = scheme.layout.state_heads
-        if (why := rule.why_not_heads(heads)) is not None:
-            raise ValueError(
-                f"context_parallel_size={group.size()} leaves {heads} value heads on a rank, and "
-                f"{why}. Use fewer ranks or backend='fla'."
-            )
-        return scheme
-
     def _choose(
-        self,
-        group: Any,
-        rule: Rule,
-        layout: SequenceLayout,
-        tokens: int,
-        rows: int,
-        documents: Documents | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
         only, headwise = schemes.only(), schemes.headwise
@@ -313,11 +299,12 @@ class MicroBatches:
             scheme, why = headwise, "the one that keeps batch_invariant_mode's bits"
         else:
             assert headwise is not None
+            tokens, rows = len(x) * group.size(), x.shape[1]
             lengths = None if documents is None else documents.lengths
-            per_machine = ranks_per_machine(group, self._per_machine, device)
+            per_machine = ranks_per_machine(group, self._per_machine, x.device)
             cost = price(
                 self._state, headwise.layout, group.size(), layout,
-                tokens, rows, lengths, dtype.itemsize, per_machine,
+                tokens, rows, lengths, x.dtype.itemsize, per_machine,
             )  # fmt: skip
             scheme = getattr(schemes, cost.cheaper)
             why = (

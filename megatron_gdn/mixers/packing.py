@@ -57,16 +57,13 @@ class _Resolved(NamedTuple):
 
     def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
         """Whether the same tensors hold the same offsets, for the same rows."""
-        return (
-            params.qkv_format == self.layout
-            and params.__dict__.get(_PARENTS) == self.parents
-            and all(
-                look.still_holds(getattr(params, name))
-                for name, look in zip(_BOUNDARIES, self.looks, strict=True)
-            )
-            and self.documents.total_tokens == tokens
-            and self.documents.device == device
-        )
+        documents, given = self.documents, params.__dict__.get(_PARENTS)
+        if (params.qkv_format, given) != (self.layout, self.parents):
+            return False
+        if (tokens, device) != (documents.total_tokens, documents.device):
+            return False
+        looks = zip(_BOUNDARIES, self.looks, strict=True)
+        return all(look.still_holds(getattr(params, name)) for name, look in looks)
 
     def here(self) -> Documents:
         stream = stream_of_tables()
@@ -99,26 +96,20 @@ def resolve_packed_seq_params(
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than the first.
-        TypeError: boundaries that are not tensors.
-        ValueError: another ``qkv_format``, or one that contradicts the boundaries; no boundaries,
-            or some on the meta device, that do not start at 0, decrease or end elsewhere than at
-            ``total_tokens``, that differ for keys and queries, or a document longer than its slot.
+        TypeError, ValueError: boundaries or a ``qkv_format`` that do not fit.
         NotImplementedError: a CUDA graph is being captured, and the boundaries are not those of
             :func:`.graphs.static_packed_seq_params`.
     """
     if params is None:
         return None
-    static = static_documents_of(params)
+    if (static := static_documents_of(params)) is not None:
+        return _fitting(static, total_tokens, device) if _is_packed(params) else None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    known: _Resolved | None = None
-    if static is None and not captured:
-        known = params.__dict__.get(_RESOLVED)
+    known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
     if known is not None and known.still_holds(params, total_tokens, device):
         return known.here()
     if not _is_packed(params):
         return None
-    if static is not None:
-        return _fitting(static, total_tokens, device)
     if captured:
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
@@ -126,7 +117,14 @@ def resolve_packed_seq_params(
             "megatron_gdn.static_packed_seq_params(...), whose boundaries lie in fixed buffers; or "
             "leave this layer out of the graphs, or train on unpacked sequences."
         )
-    sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
+    for name in _BOUNDARIES:
+        offsets = getattr(params, name)
+        if offsets is not None and not isinstance(offsets, torch.Tensor):
+            raise TypeError(
+                f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
+                f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
+            )
+    sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     documents = _as_tree(_resolve(sources, total_tokens, device), params)
     if any(source is not None and source.is_inference() for source in sources):
         return documents  # torch does not record writes to such a tensor: nothing is remembered
@@ -213,16 +211,6 @@ def _is_packed(params: PackedSeqParams) -> bool:
             "documents' boundaries. Set qkv_format='thd' and cu_seqlens_q."
         )
     return bool(given)
-
-
-def _tensor(params: PackedSeqParams, name: str) -> torch.Tensor | None:
-    offsets = getattr(params, name)
-    if offsets is not None and not isinstance(offsets, torch.Tensor):
-        raise TypeError(
-            f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
-            f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
-        )
-    return offsets
 
 
 def _resolve(

@@ -32,8 +32,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
             skipped, and padding may be before, between and after documents.
 
     Raises:
-        ValueError: not a tensor of integers ``[B, S]``, or one on the meta device; negative ids,
-            ids that decrease along a row, or padding inside a document.
+        ValueError: another kind of mask, ids that decrease along a row, padding inside a document.
     """
     return read_mask(mask).lengths
 
@@ -75,9 +74,6 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
         ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch of nothing but padding
         gives one empty document.
-
-    Raises:
-        ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
     """
     layout = _layout(mask, multiple_of)
     if x.shape[:2] != mask.shape[::-1]:
@@ -102,9 +98,6 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
 
     Returns:
         ``[S, B, ...]``.
-
-    Raises:
-        ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
     """
     layout = _layout(mask, multiple_of)
     pack, unpack = layout.tables(packed.device)

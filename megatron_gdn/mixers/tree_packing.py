@@ -45,11 +45,8 @@ def tree_packed_seq_params(
         device: where the layers run.
 
     Returns:
-        ``PackedSeqParams`` with int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens,
-        ``cu_seqlens_*_padded`` of slots. ``max_seqlen_*`` is the longest sequence, rounded up.
-
-    Raises:
-        ValueError: lengths or parents that do not fit, ``multiple_of`` less than 1.
+        int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots.
+        ``max_seqlen_*`` is the longest sequence, rounded up.
 
     Source: shared prefixes in training, as in Megatron-LM's pull requests 7386 and 7387 for
     attention and Mamba.
@@ -91,10 +88,8 @@ class PackedTree(NamedTuple):
     def unpack(self, of_tokens: Tensor) -> list[list[Tensor]]:
         """What the buffer's rows hold for each response: for every prompt a list of ``[n, ...]``.
 
-        Row j belongs to the j-th token of a response: the output that predicts it.
-
-        Args:
-            of_tokens: ``[1, T, ...]``, such as log-probabilities of the labels.
+        ``of_tokens`` ``[1, T, ...]`` are such as log-probabilities of the labels. Row j belongs to
+        the j-th token of a response: the output that predicts it.
         """
         if of_tokens.shape[:2] != self.tokens.shape:
             raise ValueError(
@@ -114,10 +109,6 @@ def pack_tree(
         prompts: of token ids, integers ``[n]``, at least one token each.
         responses: to each prompt, likewise; an empty one has no row.
         multiple_of: as in :func:`tree_packed_seq_params`.
-
-    Raises:
-        ValueError: another number of lists of responses than of prompts, a prompt without tokens,
-            or tokens of another shape.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(
