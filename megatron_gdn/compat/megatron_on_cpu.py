@@ -1,15 +1,14 @@
 """What Megatron-Core 0.19 needs on a machine without a GPU (gloo), in one place.
 
 Megatron asks CUDA for a device, a stream and a random generator even where the work is plain
-tensor maths. `run_megatron_on_cpu` answers those questions with the CPU's own. Every answer is one
-small function below; its docstring says who asks and when the function can go. On a machine with a
-GPU none of them is installed.
+tensor maths. The functions below answer with the CPU's own; each says who asks, and when it can go.
 """
 
 import importlib
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -32,25 +31,13 @@ def run_megatron_on_cpu() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    answer_device_questions_with_cpu()
-    make_streams_do_nothing()
-    time_with_the_host_clock()
+    answer_for_device_and_streams()
     draw_model_parallel_randomness_from_the_cpu_generator()
     create_cuda_literals_on_cpu()
     accept_cpu_tensors_in_optimizers()
     use_torch_norm_after_the_last_hybrid_layer()
     resume_distributed_optimizer_with_torch_adam()
     gather_tensors_of_different_sizes()
-
-
-def answer_device_questions_with_cpu() -> None:
-    """``torch.cuda.current_device()`` is the CPU.
-
-    Asked by parallel linear layers, all-gather buffers (tensor_parallel/mappings.py, utils.py:715),
-    rotary embeddings, pipeline receives and DistributedOptimizer.load_state_dict. Can go when they
-    take the device from their input.
-    """
-    torch.cuda.current_device = lambda: _CPU
 
 
 class _HostEvent:
@@ -88,33 +75,24 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
 
-def make_streams_do_nothing() -> None:
-    """``torch.cuda.synchronize`` and ``current_stream`` have nothing to wait for.
+def answer_for_device_and_streams() -> None:
+    """The current device is the CPU, streams have nothing to wait for, events read its clock.
 
-    Asked by the gradient buffers (distributed/param_and_grad_buffer.py:632), the pipeline
-    (p2p_communication.py:263), the checkpoint writer (dist_checkpointing) and the dispatcher of
-    experts (moe/token_dispatcher.py:946). Can go when Megatron
-    guards them with ``torch.cuda.is_available()``.
+    Asked by parallel linear layers, rotary embeddings, gradient buffers, the pipeline, the
+    dispatcher of experts, the checkpoint writer and text generation. Can go when they take the
+    device from their input and guard the rest with ``torch.cuda.is_available()``.
     """
     stream = _NoStream()
+    torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: stream
-
-
-def time_with_the_host_clock() -> None:
-    """``torch.cuda.Event`` records the host's clock.
-
-    Asked by text generation for its times per token (text_generation_controller.py:3520). Can go
-    when Megatron guards it with ``torch.cuda.is_available()``.
-    """
     torch.cuda.Event = _HostEvent
 
 
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     """The "CUDA" generator that Megatron forks, seeds and saves is torch's CPU generator.
 
-    Asked by ``model_parallel_cuda_manual_seed``, ``get_cuda_rng_tracker().fork()`` and activation
-    recomputation (tensor_parallel/random.py). Can go when the tracker takes a device.
+    Asked by tensor_parallel/random.py. Can go when its tracker takes a device.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -140,32 +118,29 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     )
 
 
+_CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+
+
 class _TorchOnCPU:
     """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU.
 
-    Memory is not pinned, because that needs a GPU's driver.
-
-    Narrower than a TorchFunctionMode, which would look at every torch call of the process.
+    Memory is not pinned, because that needs a GPU's driver. (A TorchFunctionMode would look at
+    every torch call of the process.)
     """
 
-    _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
-
     def __init__(self) -> None:
-        for name in self._CREATORS:
-            setattr(self, name, self._on_cpu(getattr(torch, name)))
-
-    @staticmethod
-    def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def created(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if "cuda" in str(kwargs.get("device")):
-                kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
-            return create(*args, **kwargs)
-
-        return created
+        for name in _CREATORS:
+            setattr(self, name, partial(_create_on_cpu, getattr(torch, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def _create_on_cpu(create: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    if "cuda" in str(kwargs.get("device")):
+        kwargs["device"] = _CPU
+    kwargs.pop("pin_memory", None)
+    return create(*args, **kwargs)
 
 
 _FILES_WITH_CUDA_LITERALS = (
@@ -188,40 +163,32 @@ _FILES_WITH_CUDA_LITERALS = (
 def create_cuda_literals_on_cpu() -> None:
     """``device="cuda"`` written into Megatron's files means the CPU, in those files only.
 
-    Needed by the token counter of the schedules (schedules.py:749), the scale and overflow flags
-    of the optimizers (optimizer.py:690, clip_grads.py:96), checkpoint exchange, and a rank's rotary
-    positions and the tables of dynamic batching in pinned memory (rope_utils.py:62,
-    dynamic_context.py:974). Can go when they use
-    ``torch.cuda.current_device()`` or the gradients' device.
+    Can go when they use ``torch.cuda.current_device()`` or the gradients' device.
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:
         vars(importlib.import_module(name))["torch"] = proxy
 
 
-def _asked_by_megatron() -> bool:
-    """Whether the function that called our caller lives in Megatron-Core."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
-
-
 def accept_cpu_tensors_in_optimizers() -> None:
     """For Megatron's own files ``tensor.type()`` names the CUDA type, ``.cuda()`` does nothing.
 
-    The optimizers sort parameters by the strings "torch.cuda.FloatTensor" and
-    "torch.cuda.BFloat16Tensor" (optimizer.py:1009, distrib_optimizer.py:401, clip_grads.py:174) and
-    move loaded state with ``.cuda()``. Can go when they compare dtypes. Other callers see torch's
-    own answers.
+    The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move loaded state
+    with ``.cuda()``. Can go when they compare dtypes. Other callers see torch's own answers.
     """
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
+    def megatron_asks() -> bool:
+        return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
+
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
-        if isinstance(answer, str) and _asked_by_megatron():
+        if isinstance(answer, str) and megatron_asks():
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if _asked_by_megatron() else tensor_cuda(self, *args, **kwargs)
+        return self if megatron_asks() else tensor_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = type_
     torch.Tensor.cuda = cuda
@@ -230,8 +197,8 @@ def accept_cpu_tensors_in_optimizers() -> None:
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
     """HybridStack's final norm is `TorchRMSNorm` when Transformer Engine is absent.
 
-    hybrid_block.py:215 builds ``TENorm`` for every spec. Can go when HybridStackSubmodules
-    has a field for it. Useful on a GPU without Transformer Engine too.
+    hybrid_block.py builds ``TENorm`` for every spec. Can go when HybridStackSubmodules has a field
+    for it. Useful on a GPU without Transformer Engine too.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.hybrid import hybrid_block
@@ -243,11 +210,11 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 def resume_distributed_optimizer_with_torch_adam() -> None:
     """DistributedOptimizer checkpoints load when Adam is torch's own (no Apex, no TE).
 
-    Three lines of distrib_optimizer.py expect a fused Adam: :839 reads one common step from the
-    state of every rank, also of one whose optimizer is fresh or whose shares are all empty; :1223
-    copies "step" from the loaded tensors, which never hold it; :1032 then hands every parameter the
-    same step tensor, so that one update counts once per parameter. Can go when load_state_dict
-    builds a step per parameter. Useful on a GPU without fused Adam too.
+    distrib_optimizer.py expects a fused Adam: it reads one common step from the state of every
+    rank, also of one whose optimizer is fresh or whose shares are all empty; copies "step" from the
+    loaded tensors, which never hold it; and hands every parameter the same step tensor, so that one
+    update counts once per parameter. Can go when load_state_dict builds a step per parameter.
+    Useful on a GPU without fused Adam too.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -255,10 +222,9 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class, "_steps_are_unshared"):
         return
     optimizer_class._steps_are_unshared = True
-    state_dict = optimizer_class.state_dict
+    state_dict, load_state_dict = optimizer_class.state_dict, optimizer_class.load_state_dict
     sharded_state_dict = optimizer_class.sharded_state_dict
     set_states = optimizer_class._set_main_param_and_optimizer_states
-    load_state_dict = optimizer_class.load_state_dict
 
     def state_dict_with_a_step(self) -> dict[str, Any]:
         adam = self.optimizer
@@ -272,8 +238,14 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
             del adam.state["no parameter"]
 
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
-        if not self.optimizer.state:
-            _allocate_adam_state(self.optimizer)
+        adam = self.optimizer
+        if not adam.state:  # state at step 0, without the dummy update that would decay parameters
+            for param in (param for group in adam.param_groups for param in group["params"]):
+                adam.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
@@ -293,17 +265,6 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     optimizer_class.load_state_dict = load_state_dict_with_own_steps
 
 
-def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter Adam state at step 0, without the dummy update that would decay it."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            optimizer.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
-
-
 class _Done:
     """The work of a collective that has ended."""
 
@@ -314,18 +275,12 @@ class _Done:
 def gather_tensors_of_different_sizes() -> None:
     """``torch.distributed.all_gather`` takes them over gloo too: each rank broadcasts its own.
 
-    Asked by Muon under ``--use-distributed-optimizer``, whose ranks hold whole matrices
-    (layer_wise_optimizer.py:772, param_and_grad_buffer.py:472): NCCL sends any sizes, gloo refuses
-    ("invalid tensor size at index 1"), with Megatron's own layers too. Can go when gloo takes them.
+    Asked by Muon under ``--use-distributed-optimizer``, whose ranks hold whole matrices. NCCL sends
+    any sizes, gloo refuses ("invalid tensor size at index 1"). Can go when gloo takes them.
     """
     of_one_size = dist.all_gather
 
-    def all_gather(
-        tensor_list: list[torch.Tensor],
-        tensor: torch.Tensor,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
+    def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
         if len({received.numel() for received in tensor_list}) == 1:
             return of_one_size(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD

@@ -16,20 +16,20 @@ A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of mega
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 7. Those of :mod:`.optimizer_checkpoints`.
 
-The layer installs the wrappers the first time it marks a parameter, before any optimizer of it can
-exist. Parameter groups stay as they are: a group of its own for fp32 parameters would have to be
-set in every script, and its checkpoints load in no run without it. Each wrapper does nothing where
-the optimizer at hand has not the fault: in models of one dtype, and in a repaired Megatron.
+The layer installs the wrappers when it first marks a parameter, before any optimizer of it exists.
+Each does nothing in models of one dtype and in a repaired Megatron. A parameter group of its own
+for fp32 parameters would have to be set in every script, and its files load in no other run.
 
-In a file an fp32 parameter is its own master, under ``optimizer.state.param.*`` and
-``optimizer.state.fp32_param.*`` as the master of a 16-bit one. Checkpoints of layers with a 16-bit
-``A_log`` load here with their fp32 masters, and load there with ours.
+In a file an fp32 parameter is its own master, under the keys of a 16-bit one's. So checkpoints of
+layers with a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
+
+A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, wraps
 from itertools import chain
@@ -40,21 +40,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .optimizer_checkpoints import (
+    explain_bucket_sizes,
+    explain_file_sizes,
+    leave_strides_out,
     log_repair,
-    with_bucket_sizes_explained,
-    with_empty_shares,
-    with_file_sizes_explained,
-    with_padded_buckets,
-    with_states_to_load,
-    with_stored_strides,
-    with_switch_named,
-    with_switch_of_a_file_named,
+    make_states_to_load,
+    name_switch,
+    name_switch_of_a_file,
+    pad_between_buckets,
+    store_empty_shares,
 )
 
 # Key of the fp32 parameters' masters in a Float16Optimizer's state dict, beside Megatron's own list
 # of masters. A Megatron without this wrapper does not read it.
 _MASTERS = "fp32_params"
-
 _LIST = "fp32_from_fp16_params"  # Megatron's list of masters
 _PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
@@ -73,31 +72,36 @@ def repair_mixed_dtype_optimizers() -> None:
         Float16OptimizerWithFloat16Params,
     )
 
-    for owner, name, wrap in (
-        (DistributedOptimizer, "__init__", _with_true_order),
-        (DistributedOptimizer, "load_state_dict", _with_equal_replicas),
-        (DistributedOptimizer, "load_parameter_state_from_dp_zero", _with_equal_replicas_of_a_file),
-        (DistributedOptimizer, "load_parameter_state_from_dp_zero", with_file_sizes_explained),
-        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_empty_shares),
-        (DistributedOptimizer, "sharded_param_state_dp_reshardable", with_switch_named),
-        (DistributedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
-        (ChainedOptimizer, "save_parameter_state", with_switch_of_a_file_named),
-        (ChainedOptimizer, "state_dict", with_states_to_load),
-        (DistributedOptimizer, "sharded_param_state_fully_reshardable", with_padded_buckets),
-        (Float16OptimizerWithFloat16Params, "state_dict", _with_every_master),
-        (Float16OptimizerWithFloat16Params, "sharded_state_dict", _with_all_parameters),
-        (Float16OptimizerWithFloat16Params, "load_state_dict", _with_fp32_masters),
-        (
-            Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads",
-            _with_grads_for_main_grads,
-        ),
-        (LayerWiseDistributedOptimizer, "allgather_params", _with_gathers_by_dtype),
-        (TorchDistLoadShardedStrategy, "load", with_bucket_sizes_explained),
-        (TorchDistLoadShardedStrategy, "load_tensors_metadata", with_stored_strides),
-    ):  # fmt: skip
+    for owner, name, wrapper in (
+        (DistributedOptimizer, "__init__", _order_as_adam),
+        (DistributedOptimizer, "load_state_dict", _load_equal_replicas),
+        (DistributedOptimizer, "load_parameter_state_from_dp_zero", _load_equal_replicas_of_a_file),
+        (DistributedOptimizer, "load_parameter_state_from_dp_zero", explain_file_sizes),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", store_empty_shares),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", name_switch),
+        (DistributedOptimizer, "save_parameter_state", name_switch_of_a_file),
+        (ChainedOptimizer, "save_parameter_state", name_switch_of_a_file),
+        (ChainedOptimizer, "state_dict", make_states_to_load),
+        (DistributedOptimizer, "sharded_param_state_fully_reshardable", pad_between_buckets),
+        (Float16OptimizerWithFloat16Params, "state_dict", _list_every_master),
+        (Float16OptimizerWithFloat16Params, "sharded_state_dict", _store_all_parameters),
+        (Float16OptimizerWithFloat16Params, "load_state_dict", _load_fp32_masters),
+        (Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads", _lend_main_grads),
+        (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype),
+        (TorchDistLoadShardedStrategy, "load", explain_bucket_sizes),
+        (TorchDistLoadShardedStrategy, "load_tensors_metadata", leave_strides_out),
+    ):
         original = getattr(owner, name)
         _originals.append((owner, name, original))
-        setattr(owner, name, wraps(original)(wrap(original)))
+        setattr(owner, name, _wrapped(original, wrapper))
+
+
+def _wrapped(original: Callable, wrapper: Callable) -> Callable:
+    @wraps(original)
+    def method(self, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    return method
 
 
 def restore_mixed_dtype_optimizers() -> None:
@@ -107,15 +111,12 @@ def restore_mixed_dtype_optimizers() -> None:
         setattr(owner, name, original)
 
 
-def _with_true_order(init: Callable) -> Callable:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        places = _places_in_adam(self)
-        if places is not None and places != self.model_param_group_index_map:
-            self.model_param_group_index_map = places
-            log_repair("DistributedOptimizer's order of fp32 and 16-bit parameters was corrected.")
-
-    return __init__
+def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+    init(optimizer, *args, **kwargs)
+    places = _places_in_adam(optimizer)
+    if places is not None and places != optimizer.model_param_group_index_map:
+        optimizer.model_param_group_index_map = places
+        log_repair("DistributedOptimizer's order of fp32 and 16-bit parameters was corrected.")
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
@@ -146,25 +147,20 @@ def _flat(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     return chain.from_iterable(groups)
 
 
-def _with_equal_replicas(load: Callable) -> Callable:
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load(self, state_dict)
-        if "param_state" in state_dict:
-            _gather_fp32_parameters(self)
-
-    return load_state_dict
+@torch.no_grad()
+def _load_equal_replicas(load: Callable, optimizer: Any, state_dict: dict[str, Any]) -> None:
+    load(optimizer, state_dict)
+    if "param_state" in state_dict:
+        _gather_fp32_parameters(optimizer)
 
 
-def _with_equal_replicas_of_a_file(load: Callable) -> Callable:
-    """As `_with_equal_replicas`, for the separate state file of ``--ckpt-format torch``."""
-
-    @torch.no_grad()
-    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
-        load(self, *args, **kwargs)
-        _gather_fp32_parameters(self)
-
-    return load_parameter_state_from_dp_zero
+@torch.no_grad()
+def _load_equal_replicas_of_a_file(
+    load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    """For the separate state file of ``--ckpt-format torch``."""
+    load(optimizer, *args, **kwargs)
+    _gather_fp32_parameters(optimizer)
 
 
 def _gather_fp32_parameters(optimizer: Any) -> None:
@@ -178,49 +174,48 @@ def _gather_fp32_parameters(optimizer: Any) -> None:
         dist.all_gather_into_tensor(bucket.param_data, mine.clone(), group=group)
 
 
-def _with_grads_for_main_grads(copy: Callable) -> Callable:
-    def _copy_model_grads_to_main_grads(self) -> None:
-        natives = [p for p in _flat(self.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
+def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
+    natives = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
+    for parameter in natives:
+        parameter.main_grad = parameter.grad
+    try:
+        copy(optimizer)
+    finally:
         for parameter in natives:
-            parameter.main_grad = parameter.grad
-        try:
-            copy(self)
-        finally:
-            for parameter in natives:
-                del parameter.main_grad
-
-    return _copy_model_grads_to_main_grads
+            del parameter.main_grad
 
 
-def _with_all_parameters(sharded: Callable) -> Callable:
-    def sharded_by_megatron(self, *args: Any) -> dict[str, Any]:
-        self._in_sharded_state_dict = True
-        try:
-            return sharded(self, *args)
-        finally:
-            del self._in_sharded_state_dict
-
-    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, metadata=None):
-        natives = [] if self.is_stub_optimizer else list(_flat(self.fp32_from_fp32_groups))
-        if not natives or not _forgets_fp32_parameters(sharded, natives[0].device):
-            return sharded_by_megatron(self, model_sharded_state_dict, is_loading, metadata)
-        log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
-        with _fp32_parameters_as_their_own_masters(self):
-            state = sharded_by_megatron(self, model_sharded_state_dict, is_loading, metadata)
-        native = {id(parameter) for parameter in natives}
-        is_native = [id(p) in native for g in self.optimizer.param_groups for p in g["params"]]
-        masters = list(_flat(state[_LIST]))
-        state[_MASTERS] = {
-            # The model's entry is loaded into the parameter; the master needs its own memory.
-            index: replace(master, data=master.data.clone()) if is_loading else master
-            for index, master in enumerate(masters)
-            if is_native[index]
-        }
-        others = (master for index, master in enumerate(masters) if not is_native[index])
-        state[_LIST] = [[next(others) for _ in group] for group in self.fp32_from_float16_groups]
+def _store_all_parameters(
+    sharded: Callable,
+    optimizer: Any,
+    model_sharded_state_dict: dict[str, Any],
+    is_loading: bool = False,
+    metadata: Any = None,
+) -> dict[str, Any]:
+    natives = [] if optimizer.is_stub_optimizer else list(_flat(optimizer.fp32_from_fp32_groups))
+    forgotten = natives and _forgets_fp32_parameters(sharded, natives[0].device)
+    listed = _fp32_parameters_as_their_own_masters(optimizer) if forgotten else nullcontext()
+    optimizer._in_sharded_state_dict = True
+    try:
+        with listed:
+            state = sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
+    finally:
+        del optimizer._in_sharded_state_dict
+    if not forgotten:
         return state
-
-    return sharded_state_dict
+    log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
+    native = {id(parameter) for parameter in natives}
+    is_native = [id(p) in native for g in optimizer.optimizer.param_groups for p in g["params"]]
+    masters = list(_flat(state[_LIST]))
+    state[_MASTERS] = {
+        # The model's entry is loaded into the parameter; the master needs its own memory.
+        index: replace(master, data=master.data.clone()) if is_loading else master
+        for index, master in enumerate(masters)
+        if is_native[index]
+    }
+    others = (master for index, master in enumerate(masters) if not is_native[index])
+    state[_LIST] = [[next(others) for _ in group] for group in optimizer.fp32_from_float16_groups]
+    return state
 
 
 @contextmanager
@@ -237,32 +232,25 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
         optimizer.float16_groups, optimizer.fp32_from_float16_groups = half, masters
 
 
-def _with_fp32_masters(load: Callable) -> Callable:
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        masters = state_dict.pop(_MASTERS, {}) or _take_native_masters(self, state_dict)
-        load(self, state_dict)
-        parameters = list(_flat(g["params"] for g in self.optimizer.param_groups))
-        for index, master in masters.items():
-            parameters[int(index)].copy_(master)
-
-    return load_state_dict
+@torch.no_grad()
+def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any]) -> None:
+    masters = state_dict.pop(_MASTERS, {}) or _take_native_masters(optimizer, state_dict)
+    load(optimizer, state_dict)
+    parameters = list(_flat(g["params"] for g in optimizer.param_groups))
+    for index, master in masters.items():
+        parameters[int(index)].copy_(master)
 
 
-def _with_every_master(state_dict: Callable) -> Callable:
-    """An fp32 parameter is listed as its own master, in Adam's order.
+def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """List an fp32 parameter as its own master, in Adam's order.
 
-    So layers with a 16-bit ``A_log`` and with an fp32 one write one list and read it. In
-    ``sharded_state_dict``, which lists others, nothing changes.
+    So layers with a 16-bit ``A_log`` and with an fp32 one write one list and read it.
+    ``sharded_state_dict`` lists others.
     """
-
-    def state_dict_with_every_master(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = state_dict(self, *args, **kwargs)
-        if not getattr(self, "_in_sharded_state_dict", False) and _LIST in state:
-            state[_LIST] = [list(group["params"]) for group in self.optimizer.param_groups]
-        return state
-
-    return state_dict_with_every_master
+    state = state_dict(optimizer, *args, **kwargs)
+    if not getattr(optimizer, "_in_sharded_state_dict", False) and _LIST in state:
+        state[_LIST] = [list(group["params"]) for group in optimizer.param_groups]
+    return state
 
 
 def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
@@ -274,48 +262,45 @@ def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Ten
     Raises:
         ValueError: the list is neither that of all parameters nor that of the 16-bit ones.
     """
+
+    def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
+        return [[p.shape for p in group] for group in groups]
+
     saved = state.get(_LIST)
-    own = [[tuple(p.shape) for p in group] for group in optimizer.fp32_from_float16_groups]
-    if saved is None or [[tuple(p.shape) for p in group] for group in saved] == own:
+    if saved is None or shapes(saved) == shapes(optimizer.fp32_from_float16_groups):
         return {}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
-    every = [[tuple(p.shape) for p in group] for group in groups]
-    if [[tuple(p.shape) for p in group] for group in saved] != every:
+    if shapes(saved) != shapes(groups):
         raise ValueError(
             f"the checkpoint lists {sum(map(len, saved))} fp32 masters, the model has "
-            f"{sum(map(len, every))} parameters, or their shapes differ. It was written by another "
-            f"model, or before fp32 parameters were listed. --ckpt-format torch_dist with "
+            f"{sum(map(len, groups))} parameters, or their shapes differ. It was written by "
+            f"another model, or before fp32 parameters were listed. --ckpt-format torch_dist with "
             f"--dist-ckpt-optim-fully-reshardable stores masters by name; --no-load-optim loads "
             f"the parameters alone."
         )
-    half = {id(master) for group in optimizer.fp32_from_float16_groups for master in group}
+    half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
     pairs = [list(zip(*both, strict=True)) for both in zip(groups, saved, strict=True)]
     state[_LIST] = [[master for p, master in group if id(p) in half] for group in pairs]
-    flat = [pair for group in pairs for pair in group]
-    return {index: master for index, (p, master) in enumerate(flat) if id(p) not in half}
+    return {index: master for index, (p, master) in enumerate(_flat(pairs)) if id(p) not in half}
 
 
-def _with_gathers_by_dtype(allgather_params: Callable) -> Callable:
-    """fp32 parameters of a 16-bit model are sent by their ranks one by one; the others as ever.
+@torch.no_grad()
+def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
+    """Send fp32 parameters of a 16-bit model from their ranks one by one; the others as ever.
 
     Each rank updates whole parameters. Megatron flattens those of a rank into one tensor to gather
     them, which is fp32 where an fp32 parameter is among them, and 16-bit on another rank.
     """
-
-    @torch.no_grad()
-    def allgather_params_by_dtype(self) -> None:
-        groups = self.pg_collection
-        whole = {name: getattr(self, name, None) for name in _PARAMS_LISTS}
-        try:
-            for name, group in _PARAMS_LISTS.items():
-                lists = whole[name]
-                if groups is not None and lists and len({p.dtype for ps in lists for p in ps}) > 1:
-                    setattr(self, name, _without_fp32_ones(lists, getattr(groups, group)))
-            allgather_params(self)
-        finally:
-            vars(self).update(whole)
-
-    return allgather_params_by_dtype
+    groups = optimizer.pg_collection
+    whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
+    try:
+        for name, group in _PARAMS_LISTS.items():
+            lists = whole[name]
+            if groups is not None and lists and len({p.dtype for p in _flat(lists)}) > 1:
+                setattr(optimizer, name, _without_fp32_ones(lists, getattr(groups, group)))
+        allgather_params(optimizer)
+    finally:
+        vars(optimizer).update(whole)
 
 
 def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:

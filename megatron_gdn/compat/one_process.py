@@ -23,8 +23,7 @@ def start_one_process(seed: int = 1234) -> torch.device:
         the device for the model and its inputs: the current GPU, else the CPU.
 
     Raises:
-        RuntimeError: torch.distributed is initialised already, as in a process of torchrun that
-            called ``init_process_group``.
+        RuntimeError: torch.distributed is initialised already.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -49,11 +48,7 @@ def end_one_process() -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """`start_one_process` for a block; nothing where one process has set up Megatron already.
-
-    Raises:
-        RuntimeError: torch.distributed runs several processes.
-    """
+    """`start_one_process` for a block; nothing where one process has set up Megatron already."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"torch.distributed runs {dist.get_world_size()} processes; whole folders are "

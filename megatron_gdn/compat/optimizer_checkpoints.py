@@ -1,14 +1,13 @@
 """Repairs of how Megatron's optimizers write and read checkpoints, in megatron-core 0.19.
 
-Each wrapper says what its fault is. `.mixed_dtype_optimizers` installs them.
+Each wrapper says what its fault is. `.mixed_dtype_optimizers` installs and calls them.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain
 from types import SimpleNamespace
@@ -26,54 +25,44 @@ def log_repair(message: str) -> None:
     log_once(f"megatron-core {__version__}: {message}")
 
 
-def with_empty_shares(sharded: Callable) -> Callable:
+def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
     A bucket ``[parameter | gap | parameter | ... | padding]`` is cut into one equal share per
     data-parallel rank. The fp32 bucket of ``A_log`` and ``dt_bias`` is small, so some shares hold
     no parameter, and Megatron refuses to save or load those ("empty bucket encountered";
-    NVIDIA/Megatron-LM pull request 6191 covers shares of padding). The file covers parameters and
-    gaps. So such a share gets one entry, marked as padding, for the part of it that the file
-    covers. Every file has such entries between parameters, and Megatron's load skips them.
+    NVIDIA/Megatron-LM pull request 6191 covers shares of padding). Such a share gets one entry for
+    the part of it that the file covers, marked as padding like the gaps, which a load skips.
     """
-
-    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        try:
-            return sharded(self, *args, **kwargs)
-        except (AssertionError, IndexError):  # IndexError where python -O skips the assertion
-            if not _has_empty_share(self):
-                raise
-        with _empty_shares_listed(self):
-            state = sharded(self, *args, **kwargs)
-        log_repair(
-            "a share of the optimizer's state that holds no parameter was added to the "
-            "dp_reshardable checkpoint."
-        )
-        return state
-
-    return sharded_param_state_dp_reshardable
+    try:
+        return sharded(optimizer, *args, **kwargs)
+    except (AssertionError, IndexError):  # IndexError where python -O skips the assertion
+        if not _has_empty_share(optimizer):
+            raise
+    state_of = optimizer.get_parameter_state_dp_reshardable
+    optimizer.get_parameter_state_dp_reshardable = lambda: _listed(optimizer, state_of())
+    try:
+        state = sharded(optimizer, *args, **kwargs)
+    finally:
+        del optimizer.get_parameter_state_dp_reshardable
+    log_repair(
+        "a share of the optimizer's state that holds no parameter was added to the "
+        "dp_reshardable checkpoint."
+    )
+    return state
 
 
 def _has_empty_share(optimizer: Any) -> bool:
-    buckets = chain.from_iterable(
-        buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values()
+    return any(
+        not bucket["param_map"]
+        for ranges in optimizer.gbuf_ranges
+        for buckets in ranges.values()
+        for bucket in buckets
     )
-    return any(not bucket["param_map"] for bucket in buckets)
 
 
-@contextmanager
-def _empty_shares_listed(optimizer: Any) -> Iterator[None]:
-    """Have ``optimizer.get_parameter_state_dp_reshardable`` return an entry for every share."""
-    state_of = optimizer.get_parameter_state_dp_reshardable
-    optimizer.get_parameter_state_dp_reshardable = partial(_listed, optimizer, state_of)
-    try:
-        yield
-    finally:
-        del optimizer.get_parameter_state_dp_reshardable
-
-
-def _listed(optimizer: Any, state_of: Callable) -> dict[Any, Any]:
-    state = state_of()
+def _listed(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
+    """The state with an entry for every share."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -102,40 +91,31 @@ def _entry_of_padding(
     device = bucket.grad_data.device
     zeros = {key: torch.zeros(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
     # A file cannot hold an empty tensor, so a share of padding alone has none.
-    return {
-        **(zeros if size else {}),
-        "gbuf_local_start": 0,
-        "gbuf_local_end": size,
-        "padding": True,
-    }
+    place = {"gbuf_local_start": 0, "gbuf_local_end": size, "padding": True}
+    return zeros | place if size else place
 
 
-def with_padded_buckets(sharded: Callable) -> Callable:
+def pad_between_buckets(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     A buffer is ``[bucket | padding | bucket | padding | ...]``, with several buckets under
     ``overlap_grad_reduce`` and where an embedding is shared between pipeline stages. Megatron
     gathers every state without the padding, and then cuts the parameters out of it at their places
     with the padding: those behind the first padding get values of their neighbours, without an
-    error. Here each gathered state gets its padding again before that. A repaired Megatron, as on
-    its main branch, is left alone.
+    error (repaired on main). Here each gathered state gets its padding again before that.
     """
-
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(map(_padded_between_buckets, self.buffers)) or not _cuts_at_padded(sharded):
-            return sharded(self, *args, **kwargs)
-        log_repair(
-            "the places of the optimizer's states in a buffer of several buckets were corrected "
-            "for the fully_reshardable checkpoint."
-        )
-        gather = self.get_parameter_state_dp_zero
-        self.get_parameter_state_dp_zero = lambda *a, **k: _padded(self.buffers, gather(*a, **k))
-        try:
-            return sharded(self, *args, **kwargs)
-        finally:
-            del self.get_parameter_state_dp_zero
-
-    return sharded_param_state_fully_reshardable
+    if not any(map(_padded_between_buckets, optimizer.buffers)) or not _cuts_at_padded(sharded):
+        return sharded(optimizer, *args, **kwargs)
+    log_repair(
+        "the places of the optimizer's states in a buffer of several buckets were corrected "
+        "for the fully_reshardable checkpoint."
+    )
+    gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
+    optimizer.get_parameter_state_dp_zero = lambda *a, **k: _padded(buffers, gather(*a, **k))
+    try:
+        return sharded(optimizer, *args, **kwargs)
+    finally:
+        del optimizer.get_parameter_state_dp_zero
 
 
 def _padded_between_buckets(buffer: Any) -> bool:
@@ -197,49 +177,38 @@ def _cuts_at_padded(sharded: Callable) -> bool:
     return state[1]["param"].data.tolist() != [1.0, 2.0]
 
 
-def with_states_to_load(state_dict: Callable) -> Callable:
+def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
     """Wrap ``ChainedOptimizer.state_dict``: a fresh optimizer gets the states that a file fills.
 
     ``--ckpt-format torch_dcp`` loads into the optimizer's own tensors, for which Megatron's script
     calls ``state_dict(is_loading=True)``. ``ChainedOptimizer`` does not take this argument.
     """
-
-    def state_dict_with_states(self, is_loading: bool = False) -> Any:
-        if is_loading:
-            for one in self.chained_optimizers:
-                if not one.is_stub_optimizer:
-                    one.init_state_fn(one.optimizer, one.config)
-                    _count_steps(one.optimizer)
-        return state_dict(self)
-
-    return state_dict_with_states
+    if is_loading:
+        for one in chained.chained_optimizers:
+            if not one.is_stub_optimizer:
+                one.init_state_fn(one.optimizer, one.config)
+                if isinstance(one.optimizer, torch.optim.Adam):  # others count by parameter group
+                    for state in one.optimizer.state.values():
+                        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+    return state_dict(chained)
 
 
-def _count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state of torch's Adam its counter; fused ones keep theirs in parameter groups."""
-    if isinstance(optimizer, torch.optim.Adam):
-        for state in optimizer.state.values():
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+def leave_strides_out(
+    read: Callable, strategy: Any, checkpoint_dir: Any, metadata: Any = None
+) -> Any:
+    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``.
 
-
-def with_stored_strides(read: Callable) -> Callable:
-    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``: strides are left out.
-
-    torch 2.15 stores them among a tensor's properties, all of which Megatron hands to
+    torch 2.15 stores strides among a tensor's properties, all of which Megatron hands to
     ``torch.empty``, which has no such argument.
     """
+    from megatron.core.dist_checkpointing.strategies import torch as of_torch
 
-    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
-        from megatron.core.dist_checkpointing.strategies import torch as strategy
-
-        if metadata is None:
-            metadata = strategy._get_filesystem_reader(checkpoint_dir).read_metadata()
-        for stored in metadata.state_dict_metadata.values():
-            if isinstance(stored, strategy.TensorStorageMetadata):
-                vars(stored.properties).pop("strides", None)
-        return read(self, checkpoint_dir, metadata)
-
-    return load_tensors_metadata
+    if metadata is None:
+        metadata = of_torch._get_filesystem_reader(checkpoint_dir).read_metadata()
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, of_torch.TensorStorageMetadata):
+            vars(stored.properties).pop("strides", None)
+    return read(strategy, checkpoint_dir, metadata)
 
 
 # ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` hold
@@ -279,28 +248,24 @@ _OF_TORCH = _ON_SAVING.format(
 )
 
 
-def with_switch_named(sharded: Callable) -> Callable:
+def name_switch(
+    sharded: Callable,
+    optimizer: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: Any = None,
+) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``: a save logs the advice."""
-
-    def sharded_param_state_dp_reshardable(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        if not is_loading and _has_fp32_parameters(self):
-            log_once(_OF_DP_RESHARDABLE, logging.WARNING)
-        return sharded(self, model_sharded_state_dict, is_loading, metadata)
-
-    return sharded_param_state_dp_reshardable
+    if not is_loading and _has_fp32_parameters(optimizer):
+        log_once(_OF_DP_RESHARDABLE, logging.WARNING)
+    return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
-def with_switch_of_a_file_named(save: Callable) -> Callable:
+def name_switch_of_a_file(save: Callable, optimizer: Any, filename: str) -> None:
     """Wrap ``save_parameter_state``, of one optimizer or of several: it logs the advice."""
-
-    def save_parameter_state(self, filename: str) -> None:
-        if any(map(_has_fp32_parameters, getattr(self, "chained_optimizers", [self]))):
-            log_once(_OF_TORCH, logging.WARNING)
-        save(self, filename)
-
-    return save_parameter_state
+    if any(map(_has_fp32_parameters, getattr(optimizer, "chained_optimizers", [optimizer]))):
+        log_once(_OF_TORCH, logging.WARNING)
+    save(optimizer, filename)
 
 
 def _has_fp32_parameters(optimizer: Any) -> bool:
@@ -308,21 +273,15 @@ def _has_fp32_parameters(optimizer: Any) -> bool:
     return any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ()))
 
 
-def _with_note(error_of: re.Pattern, note: str) -> Callable[[Callable], Callable]:
-    def wrap(load: Callable) -> Callable:
-        def load_with_a_note(self, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return load(self, *args, **kwargs)
-            except BaseException as error:  # torch's CheckpointException is no Exception
-                if error_of.search(str(error)) and note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
-                raise
-
-        return load_with_a_note
-
-    return wrap
+def _explain(error_of: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return load(*args, **kwargs)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if error_of.search(str(error)) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
 
 
 # For DistributedOptimizer.load_parameter_state_from_dp_zero and TorchDistLoadShardedStrategy.load.
-with_file_sizes_explained = _with_note(_OF_A_FILE, _NOTE_OF_A_FILE)
-with_bucket_sizes_explained = _with_note(_OF_A_BUCKET, _NOTE)
+explain_file_sizes = partial(_explain, _OF_A_FILE, _NOTE_OF_A_FILE)
+explain_bucket_sizes = partial(_explain, _OF_A_BUCKET, _NOTE)

@@ -14,12 +14,6 @@ class TorchRMSNorm(nn.Module):
     ``x``. The weight carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over
     the tensor-parallel group when each rank sees only a part of the sequence.
 
-    Args:
-        config: reads ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel``,
-            ``params_dtype`` and ``use_cpu_initialization``.
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
-
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.
     """
@@ -35,13 +29,9 @@ class TorchRMSNorm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
-        self.weight = nn.Parameter(
-            torch.empty(
-                hidden_size,
-                dtype=config.params_dtype,
-                device="cpu" if on_cpu else torch.cuda.current_device(),
-            )
-        )
+        device = "cpu" if on_cpu else torch.cuda.current_device()
+        empty = torch.empty(hidden_size, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(empty)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self.reset_parameters()
 

@@ -1,20 +1,17 @@
 """Loads the projection's bias, and adapters of it, from checkpoints of Megatron's own layer.
 
 megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-end to end, each ``[query | key | value | z | beta | alpha]`` of that rank. The order of
-its rows depends on the tensor-parallel size: at any other size it loads scrambled, without an
-error. Megatron-Bridge stores the tensor of a LoRA adapter that has the projection's rows
-(``in_proj.adapter.linear_out.weight``) in the same way. Here both are stored section by section,
-like the weight (``in_proj.bias.query``, ...), which is right at any size.
-
-If a file has the one tensor and not the sections, the wrapper below reads it. The shards in
-the file give the order of its rows. For files with sections the wrapper does nothing.
+end to end, each ``[query | key | value | z | beta | alpha]`` of that rank: at any other size it
+loads scrambled, without an error. Megatron-Bridge stores the tensor of a LoRA adapter that has the
+projection's rows (``in_proj.adapter.linear_out.weight``) in the same way. Here both are stored
+section by section, like the weight. If a file has the one tensor and not the sections, the wrapper
+below reads it; the shards in the file give the order of its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,8 @@ from megatron.core.dist_checkpointing.dict_utils import (
     nested_values,
 )
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 # Key of a section -> whole tensor's key and number of rows; section's first row and its rows.
 _section_of: dict[str, tuple[str, int, int, int]] = {}
@@ -39,10 +38,6 @@ def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> Non
     for section, size in zip(sections, sizes, strict=True):
         _section_of[section.key] = whole_key, sum(sizes), start, size
         start += size
-    _wrap_load()
-
-
-def _wrap_load() -> None:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     load = TorchDistLoadShardedStrategy.load
@@ -61,20 +56,22 @@ def _with_upstream_bias(load: Callable) -> Callable:
 
         if not any(map(is_section, nested_values(sharded_state_dict))):
             return load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
         saved = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
         foreign, others = extract_matching_values(
             sharded_state_dict,
             lambda v: is_section(v) and v.key not in saved and _section_of[v.key][0] in saved,
         )
-        wholes: dict[str, Tensor] = {}
+
+        @cache
+        def whole(key: str) -> Tensor:
+            """Read by this rank alone."""
+            state = {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)}
+            load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
+            return state[key]
 
         def read(section: ShardedTensor) -> Tensor:
             key = _section_of[section.key][0]
-            if key not in wholes:
-                wholes[key] = _read(key, saved[key], checkpoint_dir)
-            return _rows_of(section, wholes[key], saved[key])
+            return _rows_of(section, whole(key), saved[key])
 
         dict_list_map_inplace(read, foreign)
         loaded = load(self, others, checkpoint_dir, *args, **kwargs)
@@ -84,22 +81,8 @@ def _with_upstream_bias(load: Callable) -> Callable:
     return load_also_upstream_bias
 
 
-def _read(key: str, saved: Any, folder: str | Path) -> Tensor:
-    """A whole tensor of a checkpoint, read by this rank alone."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    state = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
-    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    return state[key]
-
-
 def _rows_of(section: ShardedTensor, whole: Tensor, saved: Any) -> Tensor:
-    """The rows of ``section`` in upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``.
-
-    Raises:
-        ValueError: the tensor has other rows, or was written in shards of unequal size.
-    """
+    """The rows of ``section`` in upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``."""
     whole_key, width, start, size = _section_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in saved.chunks}

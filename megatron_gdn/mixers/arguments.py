@@ -1,15 +1,8 @@
-"""Arguments that Megatron passes to every mixer and a recurrence cannot use: ignored or refused.
+"""What Megatron passes to every mixer: used, ignored by name, or refused if it changes a result.
 
-Arguments that only attention uses are ignored, by name. Arguments that would change the result are
-refused: an offset, an attention bias, and any attention mask but a causal one.
-The recurrence is causal by itself and takes document boundaries from ``PackedSeqParams``.
-
-Fields of Megatron's config that are about a mixer and that it does not read.
-
-What Megatrons' configs say about this layer: honoured, named in the log or refused.
-
-A config that lacks a field asks for nothing: megatron-core 0.19 knows fewer names than the branches
-main and dev, and they know fewer than their proposals.
+Arguments of the forward: a recurrence is causal by itself and takes document boundaries from
+``PackedSeqParams``. Fields of the config: one that is missing asks for nothing, since megatron-core
+0.19 knows fewer names than the branches main and dev, and they know fewer than their proposals.
 """
 
 from __future__ import annotations
@@ -27,19 +20,15 @@ from torch import Tensor
 from ..compat.observe import log_once
 from ..ops.readout.base import ACTIVATIONS
 
-_ATTENTION_ONLY = frozenset(
-    {
-        "key_value_states",
-        "rotary_pos_emb",
-        "rotary_pos_cos",
-        "rotary_pos_sin",
-        "rotary_pos_cos_sin",
-        "padding_mask",
-    }
+_ATTENTION_ONLY = (
+    "key_value_states",
+    "padding_mask",
+    "rotary_pos_cos",
+    "rotary_pos_cos_sin",
+    "rotary_pos_emb",
+    "rotary_pos_sin",
 )
-
 _CHECKED = "_megatron_gdn_causal"
-
 _HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
@@ -55,20 +44,17 @@ def require_causal(
     """Refuse an attention mask that masks anything but the future.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor. The other layers of the micro-batch see the mark. Every layer checks a mask that was
-    made in inference mode: torch does not record whether such a tensor was written to.
-
-    Nothing is checked while Megatron captures its CUDA graphs of layers
-    (``config.cuda_graph_impl``). Megatron then passes a buffer of zeros, or the first s rows of a
-    causal mask, also if this rank holds other positions. The eager steps before the capture have
-    checked the real masks. The masks of later replays reach no layer.
+    tensor for the other layers. Every layer checks a mask that was made in inference mode, since
+    torch does not record writes to it. While Megatron captures its CUDA graphs of layers nothing is
+    checked: it then passes zeros, or the first s rows of a causal mask, also if this rank holds
+    other positions. The eager steps before the capture have checked the real masks.
 
     Args:
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
             the same with True everywhere, which forbids a token even itself and so can only mean
-            "no mask" (Megatron's own tests pass it: attention that is causal by its type ignores
-            the mask); or a 2-D mask of ones, ``[b, S]`` or ``[b, s]``, which keeps every token. A
-            4-D mask of ones in another dtype may mean the opposite, and is refused.
+            "no mask" (Megatron's own tests pass it); or a 2-D mask of ones, ``[b, S]`` or
+            ``[b, s]``, which keeps every token. A 4-D mask of ones in another dtype may mean the
+            opposite, and is refused.
         rows: b, the rows of the batch.
         tokens: S, the tokens of all ranks.
         local_positions: gives the sequence positions of the s tokens of this rank.
@@ -130,11 +116,7 @@ def _of_other_tokens(mask: Tensor, positions: Tensor) -> str:
 
 
 def the_context(inference_context: Any, inference_params: Any) -> Any:
-    """The inference context, which has two names, given under one of them; None in training.
-
-    Raises:
-        ValueError: two different ones.
-    """
+    """The inference context, which has two names, given under one of them; None in training."""
     if inference_context is None:
         return inference_params
     if inference_params not in (None, inference_context):
@@ -145,45 +127,49 @@ def the_context(inference_context: Any, inference_params: Any) -> Any:
     return inference_context
 
 
-def refuse_unsupported(
-    sequence_len_offset: Any, keywords: dict, layer: str = "GatedDeltaNet"
-) -> None:
-    """Refuse what the layer cannot honour.
-
-    Raises:
-        NotImplementedError: an offset into a context, or an attention bias.
-        TypeError: an unknown keyword whose value is not None.
-    """
+def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
+    """Refuse an offset, an attention bias, and keywords with a value that no mixer knows."""
     if sequence_len_offset is not None:
         raise NotImplementedError(
-            f"{layer} does not support sequence_len_offset (local CUDA graphs, flash_decode); "
+            "GatedDeltaNet does not support sequence_len_offset (local CUDA graphs, flash_decode); "
             "it reads inference_context.sequence_len_offset."
         )
     if keywords.get("attention_bias") is not None:
         raise NotImplementedError(
-            f"{layer} has no attention scores to add attention_bias to; pass None."
+            "GatedDeltaNet has no attention scores to add attention_bias to; pass None."
         )
-    unknown = [name for name in keywords if name not in _ATTENTION_ONLY]
-    unknown = sorted(name for name in unknown if keywords[name] is not None)
-    if unknown:
+    given = sorted(name for name, value in keywords.items() if value is not None)
+    if unknown := [name for name in given if name not in _ATTENTION_ONLY]:
         raise TypeError(
-            f"{layer}.forward() does not know the keyword(s) {', '.join(unknown)}; it "
-            f"ignores only {', '.join(sorted(_ATTENTION_ONLY))}."
+            f"GatedDeltaNet.forward() does not know the keyword(s) {', '.join(unknown)}; it "
+            f"ignores only {', '.join(_ATTENTION_ONLY)}."
+        )
+
+
+def refuse_config(config: TransformerConfig, mixer: str) -> None:
+    """Refuse FP4, and weights that are cut further than tensor parallelism cuts them."""
+    if getattr(config, "fp4", None):
+        raise NotImplementedError(
+            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
+            f"products, and the recurrence compounds their error. Switch fp4 off; fp8 keeps "
+            f"the gates of GatedDeltaNet and Mamba2Mixer in bf16."
+        )
+    if getattr(config, "gtp_weight_remat_size", 1) > 1:
+        raise NotImplementedError(
+            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} "
+            f"cuts each weight further than tensor_model_parallel_size="
+            f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
+            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares "
+            f"optimizer states, and fully_shard or Megatron-FSDP the weights."
         )
 
 
 class ConfigFields(NamedTuple):
-    """The config's fields about one mixer.
+    """The config's fields about one mixer."""
 
-    Attributes:
-        prefixes: how their names begin.
-        read: those that the mixer, or the spec of a model with it, reads.
-        without_effect: those that cannot mean anything here, and why.
-    """
-
-    prefixes: tuple[str, ...]
-    read: Collection[str]
-    without_effect: Mapping[str, str]
+    prefixes: tuple[str, ...]  # how their names begin
+    read: Collection[str]  # by the mixer, or by the spec of a model with it
+    without_effect: Mapping[str, str]  # those that cannot mean anything here, and why
 
 
 def name_ignored_fields(mixer: str, about: ConfigFields, config: TransformerConfig) -> None:
@@ -225,11 +211,7 @@ _OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def require_this_variant(config: TransformerConfig) -> None:
-    """Refuse a config that asks for another recurrence.
-
-    Raises:
-        ValueError: ``experimental_attention_variant`` is ``"gdn2"``.
-    """
+    """Refuse a config that asks for another recurrence."""
     if config.experimental_attention_variant == "gdn2":
         raise ValueError(
             "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer is "
@@ -240,11 +222,7 @@ def require_this_variant(config: TransformerConfig) -> None:
 
 
 def gate_activation(given: str | None, config: TransformerConfig) -> str:
-    """The activation of the output gate: the option, else the config's, else ``"silu"``.
-
-    Raises:
-        ValueError: it is neither ``"silu"`` nor ``"sigmoid"``.
-    """
+    """The activation of the output gate: the option, else the config's, else ``"silu"``."""
     activation = given or getattr(config, "gdn_output_gate_activation", None) or "silu"
     if activation not in ACTIVATIONS:
         legal = ", ".join(map(repr, ACTIVATIONS))

@@ -1,4 +1,4 @@
-"""The base of the recurrent mixers: ranks, sizes, projections, the forward, fp32 parameters.
+"""The base of the recurrent mixers: ranks and sizes, the one forward, projections.
 
 Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
 of the projection, p where the mixer runs, H heads with a state, V columns of a state.
@@ -27,15 +27,9 @@ from ..ops.parts import Parts
 from ..ops.readout.base import Apart
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
-from .arguments import refuse_unsupported, require_causal, the_context
+from .arguments import refuse_config, refuse_unsupported, require_causal, the_context
 from .checkpoint import SaysStoredRows, ShardedBySections
-from .fp8 import (
-    GatesApart,
-    keep_gates_apart,
-    quantises,
-    refuse_fp8_weight,
-    wide_parameters,
-)
+from .fp8 import GatesApart, keep_gates_apart, quantises, refuse_fp8_weight, wide_parameters
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -59,48 +53,31 @@ class RecurrentMixer(
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A subclass defines :meth:`parts` and ``conv_weight``. Its constructor calls :meth:`_choose_by`,
-    then builds the parameters in the order in which files and optimizers list them
-    (:meth:`_build_in_proj`, :meth:`_add_fp32`, :meth:`_build_out_proj`), then calls
-    :meth:`remember_marks`, and then fills the parameters.
+    builds the parameters in the order in which files and optimizers list them
+    (:meth:`_build_in_proj`, :meth:`_add_fp32`, :meth:`_build_out_proj`), calls
+    :meth:`remember_marks` and fills the parameters.
 
     Args:
         config: Megatron's.
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
             projection row, the ``state`` of its heads, the ``in_proj_layout`` if :meth:`project`
-            makes rows of other columns. ``shard(n)`` gives the sizes of one of n
-            ranks.
-        layer_number, pg_collection, pp_layer_offset, cp_layout: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
+            makes rows of other columns. ``shard(n)`` gives those of one of n ranks.
+        layer_number, pg_collection, pp_layer_offset, cp_layout: see `megatron_gdn.GatedDeltaNet`.
 
     Attributes:
         global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
-        micro_batches: how each micro-batch runs.
-        use_muon: Muon may update ``in_proj``, its sections by themselves; else Adam does.
-        takes_gates_apart: :meth:`parts` takes the rule's gates as a tensor beside the rows
-            (``gates=``), as FP8 makes them.
-        in_layer_graphs: Megatron may capture it in a CUDA graph of a transformer layer.
-        gates_own_rows: the readout runs after all heads are back on this rank, and reads this
-            rank's own rows.
-        recompute_whole: keep nothing but the input in training, and run the forward again in the
-            backward.
-        recompute_norm_out: drop the rows for out_proj after the forward and compute them again for
-            its backward; not where saved-tensor hooks keep them.
-        norm_out_checkpoint: of the last forward; under upstream's name, for tools.
-
-    Raises:
-        ValueError: sizes that ``tp`` ranks cannot share or FP8 cannot take, an unknown layout.
     """
 
     in_proj: Any
     out_proj: Any
     micro_batches: MicroBatches
-    use_muon: ClassVar[bool] = True
-    in_layer_graphs: ClassVar[bool] = False
-    takes_gates_apart: ClassVar[bool] = False
-    gates_own_rows: bool = False
-    recompute_whole: bool = False
-    recompute_norm_out: bool = False
-    norm_out_checkpoint: RefilledOutput | None = None
+    use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
+    in_layer_graphs: ClassVar[bool] = False  # Megatron may capture it in a graph of the layer
+    takes_gates_apart: ClassVar[bool] = False  # parts takes the rule's gates beside the rows
+    gates_own_rows: bool = False  # the readout reads this rank's own rows, after all heads are back
+    recompute_whole: bool = False  # training keeps the input alone
+    recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
+    norm_out_checkpoint: RefilledOutput | None = None  # of the last forward; upstream's name
 
     def __init__(
         self,
@@ -112,20 +89,7 @@ class RecurrentMixer(
         cp_layout: str | SequenceLayout = AUTO,
     ) -> None:
         super().__init__(config)
-        if getattr(config, "fp4", None):
-            raise NotImplementedError(
-                f"fp4={config.fp4!r}: the gates of {type(self).__name__} would pass through 4-bit "
-                f"products, and the recurrence compounds their error. Switch fp4 off; fp8 keeps "
-                f"the gates of GatedDeltaNet and Mamba2Mixer in bf16."
-            )
-        if getattr(config, "gtp_weight_remat_size", 1) > 1:
-            raise NotImplementedError(
-                f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} "
-                f"cuts each weight further than tensor_model_parallel_size="
-                f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
-                f"{type(self).__name__}. Leave the flag out; --use-distributed-optimizer shares "
-                f"optimizer states, and fully_shard or Megatron-FSDP the weights."
-            )
+        refuse_config(config, type(self).__name__)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
@@ -157,27 +121,23 @@ class RecurrentMixer(
         Args:
             hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
                 documents are packed.
-            attention_mask: None or causal (True where attention is forbidden), or True everywhere,
-                which Megatron's tests pass for "no mask". The mixer is causal by itself.
-            inference_context, inference_params: continue from the states in this context instead
-                of from zero, see :meth:`.generation.mixer.GeneratingMixer.generate`; no gradients.
-            sequence_len_offset: not supported.
+            attention_mask: None or one that changes nothing, see :func:`.arguments.require_causal`.
+            inference_context, inference_params: holds the states to continue from, see
+                :meth:`.generation.mixer.GeneratingMixer.generate`; no gradients.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's. A
                 group in ``packed_seq_params`` is used before it.
-            kwargs: rotary embeddings and the like that Megatron passes to every mixer; accepted
-                by name and unused. Anything else is refused.
+            kwargs: what only attention uses is ignored; anything else is refused, and so is
+                ``sequence_len_offset``.
 
         Returns:
             ``[s, B, D]`` and the output bias that Megatron adds later, or None.
 
         Raises:
-            ValueError: lengths, boundaries or head counts that do not fit; a parameter that must
-                be fp32 and is not.
+            ValueError: lengths, boundaries or head counts that do not fit; a rounded parameter.
             NotImplementedError: a mask that is not causal, a context of another kind, packed
                 documents inside Megatron's CUDA graph of the layer.
-            TypeError: a keyword that no mixer knows.
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
@@ -190,7 +150,9 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        if self.recompute_whole and context is None and self._starts_checkpoint(hidden_states):
+        # Without a gradient of its input a checkpoint would give the parameters none either.
+        trains = self.training and hidden_states.requires_grad
+        if self.recompute_whole and trains and context is None and not is_checkpointing():
             return checkpoint(
                 lambda x: self.forward(
                     x, attention_mask, packed_seq_params=packed_seq_params,
@@ -225,8 +187,8 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
-            # A reentrant checkpoint takes what it returns for its own output. The parameter itself
-            # would then be no leaf, and the backward would enter the checkpoint again, for ever.
+            # A reentrant checkpoint takes what it returns for its own output: the parameter itself
+            # would be no leaf, and the backward would enter the checkpoint again, for ever.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
@@ -235,26 +197,14 @@ class RecurrentMixer(
         rows, _ = self.in_proj(hidden_states)
         return rows
 
-    def _starts_checkpoint(self, hidden_states: Tensor) -> bool:
-        """Whether a forward keeps its input alone; not inside a checkpoint, which calls it again.
-
-        Without a gradient of its input a checkpoint would give the parameters none either.
-        """
-        return self.training and hidden_states.requires_grad and not is_checkpointing()
-
     @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Opened rows ``[S, B, p]`` to rows for out_proj.
+        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]``, and what drops those.
 
-        Args:
-            own: this rank's rows before they were opened, where :attr:`gates_own_rows`.
-            gates: the rule's gates, if the rows do not hold them.
-
-        Returns:
-            ``[s, B, H * V]``; and ``refilled``, to call ``drop_until_backward_of(out_proj's
-            output)`` on: None if nothing is computed again.
+        ``own`` are this rank's rows before they were opened, where :attr:`gates_own_rows`;
+        ``gates`` the rule's gates, if the rows do not hold them.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
@@ -267,14 +217,12 @@ class RecurrentMixer(
         refilled = RefilledOutput() if recompute else None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
-        apart = {} if gates is None else {"gates": gates}
-        parts = self.parts(rows, batch, **apart)
+        parts = self.parts(rows, batch, **({} if gates is None else {"gates": gates}))
         mixed = mix(rows, parts, batch.passage.neighbours, refilled)
         if batch.scheme.moves_rows:
-            opened, close = mixed, batch.passage.close
-            mixed = close(opened)
+            mixed = batch.passage.close(mixed)
             if refilled is not None:
-                refilled.passed_on(mixed, close)  # this is what out_proj saves
+                refilled.passed_on(mixed, batch.passage.close)  # this is what out_proj saves
         readout = parts.readout
         if isinstance(readout, Apart) and readout.closed:
             mixed = readout.call(mixed, rows if own is None else own)
@@ -302,8 +250,8 @@ class RecurrentMixer(
     def config(self) -> TransformerConfig:
         """Megatron's. If it is replaced or changed, the next forward uses its new modes.
 
-        The modes are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``.
-        Sizes, parts and their options stay those that the mixer was built with.
+        These are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``. Sizes,
+        parts and their options stay those that the mixer was built with.
         """
         return self._config
 
@@ -327,62 +275,55 @@ class RecurrentMixer(
         return self.rule.name
 
     def _build_in_proj(self, spec: ModuleSpec | type, name: str | None, bias: bool = False) -> None:
-        """Set ``in_proj``, D -> P.
-
-        Args:
-            name: path of this mixer in the model.
-        """
-        with wide_parameters(self.config):
-            self.in_proj = build_module(
-                spec,
-                self.global_dims.hidden_size,
-                layout_of_in_proj(self.global_dims).width,
-                config=self.config,
-                init_method=self.config.init_method,
-                gather_output=False,
-                bias=bias,
-                skip_bias_add=False,
-                is_expert=False,
-                tp_comm_buffer_name="fc1",
-                tp_group=self.tp_group,
-                name=None if name is None else f"{name}.in_proj",
-            )
-        mark_packed(self.in_proj, layout_of_in_proj(self.dims).widths, self.use_muon)
+        """Set ``in_proj``, D -> P; ``name`` is the path of this mixer in the model."""
+        sizes = self.global_dims.hidden_size, layout_of_in_proj(self.global_dims).width
+        self.in_proj = self._linear(
+            spec,
+            *sizes,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=bias,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=None if name is None else f"{name}.in_proj",
+        )
+        layout = layout_of_in_proj(self.dims)
+        mark_packed(self.in_proj, layout.widths, self.use_muon)
         if quantises(self.config):
-            refuse_fp8_weight(self.in_proj)
-            keep_gates_apart(self.in_proj, layout_of_in_proj(self.dims), self.tp_group)
+            keep_gates_apart(self.in_proj, layout, self.tp_group)
 
     def _build_out_proj(
         self, spec: ModuleSpec | type, name: str | None, bias: bool = False
     ) -> None:
         """Set ``out_proj``, H V -> D; the forward returns its bias, and Megatron adds it."""
         state = self.global_dims.state
+        self.out_proj = self._linear(
+            spec,
+            state.heads * state.columns,
+            self.global_dims.hidden_size,
+            init_method=self.config.output_layer_init_method,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            name=None if name is None else f"{name}.out_proj",
+        )
+
+    def _linear(self, spec: ModuleSpec | type, *sizes: int, **how: Any) -> Any:
+        how.update(config=self.config, is_expert=False, tp_group=self.tp_group)
         with wide_parameters(self.config):
-            self.out_proj = build_module(
-                spec,
-                state.heads * state.columns,
-                self.global_dims.hidden_size,
-                config=self.config,
-                init_method=self.config.output_layer_init_method,
-                bias=bias,
-                input_is_parallel=True,
-                skip_bias_add=True,
-                is_expert=False,
-                tp_comm_buffer_name="fc2",
-                tp_group=self.tp_group,
-                name=None if name is None else f"{name}.out_proj",
-            )
+            linear = build_module(spec, *sizes, **how)
         if quantises(self.config):
-            refuse_fp8_weight(self.out_proj)
+            refuse_fp8_weight(linear)
+        return linear
 
     def _init_projections(self, init: InitShare) -> None:
         """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""
         config: Any = self.config
         if not config.perform_initialization:
             return
-        in_weight, out_weight = (
-            getattr(projection, "weight", None) for projection in (self.in_proj, self.out_proj)
-        )
+        in_weight = getattr(self.in_proj, "weight", None)
+        out_weight = getattr(self.out_proj, "weight", None)
         init(in_weight, config.init_method, 0, layout_of_in_proj(self.global_dims).widths)
         if out_weight is not None:
             columns = out_weight.shape[1] * self.tp_size
@@ -392,11 +333,10 @@ class RecurrentMixer(
     def norm_group(self) -> Any:
         """The group over which our backward sums the norm's gradients; None if it does not sum.
 
-        Every tensor-parallel rank sees its own heads only, so the gradient of a norm that all ranks
-        hold whole is the sum over the ranks. With sequence parallelism Megatron takes this sum,
-        once a step for all norms with the mark ``sequence_parallel``. Without sequence parallelism
-        Megatron expects that the backward gives the whole gradient of a replicated parameter.
-        (megatron-core 0.19's own layer does not sum then, and its norm weights drift apart.)
+        All ranks hold the norm whole, and each sees its own heads only. With sequence parallelism
+        Megatron sums the gradients of parameters with the mark ``sequence_parallel``; without, it
+        expects the whole gradient of a replicated parameter from the backward. (megatron-core
+        0.19's own layer does not sum then, and its norm weights drift apart.)
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 

@@ -1,17 +1,13 @@
-"""How the layer's parameters appear in Megatron's distributed checkpoints.
+"""How a mixer's parameters appear in Megatron's checkpoints.
 
-The fused projection and the convolution are stored section by section (``in_proj.weight.query``,
-``conv1d.weight.value``, ...). A checkpoint describes each tensor as one regular grid of shards, and
-only the shards of a single section form such a grid.
+Distributed checkpoints hold the fused projection and the convolution section by section
+(``in_proj.weight.query``, ``conv1d.weight.value``, ...): a checkpoint describes each tensor as one
+regular grid of shards, and only those of a single section form such a grid.
 
-fsdp_dtensor checkpoints say how the rows of ``in_proj`` lie in them.
-
-Under Megatron-FSDP a file holds ``state_dict()``. Its ``in_proj.weight`` is the rows of all
-tensor-parallel ranks end to end, and each rank's rows are several sections. So the same rows lie in
-another order at every tensor-parallel size, in a tensor of one shape, and torch loads them as they
-lie: without a word in the file, a load at another size gives wrong weights without an error.
-Scripts of Megatron-LM's dev and of Bridge store each section by itself. Where keys may be missing
-(``--no-strict-fsdp-dtensor-load``), a script that asks for the whole tensor loads nothing of these.
+Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, whose ``in_proj.weight`` is the
+rows of all tensor-parallel ranks end to end: another order at every tensor-parallel size, in a
+tensor of one shape. So the state dict says how the rows are stored. Scripts of Megatron-LM's dev
+and of Bridge store each section by itself.
 """
 
 from __future__ import annotations
@@ -54,19 +50,7 @@ def _split_tensor_factory(
     split_names: Sequence[str],
     split_dim: int,
 ) -> ShardedTensorFactory:
-    """Store one sharded tensor as several, one per section of ``split_dim``.
-
-    Args:
-        orig_sh_ten: the tensor-parallel shard with all sections end to end.
-        split_sections: the sections' sizes on this rank.
-        split_names: appended to the key, after a dot.
-        split_dim: the dimension that holds the sections.
-
-    Returns:
-        A factory that builds the section tensors when saving and joins them when loading.
-
-    Raises:
-        ValueError: the sections do not add up to the dimension, or names are missing.
+    """Store one rank's shard as several, one per section, whose names are appended to its key.
 
     Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
     """
@@ -82,14 +66,8 @@ def _split_tensor_factory(
     def build(
         key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        whole = replace(
-            template,
-            key=key,
-            data=tensor,
-            dtype=tensor.dtype,
-            replica_id=replica_id,
-            flattened_range=flattened_range,
-        )
+        given = {"replica_id": replica_id, "flattened_range": flattened_range}
+        whole = replace(template, key=key, data=tensor, dtype=tensor.dtype, **given)
         parts, start = [], 0
         for section, name in zip(split_sections, split_names, strict=True):
             for part in whole.narrow(split_dim, start, section):
@@ -109,6 +87,7 @@ def _split_tensor_factory(
 # For a mixer without a conv1d module, as Megatron's MambaMixer since 0.19: its convolution
 # parameters and their keys in files. The keys are those of the former module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
+_CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
 
 class ShardedBySections:
@@ -116,20 +95,12 @@ class ShardedBySections:
 
     The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
     the tensors that an adapter around ``in_proj`` holds per row. So a checkpoint loads at any
-    tensor-parallel size. Upstream splits neither the projection's bias nor adapters. This mixin
-    still reads upstream's files (see :mod:`megatron_gdn.compat.upstream_bias`). With
-    ``metadata["gdn_whole_bias"] = True`` it writes a bias that upstream reads, but only without
-    tensor parallelism.
-
-    The mixer has ``in_proj``, ``tp_group``, ``dims`` (with the columns of its projection on this
-    rank) and fp32 parameters with rows per state head. It has a module ``conv1d``, or the
-    parameters ``conv1d_weight`` and ``conv1d_bias``, which are stored under the module's keys.
-
-    Attributes:
-        split_by_heads: other parameters with rows per state head.
+    tensor-parallel size. Upstream splits neither the projection's bias nor adapters; its files are
+    still read (:mod:`megatron_gdn.compat.upstream_bias`). ``metadata["gdn_whole_bias"] = True``
+    writes a bias that upstream reads, without tensor parallelism.
     """
 
-    split_by_heads: ClassVar[tuple[str, ...]] = ()
+    split_by_heads: ClassVar[tuple[str, ...]] = ()  # with rows per head, beside fp32 parameters
 
     def sharded_state_dict(
         self: Any,
@@ -138,7 +109,7 @@ class ShardedBySections:
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under Megatron's own mixer's keys.
+        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys.
 
         Raises:
             ValueError: ``gdn_whole_bias`` with tensor parallelism, a mixer under torch's FSDP2.
@@ -146,23 +117,26 @@ class ShardedBySections:
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
         layout = layout_of_in_proj(self.dims)
-        per_head = self._keep_in_float32_parameter_names
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tp_group = self.tp_group if tp_group is None else tp_group
+        whole_bias = metadata.get("gdn_whole_bias")
+        if whole_bias and tp_group.size() > 1:
+            raise ValueError(
+                f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
+                f"sections of an undivided in_proj.bias have another order at every size. "
+                f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
+            )
 
         def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
+            groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
             return make_sharded_tensors_for_checkpoint(
-                state,
-                at,
-                split_over_tp,
-                sharded_offsets,
-                tp_group=tp_group,
-                dp_cp_group=metadata["dp_cp_group"],
+                state, at, split_over_tp, sharded_offsets, **groups
             )
 
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        of_heads = (*per_head, *_CONV_PARAMETERS, *self.split_by_heads)
+        fp32 = self._keep_in_float32_parameter_names
+        of_heads = (*fp32, *_CONV_PARAMETERS, *self.split_by_heads)
         result = sharded(own, prefix, dict.fromkeys(of_heads, 0))
         for name, stored in _CONV_PARAMETERS.items():
             if name in own:
@@ -171,40 +145,27 @@ class ShardedBySections:
             at = f"{prefix}{name}."
             if name == "conv1d":
                 state = child.state_dict(prefix="", keep_vars=True)
-                result.update(sharded(state, at, {"weight": 0, "bias": 0}))
+                of_child = sharded(state, at, {"weight": 0, "bias": 0})
             else:
-                result.update(
-                    sharded_state_dict_default(
-                        child, at, sharded_offsets, metadata, tp_group=tp_group
-                    )
+                of_child = sharded_state_dict_default(
+                    child, at, sharded_offsets, metadata, tp_group=tp_group
                 )
+            result.update(of_child)
 
-        split = {
-            "in_proj.weight": (layout.widths, layout.names),
-            "in_proj.bias": (layout.widths, layout.names),
-            "conv1d.weight": (layout.conv_widths, layout.conv_names),
-            "conv1d.bias": (layout.conv_widths, layout.conv_names),
-            **dict.fromkeys(_CONV_PARAMETERS, (layout.conv_widths, layout.conv_names)),
-        }
-        if metadata.get("gdn_whole_bias"):
-            if tp_group.size() > 1:
-                raise ValueError(
-                    f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
-                    f"sections of an undivided in_proj.bias have another order at every size. "
-                    f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
-                )
-            del split["in_proj.bias"]
         for key, tensor in result.items():
             name = key.removeprefix(prefix)
             of_adapter = name.startswith("in_proj.") and (
                 name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
             )
-            if of_adapter and tensor.data.shape[0] == layout.width:
-                split[name] = (layout.widths, layout.names)
-        for name, (widths, names) in split.items():
-            key = f"{prefix}{name}"
-            if isinstance(result.get(key), ShardedTensor):
-                result[key] = _split_tensor_factory(result[key], widths, names, 0)
+            by_row = of_adapter and tensor.data.shape[0] == layout.width
+            if name in _CONV:
+                sections = layout.conv_widths, layout.conv_names
+            elif name == "in_proj.weight" or (name == "in_proj.bias" and not whole_bias) or by_row:
+                sections = layout.widths, layout.names
+            else:
+                continue
+            if isinstance(tensor, ShardedTensor):
+                result[key] = _split_tensor_factory(tensor, *sections, 0)
         return result
 
 
@@ -219,13 +180,10 @@ class SaysStoredRows(nn.Module):
 
     The entry is the tensor-parallel size, or 0 by section. Files without it (of Megatron's own
     layer) load as they did.
-
-    Attributes:
-        stored_by_section: whether the scripts that cut ``in_proj`` know this mixer's sections.
     """
 
     tp_size: int
-    stored_by_section: ClassVar[bool] = False
+    stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -237,22 +195,18 @@ class SaysStoredRows(nn.Module):
             destination[f"{prefix}{_KEY}"] = torch.tensor([self._stored_by()], device=weight.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does.
-
-        Raises:
-            ValueError: the rows in the file have another order, or lie in other tensors.
-        """
+        """Load as torch does; refuse rows in another order, or in other tensors."""
         said: Tensor | None = state_dict.pop(f"{prefix}{_KEY}", None)
         if said is not None and (found := int(said.item())) != self._stored_by():
+            how = (
+                f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
+                f"in_proj as a whole."
+            )
+            if found == _SECTIONS:
+                how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
             raise ValueError(
                 f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds {_words(found)}; this "
-                f"launch reads {_words(self._stored_by())}. The weights would be wrong. "
-                + (
-                    "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
-                    if found == _SECTIONS
-                    else f"Load it with --tensor-model-parallel-size {found}, and with scripts "
-                    f"that store in_proj as a whole."
-                )
+                f"launch reads {_words(self._stored_by())}. The weights would be wrong. {how}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

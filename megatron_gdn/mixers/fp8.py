@@ -5,20 +5,17 @@
 
 FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds a decay over the
 sequence. The width without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16,
-12352 / 8 is not.
+12352 / 8 is not. Megatron's quantization recipe (``--te-precision-config-file``) switches linears
+on and off by their names, so each call asks.
 
-Whether a linear runs in FP8 is asked at each call: Megatron's quantization recipe
-(``--te-precision-config-file``) switches linears on and off by their names.
-
-The weight stays one parameter: checkpoints, optimizers, Muon and adapters see no difference. For
-the call alone the linear holds a view of its first rows, and a view of its rows in ``main_grad``.
+The weight stays one parameter. For the call alone the linear holds a view of its first rows, and a
+view of its rows in ``main_grad``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -37,14 +34,9 @@ from .gate_product import GateProduct
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
     """Let ``in_proj`` compute the gates by themselves whenever it runs in FP8.
 
-    A linear that cannot run in FP8 is left as it is.
-
     Args:
         layout: the columns on this rank.
         group: the tensor-parallel group.
-
-    Raises:
-        NotImplementedError: see :meth:`GatesApart.refuse_settings`.
     """
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
@@ -80,11 +72,7 @@ def wide_parameters(config: Any) -> AbstractContextManager[Any]:
 
 
 def refuse_fp8_weight(linear: Any) -> None:
-    """Refuse a weight that a quantization recipe stores in FP8, see :func:`wide_parameters`.
-
-    Raises:
-        NotImplementedError: it is.
-    """
+    """Refuse a weight that a quantization recipe stores in FP8, see :func:`wide_parameters`."""
     weight = getattr(linear, "weight", None)
     if weight is not None and stored_in_fp8(weight):
         raise NotImplementedError(
@@ -96,8 +84,10 @@ def refuse_fp8_weight(linear: Any) -> None:
 
 
 def runs_in_fp8(linear: Any) -> bool:
-    """Whether a call of ``linear`` would now be in FP8."""
-    return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(_fp8_is_on())
+    """Whether a call of ``linear`` would now be in FP8; without Transformer Engine none is."""
+    manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
+    is_on = manager is not None and manager.is_fp8_enabled()
+    return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(is_on)
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
@@ -121,12 +111,6 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
     return True
 
 
-def _fp8_is_on() -> bool:
-    """Whether Megatron's FP8 context is open; without Transformer Engine it has none."""
-    manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
-    return manager is not None and manager.is_fp8_enabled()
-
-
 class GatesApart(nn.Module):
     """Mixin before the class of a column-parallel linear."""
 
@@ -141,12 +125,7 @@ class GatesApart(nn.Module):
         self.refuse_settings()
 
     def refuse_settings(self) -> None:
-        """Refuse what the split cannot do.
-
-        Raises:
-            NotImplementedError: FP4 by the quantization recipe; weight gradients that are computed
-                later (``delay_wgrad_compute``).
-        """
+        """Refuse FP4 by the quantization recipe, and delayed weight gradients."""
         linear: Any = self
         of_module = getattr(linear, "te_quant_params", None)
         if of_module is not None:
@@ -194,8 +173,13 @@ class GatesApart(nn.Module):
             held["bias"] = bias[: self._main_rows]
         of_gates = self._norm_before(x, gate_weight)
         gates, handed = GateProduct.apply(*of_gates, self._gates_group, self.sequence_parallel)
-        with self._holding(held):
+        parameters: dict[str, Any] = self._parameters
+        kept = {name: parameters[name] for name in held}
+        parameters.update(held)
+        try:
             out, _ = super().forward(handed if of_gates[0] is x else x, *args, **kwargs)
+        finally:
+            parameters.update(kept)
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
@@ -229,16 +213,6 @@ class GatesApart(nn.Module):
                 vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
         return parts
 
-    @contextmanager
-    def _holding(self, tensors: dict[str, Tensor]) -> Iterator[None]:
-        held: dict[str, Any] = self._parameters
-        kept = {name: held[name] for name in tensors}
-        held.update(tensors)
-        try:
-            yield
-        finally:
-            held.update(kept)
-
 
 @cache
 def _apart(kind: type[nn.Module]) -> type[nn.Module]:
@@ -256,8 +230,7 @@ class _CutRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.weight = weight
-        ctx.first, ctx.added = first, added
+        ctx.weight, ctx.first, ctx.added = weight, first, added
         rows = weight.detach()
         return rows[:first], rows[first:]
 
@@ -266,11 +239,14 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         weight = ctx.weight
         if not ctx.added:
-            gradient = torch.zeros_like(weight)
-            if d_main is not None:
-                gradient[: ctx.first] = d_main
-            if d_gates is not None:
-                gradient[ctx.first :] = d_gates
+            gradient = torch.empty_like(weight)
+            for rows, d_rows in zip(
+                gradient.tensor_split([ctx.first]), (d_main, d_gates), strict=True
+            ):
+                if d_rows is None:
+                    rows.zero_()
+                else:
+                    rows.copy_(d_rows)
             return gradient, None, None
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None, None, None

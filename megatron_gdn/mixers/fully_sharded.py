@@ -26,8 +26,7 @@ NOT_BY_SECTION = (
 class Fp32Group(nn.Module):
     """The fp32 parameters of a mixer as a module of their own, which ``fully_shard`` takes.
 
-    The mixer keeps them under their names: what is set here is set there, and state dicts do not
-    show this module.
+    What is set here is set in the mixer, under the same names. State dicts do not show this module.
     """
 
     _mixer: Any
@@ -54,13 +53,9 @@ class Fp32Group(nn.Module):
 
 
 class ShardedApart(Fp32Parameters):
-    """Mixin for mixers whose fp32 parameters are gathered by themselves.
+    """Mixin for mixers whose fp32 parameters may be gathered by themselves."""
 
-    Attributes:
-        gathered: called once a forward, returns the whole parameters of
-            ``_keep_in_float32_parameter_names``; None where the parameters themselves are whole.
-    """
-
+    # Called once a forward, returns the whole parameters; None where they are whole themselves.
     gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
 
@@ -99,11 +94,7 @@ def fully_shard(
 
 
 def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
-    """Refuse before the first step what the first save would refuse.
-
-    Raises:
-        ValueError: a launch that saves files by section.
-    """
+    """Refuse before the first step what the first save would refuse."""
     given = launch_arguments()
     if given.get("save") and given.get("ckpt_format") == "torch_dist":
         raise ValueError(f"--save {given['save']}: {NOT_BY_SECTION}")

@@ -30,9 +30,6 @@ class GateProduct(torch.autograd.Function):
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
 
-    Over [T, D] that reads 3 times and writes twice; a gradient of its own, which autograd adds to
-    the linear's, reads 4 times and writes 3 times.
-
     Args:
         x: ``[S, B, D]``, the same on every rank; ``[s, B, D]``, this rank's tokens, with
             ``sequence_parallel``.
@@ -97,16 +94,16 @@ class GateProduct(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 d_gamma = (whole * outer).sum(0).to(gamma.dtype)
             if ctx.needs_input_grad[1]:
-                d_weight = outer if gamma is None else outer * gamma
-                if split:
-                    d_weight = _summed_rows(d_weight, group)
+                d_own = outer if gamma is None else outer * gamma
+                if split and group.size() > 1:
+                    every, d_own = d_own, d_own.new_empty(len(d_own) // group.size(), x.shape[-1])
+                    dist.reduce_scatter_tensor(d_own, every, group=group)
                 else:
-                    d_weight = d_weight.chunk(group.size())[group.rank()]
+                    d_own = d_own.chunk(group.size())[group.rank()]
                 if ctx.main_grad is None:
-                    d_weight = d_weight.to(whole.dtype)
+                    d_weight = d_own.to(whole.dtype)
                 else:
-                    ctx.main_grad.add_(d_weight)
-                    d_weight = None
+                    ctx.main_grad.add_(d_own)
         return d_x, d_weight, d_gamma, None, None, None
 
 
@@ -123,49 +120,37 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _gathered(rows: Tensor, group: Any) -> Tensor:
     """All ranks' rows ``[n p, D]``."""
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return rows
-    out = rows.new_empty(n * rows.shape[0], *rows.shape[1:])
+    out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
     dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
-    return out
-
-
-def _summed_rows(rows: Tensor, group: Any) -> Tensor:
-    """``[n p, D]`` summed over the ranks; this rank's ``[p, D]`` of it."""
-    n = group.size()
-    if n == 1:
-        return rows
-    out = rows.new_empty(rows.shape[0] // n, *rows.shape[1:])
-    dist.reduce_scatter_tensor(out, rows, group=group)
     return out
 
 
 def _gathered_columns(columns: Tensor, group: Any) -> Tensor:
     """``[S, B, p]`` to ``[S, B, n p]``."""
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return columns
     return _gathered(columns[None], group).movedim(0, 2).flatten(2)
 
 
 def _to_columns(whole: Tensor, group: Any) -> Tensor:
     """``[s, B, n p]``, all columns of this rank's tokens, to ``[S, B, p]``."""
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return whole
-    sent = whole.unflatten(2, (n, -1)).movedim(2, 0).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.flatten(0, 1)
+    return _exchanged(whole.unflatten(2, (group.size(), -1)).movedim(2, 0), group).flatten(0, 1)
 
 
 def _to_tokens(columns: Tensor, group: Any) -> Tensor:
     """``[S, B, p]`` to ``[s, B, n p]``."""
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return columns
-    sent = columns.unflatten(0, (n, -1)).contiguous()
+    return _exchanged(columns.unflatten(0, (group.size(), -1)), group).movedim(0, 2).flatten(2)
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    """Part r goes to rank r; the parts that came, in the order of their ranks."""
+    sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    return received.movedim(0, 2).flatten(2)
+    return received

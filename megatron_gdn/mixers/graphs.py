@@ -1,19 +1,84 @@
-"""CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers."""
+"""CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers.
+
+``cuda_graph_impl="local"`` gives a layer's capture a copy of each argument that is a dataclass. The
+copy's tensors are the graph's own: Megatron fills them before each replay, and refuses a step whose
+other fields differ from those at the capture. So a field holds the documents here: a captured layer
+reads their buffers, and documents in other buffers are refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..ops.static_documents import StaticDocuments
-from .fixed_buffers import FixedBuffers, StaticPackedSeqParams
 from .packing import static_documents_of
+
+# The field's name up to Megatron 0.20, and in Megatron-LM's dev branch.
+_OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
+
+_LEAVE_OUT = (
+    "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
+    "sequences."
+)
+_numbers = count()
+
+
+class _OfDocuments:
+    documents: StaticDocuments  # no field, so that Megatron does not compare the documents' own
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class FixedBuffers(_OfDocuments):
+    """Documents as Megatron compares them: by the number of their buffers."""
+
+    number: int
+
+    def __init__(self, documents: StaticDocuments) -> None:
+        vars(self).update(documents=documents, number=next(_numbers))
+
+
+@dataclass
+class StaticPackedSeqParams(PackedSeqParams):
+    """Made by :func:`static_packed_seq_params`; copies share its buffers."""
+
+    buffers: FixedBuffers | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        fields = {**vars(self), name: value}
+        buffers: FixedBuffers | None = fields.get("buffers")
+        # Megatron puts descriptions of tensors and then the graph's own tensors in their place.
+        if buffers is not None and not is_graph_capturing():
+            boundaries = buffers.documents.boundaries
+            for slot in _slots_of(fields):
+                given = fields[slot]
+                if given is not boundaries and (given is None or isinstance(given, Tensor)):
+                    raise ValueError(
+                        f"packed_seq_params.{slot} must stay the fixed buffer that these "
+                        f"packed_seq_params were made with: a graph would replay that one. Write "
+                        f"boundaries with megatron_gdn.set_documents, or make another "
+                        f"PackedSeqParams."
+                    )
+        super().__setattr__(name, value)
+
+
+def _slots_of(fields: dict[str, Any]) -> tuple[str, ...]:
+    """The fields that say where documents lie in the buffer."""
+    if fields["cu_seqlens_q_padded"] is not None:
+        queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
+    else:
+        queries = "cu_seqlens_q"
+        keys = "cu_seqlens_kv" if fields["cu_seqlens_kv_padded"] is None else "cu_seqlens_kv_padded"
+    return (queries,) if fields[keys] is None else (queries, keys)
 
 
 def static_packed_seq_params(
@@ -25,25 +90,20 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
-    there is one document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an
-    example.
+    Every replay uses the boundaries that :func:`set_documents` wrote last; before, there is one
+    document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an example.
 
     Args:
         total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
             micro-batch (make padding at the end a document of its own).
-        max_documents: the most documents of a micro-batch. Kernels run for all of them and skip the
-            empty ones.
+        max_documents: of a micro-batch. Kernels run for all of them and skip the empty ones.
         max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
             embeddings read on the host; no document may be longer. None is ``total_tokens``.
         device: where the layers run.
 
     Returns:
-        ``PackedSeqParams``: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor
-        ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
-
-    Raises:
-        ValueError: no token, no document, or documents that are too few and short for the tokens.
+        ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor ``[max_documents + 1]``, whose
+        unused entries are ``total_tokens``.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
@@ -66,9 +126,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
             ``total_tokens``; padded offsets if documents have padded slots.
 
     Raises:
-        TypeError: ``params`` of another kind.
-        ValueError: too many or too long documents, or offsets that do not fit. Offsets on the GPU
-            are checked there, by an assertion.
+        ValueError: offsets that do not fit. Those on the GPU are checked there, by an assertion.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -82,9 +140,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 def in_layer_graph(config: TransformerConfig) -> bool:
     """Whether Megatron captures the mixer of a transformer layer in a graph of the layer.
 
-    Raises:
-        ValueError: Megatron captures it, and micro-batches bring their own context-parallel groups
-            and packed documents, which no graph of a layer takes.
+    Refused where micro-batches bring their own context-parallel groups and packed documents.
     """
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
@@ -104,12 +160,7 @@ def in_layer_graph(config: TransformerConfig) -> bool:
 
 
 def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
-    """Refuse packed documents that a graph of the layer would replay for every micro-batch.
-
-    Raises:
-        NotImplementedError: Megatron captures the layer, and the documents are not in fixed
-            buffers, or its graphs are Transformer Engine's.
-    """
+    """Refuse packed documents that a graph of the layer would replay for every micro-batch."""
     if not in_layer_graph(config):
         return
     impl = config.cuda_graph_impl
@@ -133,10 +184,7 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
 
     Megatron has one ``cuda_graph_modules`` for all layers, and the rotation of packed documents
     reads boundaries on the host unless ``apply_rope_fusion`` is on: no graph can be made of it.
-    Call it before the first step.
-
-    Returns:
-        The layers that were left out.
+    Call it before the first step. It returns the layers that were left out.
     """
     left = [
         layer
@@ -147,12 +195,3 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
     for layer in left:
         del layer.cudagraph_manager
     return left
-
-
-# The field's name up to Megatron 0.20, and in Megatron-LM's dev branch.
-_OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
-
-_LEAVE_OUT = (
-    "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
-    "sequences."
-)

@@ -51,9 +51,8 @@ def only_waits_for_parameters(module: nn.Module) -> bool:
 def wait_for_parameters(module: nn.Module) -> None:
     """Run the pre-hooks by which Megatron's data-parallel wrappers wait for a gather.
 
-    With ``overlap_param_gather`` a module's parameters hold the last step's values until the gather
-    is complete; under Megatron-FSDP they may have no memory. These hooks read only the module, not
-    its inputs.
+    Until it is complete, parameters hold the last step's values (``overlap_param_gather``) or have
+    no memory (Megatron-FSDP). These hooks do not read a call's inputs.
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
@@ -83,16 +82,14 @@ def parameters_waited_for(module: nn.Module) -> Iterator[None]:
 def require_plain_conv(conv: nn.Module) -> None:
     """Refuse a ``conv1d`` that is not torch's ``Conv1d`` with stride and dilation 1.
 
-    The mixer reads its weight and bias (parametrised ones too) and computes the convolution itself,
-    so the result would lack what an adapter or another forward adds. accelerate's forward is
-    accepted: it only moves inputs between devices. So is modelopt's class with its quantizers off.
-
-    Raises:
-        NotImplementedError: names the class.
+    The mixer reads its weight and bias (parametrised ones too), so the result would lack what an
+    adapter or another forward adds. accelerate's forward, which only moves inputs between devices,
+    is accepted, and so is modelopt's class with its quantizers off.
     """
     own = vars(conv)
     plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
-    plain = plain or _is_not_quantized(conv)
+    if any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__):
+        plain = plain or not any(part.is_enabled for part in conv.children())
     if not plain or not conv.dilation == conv.stride == (1,):
         raise NotImplementedError(
             f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "
@@ -102,20 +99,10 @@ def require_plain_conv(conv: nn.Module) -> None:
         )
 
 
-def _is_not_quantized(conv: nn.Module) -> bool:
-    """Whether the class is modelopt's, which it gives every convolution, and all it adds is off."""
-    of_modelopt = any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__)
-    return of_modelopt and not any(part.is_enabled for part in conv.children())
-
-
 def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
     """Run all pre-hooks of a module that is computed elsewhere, with the input of a real call.
 
-    Args:
-        rows: makes that input; called only if there are pre-hooks.
-
-    Raises:
-        NotImplementedError: a hook returned another input, which would be ignored.
+    ``rows`` makes that input. A hook that returns another one is refused.
     """
     name = type(module).__name__
     own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -129,20 +116,17 @@ def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
         return
     given = (rows(),)
     for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
+        added: dict[str, Any] = {}
         if key in module._forward_pre_hooks_with_kwargs:
             returned: Any = hook(module, given, {})
-            same = returned is None or (_same(returned[0], given) and not returned[1])
+            returned, added = (None, {}) if returned is None else returned
         else:
             returned = hook(module, given)
-            same = returned is None or _same(returned, given)
-        if not same:
+        if isinstance(returned, tuple) and len(returned) == 1:
+            returned = returned[0]
+        if added or not (returned is None or returned is given[0]):
             raise NotImplementedError(
                 f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned another input. "
                 f"The mixer computes this module from the projection's rows, so a hook may read "
                 f"them and return None; to change them, hook in_proj's output."
             )
-
-
-def _same(returned: Any, given: tuple[Tensor]) -> bool:
-    one = returned[0] if isinstance(returned, tuple) and len(returned) == 1 else returned
-    return one is given[0]

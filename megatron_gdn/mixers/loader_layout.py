@@ -11,12 +11,9 @@ A rank sees only its own tokens, which do not show where they were cut. These so
 
 Both ``cp_partition_mode`` are fields of newer Megatrons. Their default, ``"zigzag"``, says nothing,
 except that a micro-batch with it contradicts a config with ``"contiguous"``. If a micro-batch says
-its cut, Megatron's arguments are not read: Megatron's ``get_batch`` sets no mode, so another loader
-made this micro-batch. Sources that contradict each other are refused. If none says anything, every
-document is cut by itself.
-
-Every loader of Megatron cuts batches that are not packed in zigzag. For these batches only
-``cp_layout`` is read; all other sources are about packed documents.
+its cut, Megatron's arguments are not read: its ``get_batch`` sets no mode, so another loader made
+this one. If no source says anything, every document is cut by itself. Every loader of Megatron cuts
+batches that are not packed in zigzag; for these only ``cp_layout`` is read.
 """
 
 from __future__ import annotations
@@ -52,34 +49,29 @@ class _Said(NamedTuple):
     source: str
     layout: SequenceLayout
 
+    def words(self) -> str:
+        if not self.source.startswith("--"):
+            return self.source
+        return f"{self.source} (with which Megatron's loader cuts {str(self.layout)!r})"
+
 
 class LoaderLayout:
     """The layout of every micro-batch that a layer is given.
 
     Args:
         option: ``cp_layout`` as the user gave it, ``"auto"`` or one of
-            :class:`..context_parallel.SequenceLayout`.
+            :class:`..context_parallel.SequenceLayout`; others are refused.
         config: Megatron's; may be replaced.
-
-    Raises:
-        ValueError: an option that is none of these.
     """
 
-    _option: str | SequenceLayout
-    _of_batches: SequenceLayout
-    _found: dict[tuple, SequenceLayout]
-
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
-        self.config, self._found = config, {}
+        self.config = config
+        self._found: dict[tuple, SequenceLayout] = {}
         self.option = option
 
     @property
     def option(self) -> str | SequenceLayout:
-        """``cp_layout``; may be set.
-
-        Raises:
-            ValueError: as the constructor; the option stays what it was.
-        """
+        """``cp_layout``; may be set."""
         return self._option
 
     @option.setter
@@ -89,33 +81,27 @@ class LoaderLayout:
                 f"unknown context-parallel layout {option!r}; use one of "
                 f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
             )
-        self._option = AUTO if option == AUTO else SequenceLayout(option)
-        self._of_batches = SequenceLayout.ZIGZAG if self._option == AUTO else self._option
+        self._option = option if option == AUTO else SequenceLayout(option)
+        self._of_batches = SequenceLayout(SequenceLayout.ZIGZAG if option == AUTO else option)
         self._found.clear()
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
-        """How this micro-batch was cut.
-
-        Args:
-            packed: the boundaries of its documents; None for a batch that is not packed.
-
-        Raises:
-            ValueError: two sources contradict each other, or an unknown ``cp_partition_mode``.
-        """
+        """How this micro-batch was cut; sources that contradict each other are refused."""
         if packed is None:
             return self._of_batches
         return self._of_mode(getattr(packed, "cp_partition_mode", None))
 
     def expected(self) -> SequenceLayout:
-        """How packed micro-batches without ``cp_partition_mode`` are cut; errors as :meth:`of`."""
+        """How packed micro-batches without ``cp_partition_mode`` are cut."""
         return self._of_mode(None)
 
     def _of_mode(self, mode: str | None) -> SequenceLayout:
-        key = mode, getattr(self.config, "cp_partition_mode", None), _arguments()
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._resolve(*key)
-        return found
+        given = launch_arguments()
+        arguments = tuple([given.get(name) for name in _ARGUMENTS]) if given else ()
+        key = mode, getattr(self.config, "cp_partition_mode", None), arguments
+        if key not in self._found:
+            self._found[key] = self._resolve(*key)
+        return self._found[key]
 
     def _resolve(
         self, mode: str | None, by_config: str | None, arguments: tuple[Any, ...]
@@ -132,7 +118,12 @@ class LoaderLayout:
             said.append(by_launch)
         for one in said[1:]:
             if one.layout is not said[0].layout:
-                raise ValueError(_complaint(said[0], one))
+                raise ValueError(
+                    f"{said[0].words()} and {one.words()} contradict each other about how packed "
+                    f"documents were cut over context-parallel ranks; tokens would be taken for "
+                    f"others. Leave the layer's option cp_layout at 'auto', and let config and "
+                    f"packed_seq_params name what the loader does."
+                )
         layout, why = SequenceLayout.ZIGZAG, "nothing says otherwise"
         if said:
             layout, why = said[0].layout, ", ".join(one.source for one in said)
@@ -150,11 +141,7 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """The option; a new value is used from the next forward. Give all layers the same.
-
-        Raises:
-            ValueError: an unknown layout.
-        """
+        """The option; a new value is used from the next forward. Give all layers the same."""
         return self.loader_layout.option
 
     @cp_layout.setter
@@ -171,12 +158,6 @@ def _parse_mode(mode: str) -> SequenceLayout:
     return SequenceLayout(mode)
 
 
-def _arguments() -> tuple[Any, ...]:
-    """Values of the Megatron arguments that decide the cut; () outside a launch of Megatron."""
-    given = launch_arguments()
-    return tuple([given.get(name) for name in _ARGUMENTS]) if given else ()
-
-
 def _said_by(arguments: tuple[Any, ...]) -> _Said | None:
     """The cut of packed documents in ``get_batch`` of pretrain_hybrid.py and pretrain_gpt.py."""
     if not arguments:
@@ -184,24 +165,11 @@ def _said_by(arguments: tuple[Any, ...]) -> _Said | None:
     scheduler, hybrid, sft, whole_buffer = arguments
     if scheduler is not None:  # in newer Megatrons; it cuts by config.cp_partition_mode
         return None
-    if hybrid:
-        return _Said("--hybrid-context-parallel", SequenceLayout.ZIGZAG_BUFFER)
-    if sft:
-        return _Said("--sft", SequenceLayout.ZIGZAG)
-    if whole_buffer:
-        return _Said("--dataloader-inter-document-masking", SequenceLayout.ZIGZAG_BUFFER)
+    for flag, is_given, layout in (
+        ("--hybrid-context-parallel", hybrid, SequenceLayout.ZIGZAG_BUFFER),
+        ("--sft", sft, SequenceLayout.ZIGZAG),
+        ("--dataloader-inter-document-masking", whole_buffer, SequenceLayout.ZIGZAG_BUFFER),
+    ):
+        if is_given:
+            return _Said(flag, layout)
     return None
-
-
-def _complaint(one: _Said, other: _Said) -> str:
-    def words(said: _Said) -> str:
-        if not said.source.startswith("--"):
-            return said.source
-        return f"{said.source} (with which Megatron's loader cuts {str(said.layout)!r})"
-
-    return (
-        f"{words(one)} and {words(other)} contradict each other about how packed documents were "
-        f"cut over context-parallel ranks; tokens would be taken for others. Leave the layer's "
-        f"option cp_layout at 'auto', and let config and packed_seq_params name what the loader "
-        f"does."
-    )

@@ -1,11 +1,9 @@
 """How one micro-batch runs: its documents, its scheme, its rule. Decided here and nowhere else.
 
-None of this is certain when a layer is built. Megatron builds models on the CPU
-(``--use-cpu-initialization``) or the meta device and moves them later. ``Float16Module`` casts
-them, a config may say ``bf16=True`` without a ``params_dtype``, and a micro-batch may bring its own
-context-parallel group. So a layer chooses for the expected case when it is built, and again when
-rows of another kind arrive. Choices are kept and looked up by the identity of the documents, since
-hashing and pricing many lengths takes longer than a launch.
+None of this is certain when a layer is built: models are moved and cast later, and a micro-batch
+may bring its own context-parallel group. So a layer chooses for the expected case when it is built,
+and again when rows of another kind arrive. Choices are looked up by the identity of the documents,
+since hashing and pricing many lengths takes longer than a launch.
 
 Legend: s this rank's tokens, S tokens of the rows that the mixer runs on, B batch, P projection
 width.
@@ -56,21 +54,13 @@ class ChooseRule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch and how it runs.
+    """One micro-batch and how it runs."""
 
-    Attributes:
-        documents: packed into the one batch row; None when not packed.
-        tokens: of one batch row, over all context-parallel ranks.
-        rule: the recurrence.
-        scheme: where the mixer runs.
-        passage: how the rows get there and back.
-    """
-
-    documents: Documents | None
-    tokens: int
-    rule: Rule
-    scheme: Scheme
-    passage: Passage
+    documents: Documents | None  # packed into the one batch row
+    tokens: int  # of one batch row, over all context-parallel ranks
+    rule: Rule  # the recurrence
+    scheme: Scheme  # where the mixer runs
+    passage: Passage  # how the rows get there and back
 
     @property
     def rows_stay(self) -> bool:
@@ -98,16 +88,15 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on. They are aligned
-    (:mod:`..ops.aligned`) while ``config.batch_invariant_mode`` is on.
+    ``torch.use_deterministic_algorithms`` is on. They are aligned (:mod:`..ops.aligned`) while
+    ``config.batch_invariant_mode`` is on.
 
     Args:
         config: rows are expected in its dtype, on a GPU if there is one.
         layout: projection columns of one tensor-parallel rank.
         state: the states of its heads.
         taps: of the convolution.
-        group: the context-parallel group of micro-batches that do not bring their own; may be
-            replaced, see :meth:`use_group`.
+        group: the context-parallel group of micro-batches that do not bring their own.
         loader_layout: how micro-batches were cut.
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`..context_parallel.price`; None: the config's, else auto.
@@ -117,7 +106,7 @@ class MicroBatches:
         mixer, recurrence: their names in the log.
 
     Raises:
-        ValueError: headwise is asked for and the heads cannot be split over ``group``; and what
+        ValueError: headwise is asked for and the heads cannot be split over ``group``; what
             ``choose_rule`` raises for the expected rows; a bad ``cp_ranks_per_machine``.
     """
 
@@ -144,7 +133,8 @@ class MicroBatches:
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
-        self.latest_rule = self.rule_for(_expected_device(), _expected_dtype(config))
+        expected = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.latest_rule = self.whole(expected, _expected_dtype(config)).rule
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
@@ -168,15 +158,13 @@ class MicroBatches:
         """
         alone = group is None or group.size() == 1
         layout = _WHATEVER if alone else self._loader_layout.expected()
-        schemes = self._schemes_of(group, self.latest_rule, layout)
+        rule = self.latest_rule
+        only = self._schemes_of(group, rule, layout).only()
         self._group = group
-        self._prepare(self.latest_rule, schemes.only())
-
-    def _prepare(self, rule: Rule, scheme: Scheme | None) -> None:
-        """Prepare the expected rule for its rows, if every micro-batch has the same scheme."""
-        if scheme is not None and isinstance(rule, PreparedRule):
-            states = scheme.name == LinearCpMode.CHUNKWISE
-            rule.prepare(scheme.layout, _expected_dtype(self._config), states)
+        # Every micro-batch will have this scheme, so kernels can be compiled now.
+        if only is not None and isinstance(rule, PreparedRule):
+            states = only.name == LinearCpMode.CHUNKWISE
+            rule.prepare(only.layout, _expected_dtype(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
         """How the micro-batch of these projection rows runs.
@@ -187,13 +175,9 @@ class MicroBatches:
             group: used if ``packed`` has none; None: the layer's.
 
         Raises:
-            TypeError, ValueError: boundaries that do not fit, see
-                :func:`.packing.resolve_packed_seq_params`.
-            ValueError: sources that contradict each other about the cut of the documents, see
-                :mod:`.loader_layout`; ranks that disagree (see
-                :mod:`..context_parallel.agreement`), a batch of packed rows, ``local_cp_size`` that
-                is not the size of ``cp_group``; or the constructor's errors, for a new group,
-                device or dtype.
+            TypeError, ValueError: see :func:`.packing.resolve_packed_seq_params`,
+                :mod:`.loader_layout` and :mod:`..context_parallel.agreement`; a batch of packed
+                rows; and the constructor's errors, for a new group, device or dtype.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
@@ -212,8 +196,8 @@ class MicroBatches:
         key = (stream_of_tables(), documents, group, layout, self._modes(), s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
-            rule = self.rule_for(device, dtype)
-            scheme = self._choose(group, rule, layout, tokens, B, documents, dtype, device)
+            rule = self.whole(device, dtype).rule
+            scheme = self._choose(group, rule, layout, documents, proj_sBP)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
             if len(self._made) >= _MOST_MICRO_BATCHES:
@@ -227,10 +211,6 @@ class MicroBatches:
         config = self._config
         deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         return deterministic, config.batch_invariant_mode
-
-    def rule_for(self, device: torch.device, dtype: torch.dtype) -> Rule:
-        """The rule for rows of this kind in the current modes; errors as the constructor."""
-        return self.whole(device, dtype).rule
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """How whole sequences on this rank run, as in generation; for any number of tokens."""
@@ -247,16 +227,13 @@ class MicroBatches:
         found = self._schemes.get((group, rule, layout))
         if found is None:
             if len(self._schemes) >= _MOST_GROUPS:
-                self._forget_oldest_group()
+                others = (key for key in self._schemes if key[0] is not self._group)
+                gone = self._schemes.pop(next(others, next(iter(self._schemes))))
+                # Its micro-batches would keep the group's schemes alive.
+                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
             found = self._possible(group, rule, layout)
             self._schemes[group, rule, layout] = found
         return found
-
-    def _forget_oldest_group(self) -> None:
-        """Also forget the group's micro-batches, which would keep its schemes alive."""
-        others = (key for key in self._schemes if key[0] is not self._group)
-        gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-        self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
 
     def _possible(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
         if group is None or group.size() == 1:
@@ -264,8 +241,15 @@ class MicroBatches:
         headwise = None
         if self._mode is not LinearCpMode.CHUNKWISE:
             try:
-                headwise = self._headwise(group, rule, layout)
+                headwise = Headwise(self._layout, group, layout)
+                heads = headwise.layout.state_heads
+                if (why := rule.why_not_heads(heads)) is not None:
+                    raise ValueError(
+                        f"context_parallel_size={group.size()} leaves {heads} value heads on a "
+                        f"rank, and {why}. Use fewer ranks or backend='fla'."
+                    )
             except ValueError as error:
+                headwise = None
                 if self._mode is LinearCpMode.HEADWISE:
                     words = f"{error} Or set linear_cp_mode='chunkwise'."
                     raise type(error)(words) from None
@@ -273,103 +257,66 @@ class MicroBatches:
             return _Schemes(headwise)
         # One exchange of maps for all documents: the other one adds in another order.
         exchange = "share" if rule.batch_invariant else None
-        return _Schemes(
-            headwise,
-            Chunkwise(
-                self._layout, self._state, self._taps, group, layout, exchange,
-                cp_ranks_per_machine=self._per_machine,
-            ),
+        chunkwise = Chunkwise(
+            self._layout, self._state, self._taps, group, layout, exchange,
+            cp_ranks_per_machine=self._per_machine,
         )  # fmt: skip
-
-    def _headwise(self, group: Any, rule: Rule, layout: SequenceLayout) -> Headwise:
-        scheme = Headwise(self._layout, group, layout)
-        heads = scheme.layout.state_heads
-        why = rule.why_not_heads(heads)
-        if why is not None:
-            raise ValueError(
-                f"context_parallel_size={group.size()} leaves {heads} value heads on a rank, and "
-                f"{why}. Use fewer ranks or backend='fla'."
-            )
-        return scheme
+        return _Schemes(headwise, chunkwise)
 
     def _choose(
-        self,
-        group: Any,
-        rule: Rule,
-        layout: SequenceLayout,
-        tokens: int,
-        rows: int,
-        documents: Documents | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
+        only, headwise = schemes.only(), schemes.headwise
+        static, tree = (isinstance(documents, kind) for kind in (StaticDocuments, TreeDocuments))
         aligned = self._config.batch_invariant_mode
-        if aligned and isinstance(documents, StaticDocuments):
+        if aligned and static:
             raise NotImplementedError(
                 "documents in fixed buffers run without batch_invariant_mode: its chunks "
                 "lie where the documents of one micro-batch begin. Switch it off, or give "
                 "ordinary packed documents outside of graphs."
             )
-        if isinstance(documents, TreeDocuments):
-            return self._of_trees(schemes)
-        only = schemes.only()
-        if only is not None:
-            self._announce(only, "the only one that these heads and this backend leave")
-            return only
-        assert schemes.headwise is not None and group is not None
-        if isinstance(documents, StaticDocuments):
-            self._announce(schemes.headwise, "the one that runs documents in fixed buffers")
-            return schemes.headwise
-        if aligned:
-            self._announce(schemes.headwise, "the one that keeps batch_invariant_mode's bits")
-            return schemes.headwise
-        lengths = None if documents is None else documents.lengths
-        per_machine = ranks_per_machine(group, self._per_machine, device)
-        cost = price(
-            self._state, schemes.headwise.layout, group.size(), layout,
-            tokens, rows, lengths, dtype.itemsize, per_machine,
-        )  # fmt: skip
-        scheme = getattr(schemes, cost.cheaper)
-        self._announce(
-            scheme,
-            f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
-            f"sequences over {group.size()} ranks, {per_machine} per machine: it adds to a forward "
-            f"{cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise",
-        )
-        return scheme
-
-    def _of_trees(self, schemes: _Schemes) -> Scheme:
-        """The scheme of documents that continue others: all their tokens lie on one rank.
-
-        Raises:
-            NotImplementedError: only chunkwise can run, or ``config.batch_invariant_mode`` is on.
-        """
-        if self._config.batch_invariant_mode:
+        if aligned and tree:
             raise NotImplementedError(
                 "documents that continue others run without config.batch_invariant_mode: its "
                 "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
                 "sequences separately."
             )
-        scheme = schemes.whole or schemes.headwise
-        if scheme is None:
-            raise NotImplementedError(
-                "documents that continue others run on whole sequences, and these layers can only "
-                "run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
-                "context-parallel ranks can share, or pack the sequences separately."
+        if tree:  # all its tokens must lie on one rank
+            why = "the one that runs documents that continue others"
+            scheme = schemes.whole or headwise
+            if scheme is None:
+                raise NotImplementedError(
+                    "documents that continue others run on whole sequences, and these layers can "
+                    "only run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
+                    "context-parallel ranks can share, or pack the sequences separately."
+                )
+        elif only is not None:
+            scheme, why = only, "the only one that these heads and this backend leave"
+        elif static:
+            scheme, why = headwise, "the one that runs documents in fixed buffers"
+        elif aligned:
+            scheme, why = headwise, "the one that keeps batch_invariant_mode's bits"
+        else:
+            assert headwise is not None
+            tokens, rows = len(x) * group.size(), x.shape[1]
+            lengths = None if documents is None else documents.lengths
+            per_machine = ranks_per_machine(group, self._per_machine, x.device)
+            cost = price(
+                self._state, headwise.layout, group.size(), layout,
+                tokens, rows, lengths, x.dtype.itemsize, per_machine,
+            )  # fmt: skip
+            scheme = getattr(schemes, cost.cheaper)
+            why = (
+                f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
+                f"sequences over {group.size()} ranks, {per_machine} per machine: it adds to a "
+                f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise"
             )
-        self._announce(scheme, "the one that runs documents that continue others")
-        return scheme
-
-    def _announce(self, scheme: Scheme, why: str) -> None:
-        """Log the scheme that ``auto`` takes, the first time that it takes it."""
+        assert scheme is not None
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True
             log_once(f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
-
-
-def _expected_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return scheme
 
 
 def _expected_dtype(config: TransformerConfig) -> torch.dtype:

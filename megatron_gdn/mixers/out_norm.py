@@ -34,17 +34,16 @@ def _is_plain(module: Any) -> bool:
         return False
     if cls in _PLAIN_FORWARDS:
         return cls.forward is _PLAIN_FORWARDS[cls]
-    package = "transformer_engine"
-    if cls.__name__ != "RMSNorm" or cls.__module__.split(".")[0] != package:
+    if cls.__name__ != "RMSNorm":
         return False
-    return cls.forward.__module__.split(".")[0] == package
+    return all(one.__module__.split(".")[0] == "transformer_engine" for one in (cls, cls.forward))
 
 
 def is_plain_rms_norm(module: Any) -> bool:
     """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
 
-    False for other classes, subclasses, parametrised weights, a replaced ``forward``, or hooks
-    except those of :func:`wait_for_parameters`. Such a module is called as it is.
+    Not so: other classes, subclasses, parametrised weights, a replaced ``forward``, and hooks other
+    than those of :func:`wait_for_parameters`.
     """
     return _is_plain(module) and only_waits_for_parameters(module)
 
@@ -59,12 +58,9 @@ def norm_of(
         layout: of the rows with its gate.
         activation: of the gate, ``"silu"`` or ``"sigmoid"``.
     """
-    if has_hooks(module):
-        plain = is_plain_rms_norm(module)
-        if plain:
-            wait_for_parameters(module)
-    else:
-        plain = _is_plain(module)
+    plain, hooked = _is_plain(module), has_hooks(module)
+    if plain and hooked and (plain := only_waits_for_parameters(module)):
+        wait_for_parameters(module)
     if plain:
         gamma = module.weight if group is None else sum_gradient(module.weight, group)
         zero_centered = bool(getattr(module, "zero_centered_gamma", False))

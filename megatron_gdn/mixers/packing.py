@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ from ..ops.trees import TreeDocuments
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
-
-    from .fixed_buffers import FixedBuffers
 
 _RESOLVED = "_megatron_gdn_documents"
 _PARENTS = "_megatron_gdn_parents"
@@ -58,24 +57,19 @@ class _Resolved(NamedTuple):
 
     def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
         """Whether the same tensors hold the same offsets, for the same rows."""
-        return (
-            params.qkv_format == self.layout
-            and params.__dict__.get(_PARENTS) == self.parents
-            and all(
-                look.still_holds(getattr(params, name))
-                for name, look in zip(_BOUNDARIES, self.looks, strict=True)
-            )
-            and self.documents.total_tokens == tokens
-            and self.documents.device == device
-        )
+        documents, given = self.documents, params.__dict__.get(_PARENTS)
+        if (params.qkv_format, given) != (self.layout, self.parents):
+            return False
+        if (tokens, device) != (documents.total_tokens, documents.device):
+            return False
+        looks = zip(_BOUNDARIES, self.looks, strict=True)
+        return all(look.still_holds(getattr(params, name)) for name, look in looks)
 
     def here(self) -> Documents:
         stream = stream_of_tables()
-        found = self.of_streams.get(stream)
-        if found is None:
-            found = replace(self.documents)
-            self.of_streams[stream] = found
-        return found
+        if stream not in self.of_streams:
+            self.of_streams[stream] = replace(self.documents)
+        return self.of_streams[stream]
 
 
 def resolve_packed_seq_params(
@@ -84,16 +78,15 @@ def resolve_packed_seq_params(
     """The document boundaries of a packed micro-batch; None when it is not packed.
 
     The first layer of a micro-batch resolves and checks them, which reads ``cu_seqlens`` from the
-    device once; the result is kept on ``params``, where all other layers (and recomputation)
-    find it. They check that the offsets are still the same: on the CPU by value, on a GPU by
-    torch's version counter. Collectives and writes to ``.data`` do not raise this counter: give
-    every micro-batch a PackedSeqParams of its own, or at least new tensors. A recomputed forward
-    (Megatron's or torch's checkpoint) must find the same boundaries as the first forward.
+    device once. All other layers (and recomputation) find the result on ``params`` and check that
+    the offsets are still the same: on the CPU by value, on a GPU by torch's version counter.
+    Collectives and writes to ``.data`` do not raise this counter: give every micro-batch a
+    PackedSeqParams of its own, or at least new tensors.
 
     Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
-    before any context-parallel split. Padding is at the end of a document's slot, so the document's
-    tokens do not see it in a causal layer. Padding rows must be finite (gradients of the weights
-    are sums over all rows, and 0 * NaN is NaN). Their outputs mean nothing: mask the loss.
+    before any context-parallel split. Padding is at the end of a document's slot, where a causal
+    layer's tokens do not see it. Its rows must be finite (gradients of the weights are sums over
+    all rows, and 0 * NaN is NaN). Their outputs mean nothing: mask the loss.
 
     Args:
         params: as Megatron passes it to a layer. ``qkv_format="thd"`` is packed, and so is None
@@ -103,42 +96,38 @@ def resolve_packed_seq_params(
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than the first.
-        TypeError: boundaries that are not tensors.
-        ValueError: another ``qkv_format``, or one that contradicts the boundaries; boundaries on
-            the meta device; no boundaries, boundaries that do not start at 0, decrease or end
-            elsewhere than at ``total_tokens``, other boundaries for keys than for queries, or a
-            document longer than its padded slot.
-        NotImplementedError: a CUDA graph is being captured; it would replay these boundaries for
-            every micro-batch. Those of :func:`.graphs.static_packed_seq_params` can
-            be captured.
+        TypeError, ValueError: boundaries or a ``qkv_format`` that do not fit.
+        NotImplementedError: a CUDA graph is being captured, and the boundaries are not those of
+            :func:`.graphs.static_packed_seq_params`.
     """
     if params is None:
         return None
-    static = static_documents_of(params)
-    known: _Resolved | None = params.__dict__.get(_RESOLVED)
-    if (
-        known is not None
-        and static is None
-        and not _is_captured(device)
-        and known.still_holds(params, total_tokens, device)
-    ):
+    if (static := static_documents_of(params)) is not None:
+        return _fitting(static, total_tokens, device) if _is_packed(params) else None
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
+    if known is not None and known.still_holds(params, total_tokens, device):
         return known.here()
     if not _is_packed(params):
         return None
-    if static is not None:
-        return _fitting(static, total_tokens, device)
-    if _is_captured(device):
+    if captured:
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
             "host, and a replay would use those of the captured micro-batch. Pass "
             "megatron_gdn.static_packed_seq_params(...), whose boundaries lie in fixed buffers; or "
             "leave this layer out of the graphs, or train on unpacked sequences."
         )
-    sources = tuple(_tensor(params, name) for name in _BOUNDARIES)
-    if any(source is not None and source.is_inference() for source in sources):
-        # torch does not record writes to such a tensor, so nothing is remembered.
-        return _as_tree(_resolve(sources, total_tokens, device), params)
+    for name in _BOUNDARIES:
+        offsets = getattr(params, name)
+        if offsets is not None and not isinstance(offsets, torch.Tensor):
+            raise TypeError(
+                f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
+                f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
+            )
+    sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     documents = _as_tree(_resolve(sources, total_tokens, device), params)
+    if any(source is not None and source.is_inference() for source in sources):
+        return documents  # torch does not record writes to such a tensor: nothing is remembered
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
@@ -149,18 +138,14 @@ def resolve_packed_seq_params(
     return documents
 
 
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _is_recomputed() -> bool:
-    """Whether this is a forward in a backward: a checkpoint computes it again."""
+    """Whether this is a forward in a backward, as of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     """The documents in the fixed buffers of ``params``; None if it has none."""
-    buffers: FixedBuffers | None = params.__dict__.get("buffers")
+    buffers = params.__dict__.get("buffers")
     return None if buffers is None else buffers.documents
 
 
@@ -170,11 +155,7 @@ def give_parents(params: PackedSeqParams, parents: Sequence[int]) -> None:
 
 
 def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
-    """The documents with their parents, if they have any.
-
-    Raises:
-        ValueError: parents and no ``qkv_format`` that says so, or the reverse.
-    """
+    """The documents with their parents, if they have any."""
     parents = params.__dict__.get(_PARENTS)
     if (parents is not None) != (params.qkv_format == TREE):
         had = "no parents" if parents is None else "parents of its documents"
@@ -232,16 +213,6 @@ def _is_packed(params: PackedSeqParams) -> bool:
     return bool(given)
 
 
-def _tensor(params: PackedSeqParams, name: str) -> torch.Tensor | None:
-    offsets = getattr(params, name)
-    if offsets is not None and not isinstance(offsets, torch.Tensor):
-        raise TypeError(
-            f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
-            f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
-        )
-    return offsets
-
-
 def _resolve(
     sources: Sequence[torch.Tensor | None], total_tokens: int, device: torch.device
 ) -> Documents:
@@ -266,8 +237,7 @@ def _resolve(
                 f"so they must agree."
             )
     if q_padded is not None and q is not None and q is not q_padded:
-        offsets = q.tolist()
-        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(q.tolist())]
         if len(lengths) != len(documents.lengths) or any(
             not 0 <= length <= slot for length, slot in zip(lengths, documents.lengths, strict=True)
         ):
@@ -280,14 +250,7 @@ def _resolve(
 
 
 def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
-    """The context-parallel group of a micro-batch: its own if it brings one, else ``group``.
-
-    Returns:
-        a process group, or None: this rank alone.
-
-    Raises:
-        ValueError: ``local_cp_size`` is not the size of ``cp_group``.
-    """
+    """The context-parallel group of a micro-batch, or ``group``; None is this rank alone."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
     group, size = packed.cp_group, packed.local_cp_size

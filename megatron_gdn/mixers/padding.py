@@ -1,7 +1,6 @@
 """Padded batches with a mask of documents: packed into one row, end to end, and unpacked again.
 
-A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding. A plain
-0/1 mask is the case of one document per row.
+A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding.
 
 Legend: B batch, S tokens of a padded row, N documents, T tokens that are not padding, P rows of the
 packed sequence (T, or more if documents have padded slots).
@@ -9,6 +8,7 @@ packed sequence (T, or more if documents have padded slots).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +32,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
             skipped, and padding may be before, between and after documents.
 
     Raises:
-        ValueError: not a tensor of integers ``[B, S]``, or one on the meta device; negative ids,
-            ids that decrease along a row, or padding inside a document.
+        ValueError: another kind of mask, ids that decrease along a row, padding inside a document.
     """
     return read_mask(mask).lengths
 
@@ -49,7 +48,7 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     token_T, _, lengths = read_mask(mask)
     device = mask.device
-    return to_device(token_T, device), _cu_seqlens(lengths, device), max(lengths, default=0)
+    return to_device(token_T, device), cu_seqlens(lengths, device), max(lengths, default=0)
 
 
 def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
@@ -75,12 +74,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
         ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch of nothing but padding
         gives one empty document.
-
-    Raises:
-        ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     layout = _layout(mask, multiple_of)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
@@ -89,25 +83,14 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         )
     pack, unpack = layout.tables(x.device)
     packed = TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
-    cu_seqlens = _cu_seqlens(layout.lengths, x.device)
-    cu_padded: Any = None if multiple_of == 1 else _cu_seqlens(layout.slots, x.device)
-    longest = max(layout.slots)
-    return packed, PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_padded,
-        cu_seqlens_kv_padded=cu_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    slots = None if multiple_of == 1 else layout.slots
+    return packed, params_of("thd", layout.lengths, slots, max(layout.slots), x.device)
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
     """Move packed rows back to their places in the padded batch; padding is exactly 0.
 
-    The inverse of :func:`pack_rows` wherever the mask is not 0. The host reads the mask once, and
-    one gather moves the rows.
+    The inverse of :func:`pack_rows` wherever the mask is not 0, at the same cost.
 
     Args:
         packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
@@ -115,9 +98,6 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
 
     Returns:
         ``[S, B, ...]``.
-
-    Raises:
-        ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
     """
     layout = _layout(mask, multiple_of)
     pack, unpack = layout.tables(packed.device)
@@ -164,11 +144,9 @@ def read_mask(mask: Tensor) -> MaskOnHost:
         before = int(wrong[0])
         (last, this), row = id_N[before : before + 2].tolist(), int(row_N[before])
         column = int(column_N[before + 1])
-        what = (
-            f"goes on with document {this} after padding inside it"
-            if this == last
-            else f"has document {this} after document {last}"
-        )
+        what = f"has document {this} after document {last}"
+        if this == last:
+            what = f"goes on with document {this} after padding inside it"
         raise ValueError(
             f"row {row} of the mask {what}, at position {column}. Ids must increase along a row "
             f"and a document must not be interrupted: number the documents in the order in which "
@@ -179,9 +157,32 @@ def read_mask(mask: Tensor) -> MaskOnHost:
     return MaskOnHost(token_T, document_T, tuple(document_T.bincount().tolist()))
 
 
-def _cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     offsets = list(accumulate(lengths, initial=0))
     return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
+
+
+def params_of(
+    qkv_format: str,
+    lengths: Sequence[int],
+    slots: Sequence[int] | None,
+    longest: int,
+    device: torch.device | str,
+) -> PackedSeqParams:
+    """Boundaries of documents for queries and keys alike; ``slots`` include their padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens = cu_seqlens(lengths, device)
+    padded: Any = None if slots is None else cu_seqlens(slots, device)
+    return PackedSeqParams(
+        qkv_format=qkv_format,
+        cu_seqlens_q=tokens,
+        cu_seqlens_kv=tokens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 class Take(NamedTuple):

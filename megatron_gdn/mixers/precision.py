@@ -1,9 +1,7 @@
 """Keeps the decay parameters in fp32 when the module around them is cast.
 
-``A_log`` is in an exponent, and the recurrence compounds the decay over the sequence: rounding
-it to bf16 changes the decay rate by up to 0.8%. Megatron's ``Float16Module`` (and ``.bfloat16()``,
-``.half()``, ``.to(dtype)``) casts every floating-point parameter, so the module itself must keep
-these in fp32.
+``A_log`` is in an exponent, and the recurrence compounds the decay over the sequence: rounding it
+to bf16 changes the decay rate by up to 0.8%. Megatron's ``Float16Module`` casts every parameter.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ _missing_keys_of_warned_load: list[str] | None = None
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
     """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for.
 
-    From the first mark on, Megatron's optimizers save and load such parameters beside 16-bit ones,
-    see :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
+    The first mark installs :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
     """
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
@@ -66,11 +63,7 @@ class Fp32Parameters(nn.Module):
     def require_wide_gates(self) -> None:
         """Refuse fp32 parameters that were rounded before they reached the layer.
 
-        Casts of the module leave these parameters in fp32. But sharded data parallelism with its
-        own dtype replaces them by other tensors, and only this check notices that.
-
-        Raises:
-            ValueError: one of them is narrower than fp32.
+        Sharded data parallelism with a dtype of its own replaces them by other tensors.
         """
         for name in self._keep_in_float32_parameter_names:
             dtype = getattr(self, name).dtype
@@ -82,26 +75,15 @@ class Fp32Parameters(nn.Module):
                     f"elsewhere, do not replace the layer's parameters by rounded ones."
                 )
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *args: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as torch does; warn if the values of the named parameters were rounded."""
+        _metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
-        keys = [f"{prefix}{name}" for name in names]
-        dtypes = {
-            key: state_dict[key].dtype for key in keys if hasattr(state_dict.get(key), "dtype")
-        }
-        wide = {torch.float32, *(getattr(self, n).dtype for n in names)}
+        wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
+        given = {key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)}
+        dtypes = {key: getattr(value, "dtype", torch.float32) for key, value in given.items()}
         _warn_of_rounded({k: d for k, d in dtypes.items() if d not in wide}, missing_keys)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, *args
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
@@ -109,12 +91,6 @@ def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
 
     Megatron-FSDP gathers the parameters of a layer in one coalesced collective. Gloo concatenates
     its inputs into one buffer of one dtype and cuts that by the outputs' bytes, without an error.
-
-    Args:
-        parameter: registered under ``name``: the module's own, or Megatron-FSDP's share of it.
-
-    Raises:
-        NotImplementedError: gloo gathers it with another dtype.
     """
     fsdp = getattr(parameter, "_megatron_fsdp_model", None)
     original = getattr(parameter, "orig_param", None)

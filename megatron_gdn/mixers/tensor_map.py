@@ -1,8 +1,6 @@
 """How one Megatron tensor relates to its Hugging Face tensors, and how ranks share it.
 
 Everything here is a pure function of tensors: no files, no process groups, no configuration.
-
-Apply one layer's tensor maps: a Hugging Face module's state dict to ranks, and back.
 """
 
 from __future__ import annotations
@@ -22,13 +20,10 @@ from .init import take_share
 
 @dataclass(frozen=True, slots=True)
 class HFRef:
-    """A Hugging Face tensor, or one expert's slice ``tensor[expert]`` of a packed one.
-
-    ``shape`` is that of the whole tensor in the file.
-    """
+    """A Hugging Face tensor, or one expert's slice ``tensor[expert]`` of a packed one."""
 
     key: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor in the file
     expert: int | None = None
 
     @property
@@ -79,11 +74,9 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse a source tensor of ``dtype``; ``where`` names it and its file.
+        """Refuse a source of fewer than 16 bits, or one that `fp32` rounds (unless ``may_round``).
 
-        Raises:
-            ValueError: not a floating-point dtype of at least 16 bits, or one that `fp32` rounds
-                (unless ``may_round``).
+        ``where`` names the source and its file.
         """
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
@@ -135,11 +128,7 @@ class TensorMap:
         return full.split([source.piece_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
-        """What each of ``ranks`` ranks holds of ``full``.
-
-        Raises:
-            ValueError: a section does not divide.
-        """
+        """What each of ``ranks`` ranks holds of ``full``."""
         if (dim := self.shard_dim) is None:
             return [full] * ranks
         sections = self.sections or (full.shape[dim],)
@@ -154,11 +143,7 @@ class TensorMap:
         return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the ranks' shards, dequantised if they are stored in FP8.
-
-        Raises:
-            ValueError: a tensor that every rank holds whole differs between ranks.
-        """
+        """The full tensor from the ranks' shards, dequantised if they are stored in FP8."""
         shards = [dequantised(shard) for shard in shards]
         if (dim := self.shard_dim) is not None:
             local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
@@ -203,15 +188,11 @@ def ranks_from_hf(
         hf_state: exactly the tensors that the maps name.
         tp_size: number of ranks.
         what: the layer's name in errors.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or does not split.
     """
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
         raise ValueError(
-            f"{what} has {sorted(sources)}; "
-            f"missing {sorted(sources.keys() - hf_state.keys())}, "
+            f"{what} has {sorted(sources)}; missing {sorted(sources.keys() - hf_state.keys())}, "
             f"not known {sorted(hf_state.keys() - sources.keys())}."
         )
     for key, source in sources.items():
@@ -220,11 +201,10 @@ def ranks_from_hf(
                 f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
                 f"{source.shape}."
             )
+    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
     for entry in maps:
         for source in entry.sources:
             entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
-    for entry in maps:
         full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
         for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
             state[entry.name] = piece

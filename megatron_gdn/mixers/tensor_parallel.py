@@ -1,13 +1,10 @@
-"""What tensor parallelism needs to know about the layer's own parameters.
+"""Tensor parallelism of a mixer's parameters: their marks, summed gradients, its process groups.
 
-Keeps the marks that Megatron reads on parameters when torch replaces the parameter objects.
-
-Megatron reads from a parameter's attributes how it is split over tensor-parallel ranks, whether its
-gradient is summed over them and in which precision it is held. torch makes new parameters without
-these attributes in ``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``,
-``nn.utils.swap_tensors`` and ``fully_shard``. A lost mark gives a wrong gradient without an error.
-
-The process groups of a built mixer. They may change, for example to evaluate at another size.
+Megatron reads from a parameter's attributes how it is split over ranks, whether its gradient is
+summed over them and in which precision it is held. torch makes new parameters without these
+attributes in ``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``,
+``nn.utils.swap_tensors`` and ``fully_shard``. A lost mark gives a wrong gradient without an error,
+so a mixer keeps the marks by the parameters' names.
 """
 
 from __future__ import annotations
@@ -28,11 +25,7 @@ from .micro_batch import MicroBatches
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
-    """Mark a parameter as split over tensor-parallel ranks along dimension 0.
-
-    ``partition_sizes`` names the sections that are each split by themselves; tools that regather
-    weights across tensor-parallel sizes read it.
-    """
+    """Mark a parameter as split over tensor-parallel ranks along dimension 0, by sections."""
     vars(parameter).update(
         tensor_model_parallel=True,
         partition_dim=0,
@@ -44,10 +37,9 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). Its Muon reads the others:
-    the marks of a fused attention projection, with sections in place of Q, K and V, make it
-    orthogonalise each section by itself. ``use_muon=False`` gives the weight to Adam, where
-    Megatron reads it (its main branch).
+    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). Its Muon orthogonalises
+    each section by itself where the marks are those of fused Q, K and V. ``use_muon=False`` gives
+    the weight to Adam in Megatrons that read it (main).
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
@@ -91,8 +83,7 @@ class _SumGradient(torch.autograd.Function):
 def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The same values; the gradient is the sum over ``group`` (None: nothing is summed).
 
-    For a replicated parameter that each tensor-parallel rank uses on its own heads. The sum is part
-    of the backward, so it needs no hook or mark on the parameter and no help from Megatron.
+    For a replicated parameter that each tensor-parallel rank uses on its own heads.
     """
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
@@ -136,26 +127,21 @@ def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iter
         )
 
 
-# This attribute is set on every marked parameter; a parameter without it is new.
-_MARKED = "marked_by_gdn"
+_MARKED = "marked_by_gdn"  # set on every marked parameter; one without it is new
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
-    The module calls :meth:`remember_marks` once, when its parameters are built and marked. New
-    parameters under the same names are marked again
-
-    - when the module is moved or cast, loaded, copied or unpickled;
-    - before any code iterates over its modules or parameters (optimizers, data-parallel wrappers
-      and ``finalize_model_grads`` call ``named_parameters()`` of the model). This covers
-      replacements that call no method of this module.
+    New parameters under the same names are marked again when the module is moved or cast, loaded,
+    copied or unpickled, and before any code iterates over its modules or parameters: optimizers,
+    data-parallel wrappers and ``finalize_model_grads`` call ``named_parameters()`` of the model.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
@@ -163,9 +149,8 @@ class MarkedParameters(nn.Module):
     def remember_marks(self) -> None:
         """Make the table of marks, parameter name -> attribute -> value, from what is set now.
 
-        A mark is an attribute with a public name and a plain value (bool, number, string, list).
-        A mark that is set later stays on its parameter through moves and casts, but a new parameter
-        object gets only the marks in the table. Call this again to add later marks to the table.
+        A mark is an attribute with a public name and a plain value. One that is set later stays on
+        its parameter through moves and casts, and a new parameter gets it after another call.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
@@ -175,11 +160,10 @@ class MarkedParameters(nn.Module):
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
-        """Mark the parameters that are new since the last call; those with marks keep theirs."""
+        """Mark the parameters that are new since the last call."""
         for name, parameter in self._parameters_by_name():
             if name in self._marks and not hasattr(parameter, _MARKED):
-                for mark, value in self._marks[name].items():
-                    setattr(parameter, mark, value)
+                vars(parameter).update(self._marks[name])
 
     def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         for path, module in super().named_modules(remove_duplicate=False):
@@ -250,11 +234,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def cp_size(self) -> int:
-        """Ranks of the context-parallel group.
-
-        Raises:
-            ValueError: set to another number than that.
-        """
+        """Ranks of the context-parallel group; another number than that is refused."""
         return self._pg_collection.cp.size()
 
     @cp_size.setter
@@ -266,11 +246,6 @@ class FollowsGroups(nn.Module):
             )
 
     def require_same_tensor_ranks(self, groups: ProcessGroupCollection) -> None:
-        """Refuse groups under which other ranks would share this mixer's parameters.
-
-        Raises:
-            ValueError: names both.
-        """
         tp, mine = getattr(groups, "tp", None), self.tp_group
         if tp is None or tp is mine or _ranks(tp) == _ranks(mine):
             return
@@ -281,12 +256,7 @@ class FollowsGroups(nn.Module):
         )
 
     def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
-        """The context-parallel group of one forward that is called with these groups.
-
-        Raises:
-            ValueError: other tensor-parallel ranks.
-            NotImplementedError: another number of ranks than the layer's, in generation.
-        """
+        """The context-parallel group of one forward that is called with these groups."""
         self.require_same_tensor_ranks(groups)
         if context is not None and groups.cp.size() != self.cp_size:
             raise NotImplementedError(
@@ -299,5 +269,4 @@ class FollowsGroups(nn.Module):
         """Set the sizes that tools look up by name; a mixer with such names overrides this."""
 
 
-def _ranks(group: Any) -> list[int]:
-    return dist.get_process_group_ranks(group)
+_ranks = dist.get_process_group_ranks

@@ -13,9 +13,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
 from .packing import TREE, give_parents
+from .padding import params_of
 
 
 def tree_packed_seq_params(
@@ -29,8 +29,7 @@ def tree_packed_seq_params(
 
     A document whose parent is another starts where that one ended: from its last state, behind its
     last rows in the convolution, at the next position, and with attention to all that it
-    continues. The result of every document is that of the whole sequence from its first ancestor
-    on; what several sequences share is computed once.
+    continues. So its result is that of the whole sequence from its first ancestor on.
 
     `GatedDeltaNet`, `Mamba2Mixer` and the local attention of this project's specs take these
     parameters; with context parallelism the mixers run headwise. ``qkv_format`` is ``"thd_tree"``,
@@ -46,11 +45,8 @@ def tree_packed_seq_params(
         device: where the layers run.
 
     Returns:
-        ``PackedSeqParams`` with int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens,
-        ``cu_seqlens_*_padded`` of slots. ``max_seqlen_*`` is the longest sequence, rounded up.
-
-    Raises:
-        ValueError: lengths or parents that do not fit, ``multiple_of`` less than 1.
+        int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots.
+        ``max_seqlen_*`` is the longest sequence, rounded up.
 
     Source: shared prefixes in training, as in Megatron-LM's pull requests 7386 and 7387 for
     attention and Mamba.
@@ -62,18 +58,7 @@ def tree_packed_seq_params(
         (0, *accumulate(slots)), torch.device("cpu"), tuple(parents), tuple(lengths)
     )
     longest = -(-documents.longest_sequence // multiple_of) * multiple_of
-
-    def boundaries(of: Sequence[int]) -> Tensor:
-        table = torch.tensor([0, *accumulate(of)], dtype=torch.int32, device="cpu")
-        return to_device(table, device)
-
-    tokens, padded = boundaries(lengths), boundaries(slots)
-    params = PackedSeqParams(
-        qkv_format=TREE,
-        cu_seqlens_q=tokens, cu_seqlens_kv=tokens,
-        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
+    params = params_of(TREE, lengths, slots, longest, device)
     give_parents(params, parents)
     return params
 
@@ -103,10 +88,8 @@ class PackedTree(NamedTuple):
     def unpack(self, of_tokens: Tensor) -> list[list[Tensor]]:
         """What the buffer's rows hold for each response: for every prompt a list of ``[n, ...]``.
 
-        Row j belongs to the j-th token of a response: the output that predicts it.
-
-        Args:
-            of_tokens: ``[1, T, ...]``, such as log-probabilities of the labels.
+        ``of_tokens`` ``[1, T, ...]`` are such as log-probabilities of the labels. Row j belongs to
+        the j-th token of a response: the output that predicts it.
         """
         if of_tokens.shape[:2] != self.tokens.shape:
             raise ValueError(
@@ -126,10 +109,6 @@ def pack_tree(
         prompts: of token ids, integers ``[n]``, at least one token each.
         responses: to each prompt, likewise; an empty one has no row.
         multiple_of: as in :func:`tree_packed_seq_params`.
-
-    Raises:
-        ValueError: another number of lists of responses than of prompts, a prompt without tokens,
-            or tokens of another shape.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(
@@ -147,27 +126,27 @@ def pack_tree(
         if not len(prompt):
             raise ValueError(f"prompt {index} has no token; give at least one, such as a BOS.")
         parent = len(documents)
-        documents.append((prompt[:-1], prompt[1:], False))
-        parents.append(-1)
+        documents.append((prompt[:-1], prompt[1:]))
+        parents += [-1] + [parent] * len(answers)
         for answer in answers:
-            shown = torch.cat([prompt[-1:], answer])
-            documents.append((shown[:-1], answer, True))
-            parents.append(parent)
+            documents.append((torch.cat([prompt[-1:], answer])[:-1], answer))
     device = prompts[0].device
-    lengths = [len(shown) for shown, _, _ in documents]
+    lengths = [len(shown) for shown, _ in documents]
     params = tree_packed_seq_params(lengths, parents, multiple_of=multiple_of, device=device)
     starts = [0, *accumulate(-(-n // multiple_of) * multiple_of for n in lengths)]
     tokens = torch.zeros(1, starts[-1], dtype=torch.int64, device=device)
     position_ids, labels = torch.zeros_like(tokens), torch.zeros_like(tokens)
     loss_mask = torch.zeros(1, starts[-1], device=device)
-    rows = []
-    for (shown, label, counts), parent, start in zip(documents, parents, starts, strict=False):
+    rows: list[list[slice]] = []
+    for (shown, label), parent, start in zip(documents, parents, starts, strict=False):
         place = slice(start, start + len(shown))
         before = 0 if parent < 0 else lengths[parent]
         tokens[0, place], labels[0, place] = shown, label
         position_ids[0, place] = torch.arange(before, before + len(shown), device=device)
-        loss_mask[0, place] = float(counts)
-        rows.append((parent, place))
-    of_prompts = [i for i, parent in enumerate(parents) if parent < 0]
-    found = tuple(tuple(place for parent, place in rows if parent == i) for i in of_prompts)
-    return PackedTree(tokens, position_ids, labels, loss_mask, params, found)
+        if parent < 0:
+            rows.append([])
+        else:
+            rows[-1].append(place)
+            loss_mask[0, place] = 1.0
+    of_prompts = tuple(tuple(places) for places in rows)
+    return PackedTree(tokens, position_ids, labels, loss_mask, params, of_prompts)

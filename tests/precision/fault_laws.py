@@ -1,6 +1,7 @@
 """Run on every rank: Megatron's own way with mixed dtypes, with and without our remedy."""
 
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +11,7 @@ from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
 )
-from megatron_gdn.compat.optimizer_checkpoints import with_empty_shares, with_padded_buckets
+from megatron_gdn.compat.optimizer_checkpoints import pad_between_buckets, store_empty_shares
 from tests.parallel import parallel
 from tests.precision.training import (
     FLOAT16,
@@ -169,7 +170,7 @@ def _cut_without_padding(self, model, metadata=None):
 
 
 def padding_is_left_to_a_repaired_optimizer() -> None:
-    saved = with_padded_buckets(_cut_without_padding)
+    saved = partial(pad_between_buckets, _cut_without_padding)
     kind, sizes = (torch.float32, torch.float32), {"a": (0, 3, 0), "b": (128, 130, 1)}
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
@@ -205,18 +206,17 @@ def a_repaired_optimizer_is_left_alone() -> None:
 
     with parallel():
         optimizer = build(FLOAT16).megatron_optimizer
-        wrapped = ours._with_all_parameters(repaired)
         assert ours._forgets_fp32_parameters(repaired, torch.device("cpu")) is False
-        state = wrapped(optimizer, {})
+        state = ours._store_all_parameters(repaired, optimizer, {})
         assert state["mine"] and ours._MASTERS not in state
         assert calls[-1] == [len(group) for group in optimizer.float16_groups]
     with parallel():
         sharded = build("fully_reshardable").megatron_optimizer
         order = sharded.model_param_group_index_map
-        ours._with_true_order(lambda self: None)(sharded)
+        ours._order_as_adam(lambda self: None, sharded)
         assert sharded.model_param_group_index_map is order
-        assert with_empty_shares(lambda self: calls)(sharded) is calls
+        assert store_empty_shares(lambda self: calls, sharded) is calls
         with suppress(AssertionError):
-            with_empty_shares(_unrelated_failure)(sharded)
+            store_empty_shares(_unrelated_failure, sharded)
             raise RuntimeError("an assertion that is none of ours was swallowed")
     assert not parallel_state.is_initialized()

@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_gdn.compat.optimizer_checkpoints import with_stored_strides
+from megatron_gdn.compat.optimizer_checkpoints import leave_strides_out
 from megatron_gdn.specs import hybrid_stack_spec
 from tests import upstream
 from tests.parallel import make_config
@@ -252,7 +252,11 @@ def load_model_only(training: Training, folder: str) -> None:
 
 def tensors_in(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole; also while the package's wrappers are off."""
-    read = with_stored_strides(TorchDistLoadShardedStrategy.load_tensors_metadata)
+    original = TorchDistLoadShardedStrategy.load_tensors_metadata
+
+    def read(strategy, *args):
+        return leave_strides_out(original, strategy, *args)
+
     with mock.patch.object(TorchDistLoadShardedStrategy, "load_tensors_metadata", read):
         everything = dist_checkpointing.load_plain_tensors(folder)
     return {key: value for key, value in everything.items() if isinstance(value, torch.Tensor)}
