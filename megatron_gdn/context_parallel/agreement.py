@@ -6,13 +6,10 @@ exchange wrong rows. So the ranks compare them, in an all-gather of five integer
 
 Which ranks *take part* must not depend on what a rank was given, or a rank could wait alone. So one
 layer takes part, in each of its forwards: the first that runs over the group after the latest layer
-was built. Every rank runs the same forwards, since each forward has other collectives over the
-group too.
+was built. (Each forward has other collectives over the group too, so every rank runs it.)
 
-Each rank decides by itself whether it *reads the answer*. On a GPU the host waits for the answer,
-so a rank reads it only if its contents are not among the latest that the group agreed on: once for
-new boundaries, once for a shape of unpacked batches, not in recomputation. On the CPU every rank
-reads it every time.
+Each rank decides by itself whether it *reads the answer*, for which the host waits on a GPU: there
+only if its contents are not among the latest that the group agreed on, and on the CPU every time.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,14 +34,13 @@ SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
 _REMEMBERED = 256  # contents per group: more than the micro-batches that a pipeline has in flight
 
-_numbers = count(1)
 _latest_built = 0
 
 
 def number_of_new_layer() -> int:
     """A number for a layer that is being built; groups then choose their comparing layer anew."""
     global _latest_built
-    _latest_built = next(_numbers)
+    _latest_built += 1
     return _latest_built
 
 
@@ -96,9 +91,8 @@ def require_agreement(
         layer: its :func:`number_of_new_layer`.
         group: the context-parallel group, None for one rank.
         tokens: of the sequence or packed buffer, over all ranks, as this rank computes them.
-        rows: of the batch.
-        documents: the packed documents; None when not packed. For ``StaticDocuments`` only the
-            number of documents that they can hold is compared: the host does not know boundaries.
+        documents: the packed documents. Of ``StaticDocuments`` only the number that they can hold
+            is compared: the host does not know boundaries.
         layout: how this rank takes its tokens to be cut.
         device: where the group's backend communicates.
 
@@ -108,9 +102,7 @@ def require_agreement(
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return
-    known = _groups.get(group)
-    if known is None:
-        known = _groups.setdefault(group, _Known())
+    known = _groups.get(group) or _groups.setdefault(group, _Known())
     if not known.compares(layer) or os.environ.get(SWITCH, "1") == "0":
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -132,8 +124,7 @@ def _gather(
 ) -> Tensor:
     """int64 ``[ranks, 5]``; the host waits for nothing.
 
-    ``kept``: this rank's contents on the device, by stream; None if the group has not agreed on
-    these contents yet.
+    ``kept``: ``mine`` on the device, by stream; None if the group has not agreed on it yet.
     """
     stream = stream_of_tables()
     own = None if kept is None else kept.get(stream)
@@ -151,12 +142,15 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
     for rank, theirs in enumerate(given):
         ranks.setdefault(theirs, []).append(rank)
     said = "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_words(what)}"
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_words(*what)}"
         for what, who in ranks.items()
     )
     own = ""
     if documents is not None and not isinstance(documents, StaticDocuments):
-        own = f" This rank was given cu_seqlens={_short(documents)}."
+        offsets = [str(offset) for offset in documents.offsets]
+        if len(offsets) > 20:
+            offsets[10:-2] = [f"... {offsets[-3]}"]
+        own = f" This rank was given cu_seqlens=[{', '.join(offsets)}]."
     return (
         f"the ranks of a context-parallel group disagree about the micro-batch. {said}.{own} Every "
         f"rank must hold the same number of tokens of the same rows, and be given the same global "
@@ -165,17 +159,9 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
     )
 
 
-def _words(what: tuple[int, ...]) -> str:
-    tokens, rows, count, fingerprint, layout = what
+def _words(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
     cut = f"cut {_LAYOUTS[layout].value!r}"
     return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, {cut}"
-
-
-def _short(documents: Documents) -> str:
-    offsets = documents.offsets
-    if len(offsets) <= 20:
-        return str(list(offsets))
-    return f"[{', '.join(map(str, offsets[:10]))}, ... {', '.join(map(str, offsets[-3:]))}]"

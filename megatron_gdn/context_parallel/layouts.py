@@ -13,17 +13,23 @@ Two orders of one buffer of T tokens appear here:
 
 ``undo = rank_order_of_sequence(lengths, cp)`` gives the place in rank order of every sequence
 position; so ``x_sequence = x_rank[undo]`` and ``x_rank = x_sequence[inverse(undo)]``.
+
+Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.documents import Documents
 from ..ops.layout import SizeError
+from ..ops.static_documents import StaticDocuments
 
 
 class SequenceLayout(StrEnum):
@@ -52,11 +58,7 @@ class SequenceLayout(StrEnum):
 def check_lengths(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> None:
-    """Refuse lengths that ``cp_size`` ranks cannot share in this layout.
-
-    Raises:
-        ValueError: names the first length at fault and the multiple it must be.
-    """
+    """Refuse, with a ValueError, lengths that ``cp_size`` ranks cannot share in this layout."""
     layout = SequenceLayout.parse(layout)
     if cp_size == 1:
         return
@@ -67,17 +69,14 @@ def check_lengths(
         wholes, what = [sum(lengths)], "packed buffer"
     for index, length in enumerate(wholes):
         if length % multiple:
+            by_document = layout is SequenceLayout.ZIGZAG
+            passed = " and pass the padded boundaries as cu_seqlens_q_padded" if by_document else ""
             raise SizeError(
                 f"{what} {index} has {length} tokens, which is not a multiple of {multiple}: the "
                 f"{layout.value!r} layout cuts it into {multiple} equal fragments for "
                 f"context_parallel_size={cp_size}. Pad it to "
-                f"{-(-length // multiple) * multiple} tokens"
-                + (
-                    " and pass the padded boundaries as cu_seqlens_q_padded"
-                    if layout is SequenceLayout.ZIGZAG
-                    else ""
-                )
-                + f"; or, if the data loader cut it otherwise, name that as cp_layout: "
+                f"{-(-length // multiple) * multiple} tokens{passed}; or, if the data loader cut "
+                f"it otherwise, name that as cp_layout: "
                 f"{', '.join(repr(other.value) for other in SequenceLayout if other != layout)}."
             )
 
@@ -85,19 +84,16 @@ def check_lengths(
 def rank_order_of_sequence(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> Tensor:
-    """For every position in sequence order, its place in rank order.
+    """For every position in sequence order, its place in rank order: int64 ``[T]`` on the CPU.
 
     Args:
         lengths: tokens of each document of the buffer, in order (one entry when not packed);
             zero is allowed.
-        cp_size: number of context-parallel ranks.
+        cp_size: R.
         layout: how the buffer was cut.
 
-    Returns:
-        int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with ``T = sum(lengths)``.
-
     Raises:
-        ValueError: a length does not divide, see :func:`check_lengths`.
+        ValueError: a length does not divide.
     """
     layout = SequenceLayout.parse(layout)
     check_lengths(lengths, cp_size, layout)
@@ -115,12 +111,7 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """The place in rank order of every sequence position, in zigzag.
-
-    Args:
-        start_T, length_T: int64 ``[T]``, of the document of every token; lengths are multiples of
-            ``2 * cp_size``.
-    """
+    """As :func:`rank_order_of_sequence` in zigzag, from each token's document: start, length."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -149,13 +140,66 @@ def local_indices(
 ) -> Tensor:
     """The sequence positions that one rank holds, in the order it holds them.
 
-    ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data loader gives that rank; for an
-    unpacked batch of sequences of length s, ``lengths = [s]``.
-
-    Returns:
-        int64 ``[T / cp_size]`` on the CPU.
+    int64 ``[s]`` on the CPU. ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data
+    loader gives that rank; for an unpacked batch of sequences of S tokens, ``lengths = [S]``.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
     sequence_of_rank_order = inverse(rank_order_of_sequence(lengths, cp_size, layout))
     return sequence_of_rank_order.chunk(cp_size)[cp_rank] if cp_size > 1 else sequence_of_rank_order
+
+
+@lru_cache(maxsize=16)
+def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Tensor:
+    """int64 ``[R, s]`` on the CPU: the sequence positions of every rank's tokens, in its order."""
+    return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)
+
+
+def zigzag_positions(documents: StaticDocuments, cp_size: int) -> Tensor:
+    """As :func:`positions`, of documents in fixed buffers: on the device.
+
+    Raises:
+        ValueError: T is not a multiple of 2 * R; a document that is not fails on the device.
+    """
+    check_lengths((documents.total_tokens,), cp_size)
+    return documents.table(("zigzag", cp_size), lambda these: _zigzag(these, cp_size))[0]
+
+
+def _zigzag(documents: StaticDocuments, cp_size: int) -> tuple[Tensor]:
+    start, document_T = documents.cu_seqlens.long(), documents.document_T()
+    length = start.diff()
+    require_fragments(documents, length, cp_size)
+    places_T = zigzag_places(start[document_T], length[document_T], cp_size)
+    return (inverse(places_T).view(cp_size, -1),)
+
+
+def require_fragments(documents: StaticDocuments, length: Tensor, cp_size: int) -> None:
+    """Fail on the device if ``length`` has one that zigzag cannot cut."""
+    documents.require(
+        (length % (2 * cp_size) == 0).all(),
+        f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts it "
+        f"into that many fragments for context_parallel_size={cp_size}. Pad it, and pass the "
+        f"padded boundaries",
+    )
+
+
+def cut_of(
+    documents: Documents | None, tokens: int, layout: SequenceLayout
+) -> tuple[int, ...] | StaticDocuments:
+    """What ``layout`` cuts: documents of these lengths, or the ``tokens`` of the whole buffer.
+
+    Documents in fixed buffers, whose lengths the host does not know, only where they are cut.
+    """
+    if not isinstance(documents, StaticDocuments):
+        return Documents.lengths_of(documents, tokens)
+    return documents if layout is SequenceLayout.ZIGZAG else (tokens,)
+
+
+def held_positions(
+    documents: Documents | None, tokens: int, group: Any, layout: SequenceLayout
+) -> Tensor:
+    """int64 ``[s]``: the sequence positions that this rank of ``group`` holds of ``tokens``."""
+    cut = cut_of(documents, tokens, layout)
+    if isinstance(cut, StaticDocuments):
+        return zigzag_positions(cut, group.size())[group.rank()]
+    return positions(cut, group.size(), layout)[group.rank()]

@@ -1,10 +1,9 @@
 """Which ranks of a context-parallel group lie on one machine, where the wire is fast.
 
 A *machine* is what NVLink joins. Others say node; here a node is a place of a chain. Schemes need
-one number: how many ranks in a row lie on one machine. All ranks must have the same number, since
-their messages follow from it. So they exchange the names of their hosts, once per group. Variables
-such as ``LOCAL_WORLD_SIZE`` would not do: not every launcher sets them, and they differ between
-ranks where machines differ.
+one number, the same on all ranks: how many ranks in a row lie on one machine. So ranks exchange the
+names of their hosts, once per group. Variables such as ``LOCAL_WORLD_SIZE`` would not do: not every
+launcher sets them, and they differ between ranks where machines differ.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _agreed: WeakKeyDictionary[Any, dict[int | None, int]] = WeakKeyDictionary()
 
 
 def check_ranks_per_machine(told: Any) -> int | None:
-    """``told``, if it is legal.
-
-    Raises:
-        ValueError: neither None nor an integer of at least 1.
-    """
+    """``told``, if it is None or an integer of at least 1; else a ValueError."""
     if told is None or (type(told) is int and told >= 1):
         return told
     raise ValueError(
@@ -62,14 +57,14 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
     known = _agreed.setdefault(group, {})
     if told not in known:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if device.type == "meta" or capturing:
-            return _stretch_of(told, [0] * group.size())
-        known[told] = _stretch_of(told, _hosts(group, told, device))
+        silent = device.type == "meta" or capturing
+        machines = [0] * group.size() if silent else _hosts(group, told, device)
+        if told is not None:
+            machines = [rank // told for rank in range(group.size())]
+        if silent:
+            return stretch(machines)
+        known[told] = stretch(machines)
     return known[told]
-
-
-def _stretch_of(told: int | None, hosts: Sequence[int]) -> int:
-    return stretch(hosts if told is None else [rank // told for rank in range(len(hosts))])
 
 
 def stretch(machines: Sequence[Hashable]) -> int:
@@ -83,17 +78,13 @@ def stretch(machines: Sequence[Hashable]) -> int:
 
 @uncompiled
 def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
-    """A number for the host of every rank. This host waits for the answer.
-
-    Raises:
-        ValueError: see :func:`ranks_per_machine`.
-    """
-    mine = [told or 0, _number_of(_own_host())]
-    own = torch.tensor(mine, dtype=torch.int64, device="cpu").to(device)
-    all_of_group = own.new_empty(group.size() * len(mine))
+    """A number for the host of every rank. This host waits for the answer."""
+    host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
+    own = torch.tensor([told or 0, host], dtype=torch.int64, device="cpu").to(device)
+    all_of_group = own.new_empty(group.size() * 2)
     dist.all_gather_into_tensor(all_of_group, own, group=group)
-    given, hosts = all_of_group.view(-1, len(mine)).T.tolist()
-    if set(given) != {mine[0]}:
+    given, hosts = all_of_group.view(-1, 2).T.tolist()
+    if len(set(given)) > 1:
         raise ValueError(
             f"the ranks of a context-parallel group were given different cp_ranks_per_machine: "
             f"{[number or None for number in given]}, by rank. Give all ranks the same number, or "
@@ -106,7 +97,3 @@ def _own_host() -> str:
     """The name and, where Linux tells it, the boot: containers may all have the same name."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
-
-
-def _number_of(host: str) -> int:
-    return int.from_bytes(blake2b(host.encode(), digest_size=8).digest(), signed=True)

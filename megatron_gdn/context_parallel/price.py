@@ -109,10 +109,7 @@ class MapExchange(NamedTuple):
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
     """Received by one rank in one headwise forward: projection rows, and mixed rows back.
 
-    Args:
-        inside: projection columns inside the head exchange, on one rank.
-        local: tokens of one rank, times batch rows.
-        element_size: bytes of an activation.
+    ``local``: tokens of one rank, times batch rows; otherwise as :func:`price`.
     """
     return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
 
@@ -125,24 +122,19 @@ def map_exchanges(
     lengths: tuple[int, ...] | None,
     per_machine: int,
 ) -> dict[str, MapExchange]:
-    """The exchanges of :mod:`.chunkwise.map_exchange` that may be used.
-
-    Arguments as in :func:`price`.
-    """
+    """The ways of :mod:`.chunkwise.map_exchange` that may be used; arguments as :func:`price`."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
     nodes, own = per_rank * cp_size, per_rank * chains * state.map_bytes
     shared = (1 + state.columns / state.map_columns) * own  # maps there, states back
-
-    def from_all(received: float) -> Received:
-        return Received.from_all(received, cp_size, per_machine)
-
-    found = {}
-    if cp_size <= GATHER_UP_TO:
-        found["gather"] = MapExchange(from_all((cp_size - 1) * own), 1, nodes)
-    found["share"] = MapExchange(from_all((cp_size - 1) / cp_size * shared), 2, nodes)
-    return found
+    found = {"gather": ((cp_size - 1) * own, 1), "share": ((cp_size - 1) / cp_size * shared, 2)}
+    if cp_size > GATHER_UP_TO:
+        del found["gather"]
+    return {
+        name: MapExchange(Received.from_all(received, cp_size, per_machine), collectives, nodes)
+        for name, (received, collectives) in found.items()
+    }
 
 
 def exchange_prices(

@@ -55,6 +55,9 @@ class Scheme(Protocol):
             tokens: of one batch row, over all ranks.
             rows: of the batch.
             like: a tensor of the rows' dtype and device.
+
+        Raises:
+            ValueError: a length that the layout cannot cut.
         """
         ...
 
@@ -79,8 +82,7 @@ class Whole:
     moves_rows = False
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.announced = False
+        self.layout, self.announced = layout, False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         return Passage(stay, stay, Neighbours(documents))

@@ -177,16 +177,15 @@ def travelling(waves: int, direct: bool, own: int = 0) -> Iterator[None]:
 
     Up to ``own`` bytes that a rank keeps are carried with what it sends, in one wave.
     """
-    before = exchange.limits()
+    names = "MOST_WAVES", "WAVE_BYTES", "MESSAGE_BYTES", "OWN_BYTES"
+    before = {name: getattr(exchange, name) for name in names}
     exchange.MOST_WAVES, exchange.WAVE_BYTES = waves, 1
     exchange.MESSAGE_BYTES = 0 if direct else 1 << 40
     exchange.OWN_BYTES = own
     try:
         yield
     finally:
-        exchange.MOST_WAVES, exchange.WAVE_BYTES, exchange.MESSAGE_BYTES, exchange.OWN_BYTES = (
-            before
-        )
+        vars(exchange).update(before)
 
 
 def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:

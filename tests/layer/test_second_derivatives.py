@@ -30,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # Their backwards are made of differentiable operations. The law of each:
 EXCHANGES = "tests/distributed/exchange_laws.py"
 DIFFERENTIABLE = {
-    "_ToHeads": EXCHANGES,
-    "_ToSequence": EXCHANGES,
+    "_Moved": EXCHANGES,
     "_Exchange": EXCHANGES,
     "_OwnRows": "test_own_rows_of_a_parameter_are_differentiated_twice",
     "TakeRows": "test_moved_rows_are_differentiated_twice",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.context_parallel import SequenceLayout, local_indices
-from megatron_gdn.context_parallel.headwise.route import route, stretches
+from megatron_gdn.context_parallel.headwise.route import fragments_of, route
 
 CPU = torch.device("cpu")
 CASES = [
@@ -46,9 +46,11 @@ def test_fragments_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths,
             for peer, fragments in enumerate(wave.fragments):
                 covered = []
                 for one in fragments:
-                    assert one.local == len(covered) and one.tokens > 0
-                    assert not covered or one.sequence != covered[-1] + 1, "two fragments are one"
-                    covered += range(one.sequence, one.sequence + one.tokens)
+                    here, there = one.locally, one.in_sequence
+                    assert here.start == len(covered) and here.stop > here.start
+                    assert here.stop - here.start == there.stop - there.start
+                    assert not covered or there.start != covered[-1] + 1, "two fragments are one"
+                    covered += range(there.start, there.stop)
                 assert covered == local_indices(lengths, cp, peer, layout)[wave.tokens].tolist()
 
 
@@ -77,6 +79,8 @@ def test_a_route_is_built_once_for_the_same_values():
     assert built() is built()
 
 
-def test_stretches_are_runs_of_neighbours():
-    assert stretches(torch.tensor([3, 4, 9, 1, 2])) == [(3, 2), (9, 1), (1, 2)]
-    assert stretches(torch.zeros(0, dtype=torch.int64)) == []
+def test_fragments_are_runs_of_neighbours():
+    assert fragments_of(torch.tensor([3, 4, 9, 1, 2])) == (
+        (slice(0, 2), slice(3, 5)), (slice(2, 3), slice(9, 10)), (slice(3, 5), slice(1, 3)),
+    )  # fmt: skip
+    assert fragments_of(torch.zeros(0, dtype=torch.int64)) == ()

@@ -1,8 +1,7 @@
-"""The convolution's history across ranks: which rows travel.
+"""The convolution's history across ranks: which rows travel, and their gradients back.
 
 A piece reads the W - 1 rows before it. These belong to several pieces if pieces are shorter than
-that. The gradients of these rows travel back. :mod:`megatron_gdn.ops.front.history` computes with
-the rows.
+that. :mod:`megatron_gdn.ops.front.history` computes with the rows.
 
 Legend: s this rank's tokens, B batch, C conv channels, W taps, R rows received.
 """
@@ -30,13 +29,12 @@ class HistoryRoute(NamedTuple):
         send_rows: local rows that other ranks or this rank's own later pieces need, sorted by
             receiver; an index on the device.
         send_counts, receive_counts: number of rows for each rank.
-        table: where received rows and gradients go.
     """
 
     send_rows: Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
-    table: HistoryTable
+    table: HistoryTable  # where received rows and gradients go
 
 
 @cached_by_stream(16)
@@ -94,13 +92,11 @@ class HistoryOfPieces:
         self.table, self._route, self._group = route.table, route, group
 
     def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
-        route = self._route
-        rows = rows_sBC.index_select(0, route.send_rows)
-        return self._exchange(rows, route.send_counts, route.receive_counts)
+        rows = rows_sBC.index_select(0, self._route.send_rows)
+        return self._exchange(rows, self._route.send_counts, self._route.receive_counts)
 
     def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
-        route = self._route
-        return self._exchange(d_history_RBC, route.receive_counts, route.send_counts)
+        return self._exchange(d_history_RBC, self._route.receive_counts, self._route.send_counts)
 
     def _exchange(
         self, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]

@@ -8,8 +8,7 @@ and a piece needs the state that enters it: the maps of all earlier pieces, appl
 zero. The backward follows the transposed maps from the other end.
 
 There are two ways, with the same result up to rounding. Each has a fixed order of operations, in
-fp32, since rounding compounds in a chain of maps (for the accuracy on a GPU see
-:func:`~megatron_gdn.ops.state_maps.chains.follow`):
+fp32, since rounding compounds in a chain of maps:
 
     gather_and_fold   One all-gather of all maps; every rank folds them up to its own nodes.
                       Traffic, memory and work grow with the number of ranks.
@@ -39,13 +38,11 @@ from ...ops.state_maps.state_map import NONE, Steps
 
 
 class Nodes(NamedTuple):
-    """The place of every node of a chain: node j is the ``slots[j]``-th of rank ``hosts[j]``.
+    """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``.
 
-    Every rank hosts the same number of nodes. Chains are followed in this order.
-
-    No state passes a node in ``cuts`` (positions in the chain): ``local`` alone leaves it. Its
-    ``through`` is zero and is never multiplied, since 0 * NaN would carry NaN from one document to
-    another.
+    Every rank hosts the same number of nodes. No state passes a node in ``cuts`` (positions in the
+    chain): ``local`` alone leaves it. Its ``through`` is zero and is never multiplied, since
+    0 * NaN would carry NaN from one document to another.
     """
 
     hosts: tuple[int, ...]
@@ -66,10 +63,7 @@ class Nodes(NamedTuple):
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
-    """A map's ``local`` and ``through`` side by side, ``[..., X]``, as both ways below take them.
-
-    A view if they already are the two parts of one contiguous tensor.
-    """
+    """``local`` and ``through`` side by side, ``[..., X]``; a view if they are so in memory."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
@@ -88,8 +82,6 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     Args:
         maps: ``[h, M, K, X]`` contiguous, local beside through, of this rank's nodes by slot.
         value_dim: V.
-        nodes: the chain, in the order in which it is followed.
-        group: the ranks it lies on.
 
     Returns:
         ``[h, M, K, V]``; zero for the first node.
@@ -120,8 +112,7 @@ def _from_zero(
 
     From zero the first map is never multiplied, so a cut costs no product, and one at the first
     node changes nothing. Every stretch ends with the last state that is wanted in it. The state
-    that enters the next cut's node belongs to it too. Stretches without a wanted state are left
-    out.
+    that enters the next cut's node belongs to it too.
 
     Args:
         places: of every node, where its map is.

@@ -59,12 +59,7 @@ class Pieces:
 
 @lru_cache(maxsize=16)
 def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Pieces:
-    """Cut documents of these lengths.
-
-    Raises:
-        ValueError: a length does not divide, see
-            :func:`~megatron_gdn.context_parallel.layouts.check_lengths`.
-    """
+    """Cut documents of these lengths; a ValueError says which length does not divide."""
     place = rank_order_of_sequence(lengths, cp_size, layout)
     total = sum(lengths)
     kept = torch.tensor([n for n in lengths if n], dtype=torch.int64, device="cpu")

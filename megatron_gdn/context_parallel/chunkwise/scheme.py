@@ -4,8 +4,6 @@ Every rank runs the mixer over its own pieces of the sequence. Two things cross 
 piece: the W - 1 projection rows before it, for the convolution (:mod:`.history`), and the fp32 map
 of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks works, and
 the traffic does not grow with the sequence.
-
-Legend: s this rank's tokens, B batch, W conv taps.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from ...ops.layout import Layout
 from ...ops.parts import Neighbours
 from ...ops.state_maps.state_map import StateShape
 from ...ops.static_documents import StaticDocuments
-from ..headwise.route import zigzag_positions
-from ..layouts import SequenceLayout, local_indices
+from ..layouts import SequenceLayout, held_positions
 from ..machines import ranks_per_machine
 from ..price import exchange_prices
 from ..scheme import Passage, stay
@@ -42,7 +39,7 @@ class Chunkwise:
     Args:
         layout: projection columns of one tensor-parallel rank.
         state: the states of its heads.
-        taps: of the convolution, W.
+        taps: of the convolution.
         group: the context-parallel group.
         sequence_layout: how the data loader cut the sequence.
         exchange: how state maps travel, one of :data:`EXCHANGES`; None takes the cheaper for each
@@ -72,50 +69,36 @@ class Chunkwise:
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
-        if isinstance(documents, StaticDocuments):
-            return zigzag_positions(documents, self.size)[self._group.rank()]
-        lengths = Documents.lengths_of(documents, tokens)
-        return local_indices(lengths, self.size, self._group.rank(), self._sequence_layout)
+        return held_positions(documents, tokens, self._group, self._sequence_layout)
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The pieces that this rank holds, and what enters them.
+        """Rows stay; the neighbours are the pieces that this rank holds, and what enters them.
 
         Raises:
             ValueError: a length that the layout cannot cut.
             NotImplementedError: documents in fixed buffers in another layout than zigzag.
         """
+        device, rank, states = like.device, self._group.rank(), None
         if isinstance(documents, StaticDocuments):
-            return self._static_passage(documents)
-        lengths, device = Documents.lengths_of(documents, tokens), like.device
-        where = (lengths, self.size, self._sequence_layout, self._group.rank())
-        history = history_route(*where, self._taps, device)
-        table, states = state_table(*where, rows, device), None
+            pieces = static_pieces(documents, self.size, self._sequence_layout)
+            route = static_history_route(documents, self.size, rank, self._taps)
+            table, exchange = static_state_table(pieces, self.size), self._exchange or "share"
+        else:
+            lengths = Documents.lengths_of(documents, tokens)
+            where = (lengths, self.size, self._sequence_layout, rank)
+            route = history_route(*where, self._taps, device)
+            table, exchange = state_table(*where, rows, device), self._exchange
+            pieces = _local_pieces(*where, device)
         if table is not None:
-            packed = None if documents is None else lengths
-            name = self._exchange or self._cheapest(packed, rows, device)
-            states = StatesOfPieces(table, EXCHANGES[name], self._group)
-        neighbours = Neighbours(
-            _local_pieces(*where, device),
-            None if history is None else HistoryOfPieces(history, self._group),
-            states,
-        )
-        return Passage(stay, stay, neighbours)
+            exchange = exchange or self._cheapest(documents, rows, device)
+            states = StatesOfPieces(table, EXCHANGES[exchange], self._group)
+        history = None if route is None else HistoryOfPieces(route, self._group)
+        return Passage(stay, stay, Neighbours(pieces, history, states))
 
-    def _static_passage(self, documents: StaticDocuments) -> Passage:
-        pieces = static_pieces(documents, self.size, self._sequence_layout)
-        route = static_history_route(documents, self.size, self._group.rank(), self._taps)
-        exchange = EXCHANGES[self._exchange or "share"]
-        neighbours = Neighbours(
-            pieces,
-            None if route is None else HistoryOfPieces(route, self._group),
-            StatesOfPieces(static_state_table(pieces, self.size), exchange, self._group),
-        )
-        return Passage(stay, stay, neighbours)
-
-    def _cheapest(self, packed: tuple[int, ...] | None, rows: int, device: torch.device) -> str:
+    def _cheapest(self, documents: Documents | None, rows: int, device: torch.device) -> str:
         n = ranks_per_machine(self._group, self._told, device)
-        prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, packed, n)
+        lengths = None if documents is None else documents.lengths
+        prices = exchange_prices(self._state, self.size, self._sequence_layout, rows, lengths, n)
         return min(prices, key=prices.__getitem__)
 
 

@@ -2,8 +2,7 @@
 
 Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of
 these maps gives each rank the states that enter its pieces, and the rule starts from those states.
-The backward does the same from the other end: d_local, an exchange with the transposed maps, then
-the rule's backward.
+The backward does the same from the other end, with d_local and the transposed maps.
 
 Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (fragments that
 states enter and leave); M chains times value heads; H value heads, K key dim, V value dim.
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.documents import Documents
+from ...ops.front.edges import ranges
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import StateMap
@@ -34,9 +34,9 @@ Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup], Tensor]
 class StateTable:
     """Between which pieces states travel, for one rank and all rows of a batch.
 
-    In zigzag every document is a chain of 2 * cp nodes, one piece each. In the layouts that cut
-    the whole buffer there is one chain, of fragments. A state enters a fragment by its first piece
-    and leaves it by its last piece. A fragment of several pieces lets no state through.
+    In zigzag every document is a chain of 2 * cp nodes, one piece each. The layouts that cut the
+    whole buffer have one chain, of fragments: a state enters a fragment by its first piece and
+    leaves it by its last; a fragment of several pieces lets no state through.
 
     Attributes:
         sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
@@ -44,9 +44,9 @@ class StateTable:
         node_count: h.
         first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
             rank's nodes; None if these are all N pieces in this order.
-        leavers: tokens and boundaries of each node's last piece; set only if these are at most half
-            of the tokens. Otherwise the maps of all pieces are computed at once, and the rule's
-            forward reuses their intermediate results.
+        leavers: tokens and boundaries of each node's last piece, whose maps alone are computed; set
+            only if these are at most half of the tokens. Otherwise the maps of all pieces are
+            computed, whose intermediate results the rule's forward uses.
         enters: bool ``[h * chains, 1, 1, 1]``, true if the first piece continues a document.
         leaves: likewise, true if the last piece's document continues on another node.
         passes: likewise, true if a state passes from end to end. A mask is None if it is true
@@ -113,32 +113,22 @@ def state_table(
     passes = enters & leaves & (first == last)
     starts, ends = node[first] == 0, node[first] == n - 1
 
-    def per_row(x: Tensor) -> Tensor:
-        """``[h * chains]`` of one row to ``[h, rows, chains]``, flat."""
-        return x.view(h, 1, chains).expand(h, rows, chains).flatten()
-
     def pieces_of_all_rows(x: Tensor) -> Tensor | None:
-        shift = torch.arange(rows, device="cpu").view(1, rows, 1) * N
-        x = (x.view(h, 1, chains) + shift).flatten()
+        x = (x.view(h, 1, chains) + torch.arange(rows, device="cpu").view(1, rows, 1) * N).flatten()
         every = torch.arange(rows * N, device="cpu")
         return None if torch.equal(x, every) else to_device(x, device)
 
     def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
         if (x | exempt).all():
             return None
-        return to_device(per_row(x).view(-1, 1, 1, 1).contiguous(), device)
+        of_all_rows = x.view(h, 1, chains).expand(h, rows, chains)
+        return to_device(of_all_rows.reshape(-1, 1, 1, 1).contiguous(), device)
 
     leavers, leaving = None, pieces.length[mine][last]
     if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
         begin = pieces.local_start[mine][last]
-        tokens = [
-            torch.arange(b, b + n, device="cpu")
-            for b, n in zip(begin.tolist(), leaving.tolist(), strict=True)
-        ]
-        leavers = (
-            to_device(torch.cat(tokens), device),
-            Documents((0, *leaving.cumsum(0).tolist()), device),
-        )
+        boundaries = Documents((0, *leaving.cumsum(0).tolist()), device)
+        leavers = to_device(ranges(begin, leaving), device), boundaries
     ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
     return StateTable(
         sequences=Documents((0, *(ends_of_pieces or [0])), device),
@@ -168,15 +158,10 @@ class StatesOfPieces:
     """The states that enter this rank's pieces, computed from the maps of all earlier pieces.
 
     A :class:`~megatron_gdn.ops.parts.StateLink`.
-
-    Args:
-        table: between which pieces states travel.
-        exchange: of :data:`.scheme.EXCHANGES`.
-        group: the ranks that hold the pieces.
     """
 
     def __init__(self, table: StateTable, exchange: Exchange, group: dist.ProcessGroup) -> None:
-        self.documents = table.sequences
+        self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._exchange, self._group = table, exchange, group
 
     def _chain(self, maps: StateMap, nodes: Nodes) -> Tensor:
@@ -188,19 +173,13 @@ class StatesOfPieces:
 
     def _maps(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
         """What this rank's nodes do to a state, ``[h * chains, H, K, .]``."""
-        table = self._table
-        if table.leavers is None:
-            maps, last = forward.state_map(), table.last
-        else:
+        table, last = self._table, self._table.last
+        if table.leavers is not None:
             tokens, pieces = table.leavers
-            theirs = on_tokens(inputs, lambda x: x.index_select(1, tokens))
-            maps, last = rule.begin(theirs, pieces).state_map(), None
-        local, through = maps
+            inputs = on_tokens(inputs, lambda x: x.index_select(1, tokens))
+            forward, last = rule.begin(inputs, pieces), None
+        local, through = forward.state_map()
         return StateMap(_take(local, last, table.leaves), _take(through, last, table.passes))
-
-    @property
-    def _count(self) -> int:
-        return self._table.sequences.sequences
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any

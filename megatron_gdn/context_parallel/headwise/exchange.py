@@ -13,9 +13,8 @@ B batch, P width of a whole row, p width of one rank's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -43,11 +42,6 @@ MESSAGE_BYTES = 28 << 20
 OWN_BYTES = 16 << 20
 
 
-def limits() -> tuple[int, ...]:
-    """The current values of the settings above."""
-    return MOST_WAVES, WAVE_BYTES, MESSAGE_BYTES, OWN_BYTES
-
-
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """The group, the columns of each rank, and the places of the tokens.
@@ -57,7 +51,10 @@ class Exchange:
     """
 
     group: dist.ProcessGroup
+    rank: int
     shares: HeadShares
+    own_width: int  # p
+    whole_width: int  # P
     waves: tuple[Wave, ...]
     direct_fragment: float
     at_once: bool
@@ -76,31 +73,23 @@ class Exchange:
         ``lengths`` may be ``StaticDocuments``, which are cut in zigzag.
         """
         static = isinstance(lengths, StaticDocuments)
+        rank, own_width = group.rank(), shares.own_width
         tokens = lengths.total_tokens if static else sum(lengths)
-        row_bytes = max(1, rows.shape[1] * shares.own_width * rows.element_size())
+        row_bytes = max(1, rows.shape[1] * own_width * rows.element_size())
         sent_bytes = tokens // shares.ranks * (shares.ranks - 1) * row_bytes
         waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
         if static:
-            made = static_route(lengths, shares.ranks, group.rank(), waves)
+            made = static_route(lengths, shares.ranks, rank, waves)
         else:
-            made = route(lengths, shares.ranks, group.rank(), layout, rows.device, waves)
+            made = route(lengths, shares.ranks, rank, layout, rows.device, waves)
         at_once = waves == 1 and tokens // shares.ranks * row_bytes <= OWN_BYTES
-        return cls(group, shares, made, MESSAGE_BYTES / row_bytes, at_once)
+        return cls(
+            group, rank, shares, own_width, shares.whole_width, made,
+            direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,
+        )  # fmt: skip
 
     def sends_fragments(self, wave: Wave) -> bool:
         return wave.mean_fragment >= self.direct_fragment
-
-    @cached_property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @cached_property
-    def own_width(self) -> int:
-        return self.shares.own_width
-
-    @cached_property
-    def whole_width(self) -> int:
-        return self.shares.whole_width
 
 
 def _packing(tensor: Tensor) -> ModuleType:
@@ -155,58 +144,10 @@ def _send_fragments(
     at_home, abroad = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
     operations = []
     for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
-        for fragment in wave.fragments[rank]:
-            operations.append(
-                dist.P2POp(at_home, message[fragment.locally], group=group, group_peer=peer)
-            )
-        for fragment in wave.fragments[peer]:
-            operations.append(
-                dist.P2POp(abroad, full[fragment.in_sequence], group=group, group_peer=peer)
-            )
+        ends = [(at_home, message[fragment.locally]) for fragment in wave.fragments[rank]]
+        ends += [(abroad, full[fragment.in_sequence]) for fragment in wave.fragments[peer]]
+        operations += [dist.P2POp(start, x, group=group, group_peer=peer) for start, x in ends]
     return dist.batch_isend_irecv(operations)
-
-
-def _wait_for(works: list[dist.Work]) -> Callable[[], None]:
-    """On a GPU only the stream waits, not the host."""
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return finish
-
-
-def _deliver(
-    exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, pack: ModuleType
-) -> Callable[[], None]:
-    """Start the transfer of all messages to their rows of ``full``; call the result to end it."""
-    if exchange.sends_fragments(wave):
-        return _wait_for(_send_fragments(exchange, wave, messages, full, to_heads=True))
-    works, received = _swap(exchange, messages)
-
-    def finish() -> None:
-        _wait_for(works)()
-        beside = wave is not exchange.waves[-1]
-        pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
-
-    return finish
-
-
-def _collect(
-    exchange: Exchange, wave: Wave, full: Tensor, pack: ModuleType
-) -> tuple[Tensor, Callable[[], None]]:
-    """The reverse: start to send rows of ``full``; the messages received and the call to end it."""
-    messages = _messages(full, exchange, wave)
-    if exchange.sends_fragments(wave):
-        return messages, _wait_for(_send_fragments(exchange, wave, messages, full, to_heads=False))
-    beside = wave is not exchange.waves[0]
-    pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
-    works, received = _swap(exchange, messages)
-
-    def finish(sent: Tensor = messages) -> None:  # keeps ``messages`` alive until they are sent
-        _wait_for(works)()
-
-    return received, finish
 
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
@@ -215,19 +156,25 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
         whole = whole.contiguous()
     s, B, _ = whole.shape
     full = whole.new_empty(s * shares.ranks, B, exchange.own_width)
-    sent = []
+    sent = []  # keeps messages alive: their memory must not be used again before they are sent
     for wave in exchange.waves:
-        messages = _messages(whole, exchange, wave)
+        messages, received = _messages(whole, exchange, wave), None
         kept = (full, wave.own_place) if exchange.at_once else None
         pack.pack_peers(
             _rows_of(whole, wave), messages, shares, rank, own=kept, beside_transfer=bool(sent)
         )
-        # Keeps the messages alive until they are sent: their memory must not be used again before.
-        sent.append((messages, _deliver(exchange, wave, messages, full, pack)))
+        if exchange.sends_fragments(wave):
+            works = _send_fragments(exchange, wave, messages, full, to_heads=True)
+        else:
+            works, received = _swap(exchange, messages)
+        sent.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
         pack.pack_own(_rows_of(whole, wave), full, shares, rank, wave.own_place)
-    for _, finish in sent:
-        finish()
+    for wave, _, received, works in sent:
+        _wait_for(works)
+        if received is not None:
+            beside = wave is not exchange.waves[-1]
+            pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
     return full
 
 
@@ -236,42 +183,45 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     full = full.contiguous()
     S, B, _ = full.shape
     whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
-    coming = [_collect(exchange, wave, full, pack) for wave in exchange.waves]
+    coming = []  # keeps messages alive, as in _to_heads
+    for wave in exchange.waves:
+        received = messages = _messages(full, exchange, wave)
+        if exchange.sends_fragments(wave):
+            works = _send_fragments(exchange, wave, messages, full, to_heads=False)
+        else:
+            beside = wave is not exchange.waves[0]
+            pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
+            works, received = _swap(exchange, messages)
+        coming.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
         pack.unpack_own(full, _rows_of(whole, wave), shares, rank, wave.own_place)
-    for wave, (messages, finish) in zip(exchange.waves, coming, strict=True):
-        finish()
+    for wave, _, received, works in coming:
+        _wait_for(works)
         pack.unpack_peers(
-            messages, full, _rows_of(whole, wave), shares, rank, wave.own_place,
+            received, full, _rows_of(whole, wave), shares, rank, wave.own_place,
             with_own=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
         )  # fmt: skip
     return whole
 
 
-class _ToHeads(torch.autograd.Function):
+def _wait_for(works: list[dist.Work]) -> None:
+    """On a GPU only the stream waits, not the host."""
+    for work in works:
+        work.wait()
+
+
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_heads(whole, exchange)
+    def forward(ctx, rows: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
+        ctx.exchange, ctx.to_heads = exchange, to_heads
+        return _to_heads(rows, exchange) if to_heads else _to_sequence(rows, exchange)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        if not torch.is_grad_enabled():  # no second derivative is asked for
-            return _to_sequence(grad, ctx.exchange), None
-        return _ToSequence.apply(grad, ctx.exchange), None
-
-
-class _ToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, full: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_sequence(full, exchange)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        if not torch.is_grad_enabled():
-            return _to_heads(grad, ctx.exchange), None
-        return _ToHeads.apply(grad, ctx.exchange), None
+        back = _to_sequence if ctx.to_heads else _to_heads
+        if torch.is_grad_enabled():  # a second derivative is asked for
+            return _Moved.apply(grad, ctx.exchange, not ctx.to_heads), None, None
+        return back(grad, ctx.exchange), None, None
 
 
 def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
@@ -280,9 +230,9 @@ def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     If several ranks hold the same columns, their gradients are summed in the order of the ranks, in
     fp32, and rounded once.
     """
-    return _ToHeads.apply(whole, exchange)
+    return _Moved.apply(whole, exchange, True)
 
 
 def to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` where no column has copies."""
-    return _ToSequence.apply(full, exchange)
+    return _Moved.apply(full, exchange, False)

@@ -17,7 +17,7 @@ from .scheme import share_of_parameter
 from .shares import HeadShares
 
 
-def _check_exchange(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
+def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
             f"{name} exchanges a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
@@ -51,20 +51,15 @@ def tensor_a2a_cp2hp(
 ) -> Tensor:
     """All-to-all from context parallel to hidden parallel: ``[s, B, D] -> [S, B, d]``.
 
-    Rank r receives the r-th of cp equal shares of every section, for all tokens.
+    Rank r receives the r-th of cp equal shares of every section, for all tokens, in one collective.
 
     Args:
-        tensor: ``[s, B, D]``.
-        seq_dim: 0.
-        head_dim: -1 or 2.
+        tensor: ``[s, B, D]``; ``seq_dim`` is 0 and ``head_dim`` -1 or 2.
         cp_group: the ranks that share the sequence.
         split_sections: widths of the sections of D, each split by itself (query heads among
             all ranks, then key heads, ...); None treats D as one section.
         undo_attention_load_balancing: return tokens in sequence order, undoing the zigzag of one
             sequence of S tokens; if False, rank 0's tokens come first, then rank 1's, ...
-
-    Returns:
-        ``[S, B, d]``. One collective, forward and backward, however many sections there are.
 
     Raises:
         ValueError: another dimension order, sections that do not divide, or S not a multiple of
@@ -75,7 +70,7 @@ def tensor_a2a_cp2hp(
     cp_size = cp_group.size()
     if cp_size == 1:
         return tensor
-    _check_exchange("tensor_a2a_cp2hp", tensor, seq_dim, head_dim)
+    _check_dimensions("tensor_a2a_cp2hp", tensor, seq_dim, head_dim)
     shares = _even_shares("tensor_a2a_cp2hp", tensor.shape[2], split_sections, cp_size)
     lengths, layout = (tensor.shape[0] * cp_size,), _layout_of(undo_attention_load_balancing)
     return to_heads(tensor, Exchange.of(cp_group, shares, lengths, layout, tensor))
@@ -100,9 +95,6 @@ def tensor_a2a_hp2cp(
         redo_attention_load_balancing: ``tensor`` is in sequence order and the result is a zigzag
             share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
 
-    Returns:
-        ``[s, B, D]``.
-
     Raises:
         ValueError: another dimension order, sections that do not add up to d, or S not a multiple
             of cp (of ``2 * cp`` when the zigzag is to be redone).
@@ -112,7 +104,7 @@ def tensor_a2a_hp2cp(
     cp_size = cp_group.size()
     if cp_size == 1:
         return tensor
-    _check_exchange("tensor_a2a_hp2cp", tensor, seq_dim, head_dim)
+    _check_dimensions("tensor_a2a_hp2cp", tensor, seq_dim, head_dim)
     S, _, d = tensor.shape
     if S % cp_size:
         raise ValueError(
@@ -138,15 +130,12 @@ def get_parameter_local_cp(
     cp_group: dist.ProcessGroup,
     split_sections: Sequence[int] | None = None,
 ) -> Tensor:
-    """This rank's share of a parameter whose ``dim`` is split by heads.
+    """This rank's share of a parameter whose dimension ``dim`` is split by heads.
 
     Gradients flow into the whole parameter, at the rows of this rank's heads. Their sum over the
     group, which Megatron's data-parallel reduction takes, equals the gradient of a run on one rank.
 
     Args:
-        param: the whole parameter.
-        dim: the dimension that holds the heads.
-        cp_group: the context-parallel group.
         split_sections: widths of the sections of ``dim``, each split by itself.
 
     Returns:
@@ -157,6 +146,6 @@ def get_parameter_local_cp(
     """
     if cp_group.size() == 1:
         return param
-    name, width = "get_parameter_local_cp", param.shape[dim]
-    shares = _even_shares(name, width, split_sections, cp_group.size())
+    width, cp_size = param.shape[dim], cp_group.size()
+    shares = _even_shares("get_parameter_local_cp", width, split_sections, cp_size)
     return share_of_parameter(param, dim, shares, cp_group.rank())

@@ -106,94 +106,76 @@ class MambaContextParallel:
             ValueError: rows of another width, offsets for more than one batch row, offsets that do
                 not end at T, or a length that is not a multiple of 2 cp.
         """
-        if self.cp_size == 1:
-            return projected_states
-        rows = self._rows(projected_states, self._width, "projected_states")
-        lengths = self._lengths(rows, rows.shape[0] * self.cp_size, cu_seqlens)
-        heads = to_heads(rows, self._exchange(self._proj, lengths, rows))
-        return self._shaped(heads, projected_states)
+        name, ranks = "projected_states", self.cp_size
+        return self._move(projected_states, name, self._width, ranks, self._proj, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """The inverse, of mixed rows.
+        """The inverse, of mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]``; errors alike.
 
-        Args:
-            output: ``[B, S, v]`` or ``[T, v]``.
-            cu_seqlens: as given to :meth:`pre_conv_ssm`.
-
-        Returns:
-            ``[B, s, V]`` or ``[T / cp, V]``; with one rank the given tensor itself.
-
-        Raises:
-            ValueError: as :meth:`pre_conv_ssm`.
+        ``cu_seqlens``: as given to :meth:`pre_conv_ssm`.
         """
-        if self.cp_size == 1:
-            return output
-        rows = self._rows(output, self.d_inner_local, "output")
-        lengths = self._lengths(rows, rows.shape[0], cu_seqlens)
-        whole = to_sequence(rows, self._exchange(self._mixed, lengths, rows))
-        return self._shaped(whole, output)
+        return self._move(output, "output", self.d_inner_local, 1, self._mixed, cu_seqlens)
 
     def get_conv1d_weight(self) -> Tensor:
         """``[channels of this rank, taps]``, from ``[channels, 1, taps]``."""
-        return self._conv_share(self._conv_parameter("weight")).squeeze(1)
+        return self._share(self._conv_parameter("weight"), self._conv).squeeze(1)
 
     def get_conv1d_bias(self) -> Tensor | None:
         """``[channels of this rank]``, or None."""
         bias = self._conv_parameter("bias")
-        return None if bias is None else self._conv_share(bias)
+        return None if bias is None else self._share(bias, self._conv)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
         """``[heads of this rank]``; ``whole``: the parameter, if it is gathered already."""
         return self._head_share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``; ``whole``: the parameter, if it is gathered already."""
+        """``[heads of this rank]``; ``whole``: as for :meth:`get_dt_bias`."""
         return self._head_share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, or their channels; ``whole``: as for :meth:`get_A_log`."""
+        """``[heads of this rank]``, or their channels; ``whole``: as for :meth:`get_dt_bias`."""
         return self._head_share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:
         conv = getattr(self.mixer, "conv1d", None)
         return getattr(self.mixer, f"conv1d_{name}") if conv is None else getattr(conv, name)
 
-    def _conv_share(self, param: Tensor) -> Tensor:
-        if self.cp_size == 1:
-            return param
-        return share_of_parameter(param, 0, self._conv, self.cp_rank)
-
     def _head_share(self, param: Tensor) -> Tensor:
-        if self.cp_size == 1:
-            return param
-        shares = HeadShares.even(self.cp_size, (param.shape[0],))
-        return share_of_parameter(param, 0, shares, self.cp_rank)
+        return self._share(param, HeadShares.even(self.cp_size, (param.shape[0],)))
 
-    def _rows(self, x: Tensor, width: int, name: str) -> Tensor:
-        """``[B, s, width]`` or ``[t, width]`` to ``[s, B, width]``."""
+    def _share(self, param: Tensor, shares: HeadShares) -> Tensor:
+        return param if self.cp_size == 1 else share_of_parameter(param, 0, shares, self.cp_rank)
+
+    def _move(
+        self,
+        x: Tensor,
+        name: str,
+        width: int,
+        ranks: int,
+        shares: HeadShares,
+        cu_seqlens: Tensor | Documents | None,
+    ) -> Tensor:
+        """Exchange ``[B, tokens, width]`` or ``[tokens, width]``, which ``ranks`` ranks hold."""
+        if self.cp_size == 1:
+            return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
             raise ValueError(
                 f"{name} must be [B, tokens, {width}] or [tokens, {width}], got {tuple(x.shape)}."
             )
-        return x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1)
-
-    def _shaped(self, rows: Tensor, like: Tensor) -> Tensor:
-        return rows.squeeze(1) if like.dim() == 2 else rows.transpose(0, 1).contiguous()
-
-    def _lengths(
-        self, rows: Tensor, tokens: int, cu_seqlens: Tensor | Documents | None
-    ) -> tuple[int, ...]:
-        if cu_seqlens is None:
-            return (tokens,)
-        if rows.shape[1] != 1:
-            raise ValueError(
-                f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
-                f"rows. Lay the rows end to end and extend cu_seqlens, or leave it out."
-            )
-        return _resolve(cu_seqlens, tokens).lengths
-
-    def _exchange(self, shares: HeadShares, lengths: tuple[int, ...], rows: Tensor) -> Exchange:
-        return Exchange.of(self.cp_group, shares, lengths, SequenceLayout.ZIGZAG, rows)
+        rows = x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1)
+        tokens = rows.shape[0] * ranks
+        lengths = (tokens,)
+        if cu_seqlens is not None:
+            if rows.shape[1] != 1:
+                raise ValueError(
+                    f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
+                    f"rows. Lay the rows end to end and extend cu_seqlens, or leave it out."
+                )
+            lengths = _resolve(cu_seqlens, tokens).lengths
+        exchange = Exchange.of(self.cp_group, shares, lengths, SequenceLayout.ZIGZAG, rows)
+        moved = to_sequence(rows, exchange) if ranks == 1 else to_heads(rows, exchange)
+        return moved.squeeze(1) if x.dim() == 2 else moved.transpose(0, 1).contiguous()
 
 
 def _resolve(cu_seqlens: Any, tokens: int) -> Documents:

@@ -7,15 +7,10 @@ The plain-torch twin, with the same signatures, is :mod:`.pack_torch`.
     full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
     place         int32: the row of ``full`` that holds token t
 
-A message is stored as it is sent. A rank copies the rows that it keeps from whole to full rows
-directly.
+A rank copies the rows that it keeps from whole to full rows directly.
 
 Legend: S tokens of the whole sequence, s this rank's share of them, B batch, P width of a whole
-row, p width of one rank's.
-
-Triton kernels that carry columns between whole rows and the rows of each rank.
-
-Legend: R rows of a tile, one per (token, batch row); D columns of a block.
+row, p width of one rank's; R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
 from __future__ import annotations
@@ -81,15 +76,16 @@ def _carry(
     kept: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """``kept``: full rows and their place, for the message of the rank ``skipped``."""
-    assert own.is_contiguous() and own.dtype == whole.dtype
+    """``kept``: full rows and their place, for the message of the rank ``skipped``.
+
+    ``beside_transfer`` leaves multiprocessors free for a transfer.
+    """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not messages or not cut:
         return
-    full = own
-    if kept is not None:
-        full, place = kept
-        assert full.is_contiguous() and full.dtype == whole.dtype
+    full, place = (own, place) if kept is None else kept
+    assert own.is_contiguous() and own.dtype == whole.dtype
+    assert full.is_contiguous() and full.dtype == whole.dtype
     launch = _carry_launch(
         tokens, batch, _strides(whole), whole.element_size(), whole.device, cut, own.shape[-1],
         messages, first, first + messages if skipped is None else skipped,
@@ -128,7 +124,6 @@ def pack_peers(
     """Write to every peer's message its columns of ``whole``.
 
     ``own``: the full rows and the place for :func:`pack_own`, which then runs in the same pass.
-    ``beside_transfer`` leaves multiprocessors free for a transfer.
     """
     _carry(
         whole, messages, None, strips(shares, _COLUMNS),
@@ -212,26 +207,25 @@ def _sum_launches(
     return tuple(launches)
 
 
-def _whole_rows(messages: Tensor) -> tuple[Tensor, tuple[Strip, ...]]:
-    """All messages as rows ``[(ranks - 1) s, B, p]``, and the strips of such a row."""
-    width = messages.shape[-1]
-    return messages.flatten(0, 1), strips(HeadShares.even(1, (width,)), _COLUMNS)
-
-
 def place_rows(
     messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
 ) -> None:
     """``full[place] = messages``, rows of all messages end to end."""
-    rows, cut = _whole_rows(messages)
-    _carry(rows, full, place, cut, messages=1, pack=True, beside_transfer=beside_transfer)
+    _move_rows(messages, full, place, True, beside_transfer)
 
 
 def take_rows(
     full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
 ) -> None:
     """``messages = full[place]``, the reverse of :func:`place_rows`."""
-    rows, cut = _whole_rows(messages)
-    _carry(rows, full, place, cut, messages=1, pack=False, beside_transfer=beside_transfer)
+    _move_rows(messages, full, place, False, beside_transfer)
+
+
+def _move_rows(
+    messages: Tensor, full: Tensor, place: Tensor, pack: bool, beside_transfer: bool
+) -> None:
+    rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
+    _carry(rows, full, place, cut, messages=1, pack=pack, beside_transfer=beside_transfer)
 
 
 @triton.jit

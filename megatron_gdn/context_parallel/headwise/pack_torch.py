@@ -1,8 +1,4 @@
-"""The plain-torch twin of :mod:`.pack`: same signatures, any device.
-
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, P width of a whole
-row, p width of one rank's.
-"""
+"""The plain-torch twin of :mod:`.pack`: the same functions, any device."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ def pack_peers(
     own: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """As :func:`.pack.pack_peers`."""
     if own is not None:
         full, place = own
         pack_own(whole, full, shares, rank, place)
@@ -31,13 +26,11 @@ def pack_peers(
 
 
 def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
-    """As :func:`.pack.pack_own`."""
     for block in shares.blocks(rank):
         full[place, :, block.own_columns] = whole[..., block.columns]
 
 
 def unpack_own(full: Tensor, whole: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
-    """As :func:`.pack.unpack_own`."""
     for block in shares.blocks(rank):
         if block.copies == 1:
             whole[..., block.columns] = full[place, :, block.own_columns]
@@ -54,7 +47,6 @@ def unpack_peers(
     with_own: bool = False,
     beside_transfer: bool = False,
 ) -> None:
-    """As :func:`.pack.unpack_peers`."""
     if with_own:
         unpack_own(full, whole, shares, rank, place)
     wide = torch.promote_types(whole.dtype, torch.float32)
@@ -68,22 +60,20 @@ def unpack_peers(
             rows = rows[..., block.own_columns]
             if block.copies == 1:
                 whole[..., block.columns] = rows
-                continue
-            key = block.columns.start, block.columns.stop
-            totals[key] = totals.get(key, 0) + rows.to(wide)
-    for (start, stop), total in totals.items():
-        whole[..., start:stop] = total
+            else:
+                key = block.whole, block.width
+                totals[key] = totals.get(key, 0) + rows.to(wide)
+    for (first, width), total in totals.items():
+        whole[..., first : first + width] = total
 
 
 def place_rows(
     messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
 ) -> None:
-    """As :func:`.pack.place_rows`."""
     full[place] = messages.flatten(0, 1)
 
 
 def take_rows(
     full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
 ) -> None:
-    """As :func:`.pack.take_rows`."""
     torch.index_select(full, 0, place, out=messages.flatten(0, 1))

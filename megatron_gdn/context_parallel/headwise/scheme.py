@@ -2,9 +2,6 @@
 
 An exchange turns "some tokens, all heads" into "all tokens, some heads". The convolution and the
 recurrence then run over whole sequences, and the inverse exchange follows.
-
-Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, P width of a
-projection row of one tensor-parallel rank, p its part for one rank's heads, V width of a mixed row.
 """
 
 from __future__ import annotations
@@ -22,11 +19,9 @@ from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.parts import Neighbours
-from ...ops.static_documents import StaticDocuments
-from ..layouts import SequenceLayout
+from ..layouts import SequenceLayout, cut_of, held_positions
 from ..scheme import Passage
 from .exchange import Exchange, to_heads, to_sequence
-from .route import positions, zigzag_positions
 from .shares import HeadShares
 
 
@@ -38,11 +33,10 @@ class Headwise:
     each of them, and their gradients are summed.
 
     Args:
-        layout: projection columns of one tensor-parallel rank.
+        layout: projection columns of one tensor-parallel rank; ``self.layout`` holds those inside
+            the exchange.
         group: the context-parallel group.
         sequence_layout: how the data loader cut the sequence.
-
-    ``self.layout`` holds the columns inside the exchange, on one rank.
 
     Raises:
         ValueError: the heads cannot be shared by the group.
@@ -56,9 +50,10 @@ class Headwise:
     ) -> None:
         self.size = group.size()
         self.layout = layout.share(self.size)
-        self._proj = HeadShares(self.size, layout.widths, layout.copies(self.size))
+        copies = layout.copies(self.size)
+        self._proj = HeadShares(self.size, layout.widths, copies)
         assert self._proj.widths == self.layout.widths
-        shares = zip(layout.widths, layout.copies(self.size), strict=True)
+        shares = zip(layout.widths, copies, strict=True)
         self._share_of = dict(zip(layout.names, shares, strict=True))
         self._mixed = HeadShares.even(self.size, (layout.mixed_width,))
         self._group, self._sequence_layout = group, sequence_layout
@@ -67,34 +62,22 @@ class Headwise:
         self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """How the rows of one micro-batch reach this scheme and return.
-
-        Args:
-            documents: of the packed buffer.
-            tokens: of all ranks.
-            rows: of the batch.
-            like: dtype and device.
-        """
-        lengths = self._lengths(documents, tokens)
+        """Rows arrive in sequence order, with the columns of this rank's heads."""
+        lengths = cut_of(documents, tokens, self._sequence_layout)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (lengths, self._sequence_layout, local)
         return Passage(
-            # [s, B, P] -> [S, B, p], tokens in sequence order, this rank's heads; and the inverse.
-            open=partial(open_rows, exchange=Exchange.of(self._group, self._proj, *place)),
+            open=partial(_open, exchange=Exchange.of(self._group, self._proj, *place)),
             close=partial(to_sequence, exchange=Exchange.of(self._group, self._mixed, *place)),
             neighbours=Neighbours(documents),
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """This rank's share of a parameter along its first dimension.
+        """See :meth:`..scheme.Scheme.local`.
 
         Gradients flow only into the rows of this rank's heads. Their sum over the group, which
         Megatron's data-parallel reduction takes, equals the gradient of a run on one rank, also for
         key heads that several ranks hold.
-
-        Args:
-            param: one row per state head, or one row per column of the sections ``names``.
-            names: of those sections.
         """
         wanted = param.shape[0] if names is None else tuple(names)
         shares, rows = self._of_parameters.get(wanted) or self._remember(wanted)
@@ -112,27 +95,13 @@ class Headwise:
         else:
             sections, copies = zip(*(self._share_of[name] for name in wanted), strict=True)
             shares = HeadShares(self.size, sections, copies)
-        rows = None
-        if len(shares.sections) == 1:
-            block = shares.blocks(self._rank)[0]
-            rows = block.whole, block.width
-        self._of_parameters[wanted] = shares, rows
-        return shares, rows
-
-    def _lengths(
-        self, documents: Documents | None, tokens: int
-    ) -> tuple[int, ...] | StaticDocuments:
-        """What the exchange depends on: documents, or the buffer's length if the buffer is cut."""
-        if not isinstance(documents, StaticDocuments):
-            return Documents.lengths_of(documents, tokens)
-        return documents if self._sequence_layout is SequenceLayout.ZIGZAG else (tokens,)
+        first, *others = shares.blocks(self._rank)
+        found = shares, None if others else (first.whole, first.width)
+        self._of_parameters[wanted] = found
+        return found
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
-        lengths = self._lengths(documents, tokens)
-        if isinstance(lengths, StaticDocuments):
-            return zigzag_positions(lengths, self.size)[self._group.rank()]
-        return positions(lengths, self.size, self._sequence_layout)[self._group.rank()]
+        return held_positions(documents, tokens, self._group, self._sequence_layout)
 
 
 def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -> Tensor:
@@ -142,7 +111,7 @@ def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -
 
 
 @uncompiled  # Dynamo takes the handles of point-to-point messages for tensors
-def open_rows(proj_sBP: Tensor, exchange: Exchange) -> Tensor:
+def _open(proj_sBP: Tensor, exchange: Exchange) -> Tensor:
     return to_heads(proj_sBP, exchange)
 
 

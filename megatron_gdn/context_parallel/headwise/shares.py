@@ -9,18 +9,20 @@ from typing import NamedTuple
 
 
 class ColumnBlock(NamedTuple):
-    """Columns of one section on one rank.
+    """Columns of one section on one rank; ``copies`` ranks hold the same."""
 
-    They start at ``whole`` in the whole row and at ``own`` in the rank's row. ``copies`` ranks hold
-    the same columns.
-    """
-
-    whole: int
-    own: int
+    whole: int  # where they start in the whole row
+    own: int  # and in the rank's row
     width: int
     copies: int
-    columns: slice
-    own_columns: slice
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.whole, self.whole + self.width)
+
+    @property
+    def own_columns(self) -> slice:
+        return slice(self.own, self.own + self.width)
 
 
 class HeadShares(NamedTuple):
@@ -29,15 +31,10 @@ class HeadShares(NamedTuple):
     A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``:
     with one copy every column is on one rank, else on ``c`` neighbouring ranks. A rank's own row
     is its blocks, in the order of the sections.
-
-    Attributes:
-        ranks: how many ranks share the heads.
-        sections: widths of the sections of the whole row.
-        copies: of each section.
     """
 
     ranks: int
-    sections: tuple[int, ...]
+    sections: tuple[int, ...]  # widths in the whole row
     copies: tuple[int, ...]
 
     @classmethod
@@ -70,9 +67,7 @@ class HeadShares(NamedTuple):
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
     blocks, whole, own = [], 0, 0
     for section, width, copies in zip(shares.sections, shares.widths, shares.copies, strict=True):
-        first = whole + rank // copies * width
-        columns, own_columns = slice(first, first + width), slice(own, own + width)
-        blocks.append(ColumnBlock(first, own, width, copies, columns, own_columns))
+        blocks.append(ColumnBlock(whole + rank // copies * width, own, width, copies))
         whole, own = whole + section, own + width
     return tuple(blocks)
 
@@ -96,7 +91,7 @@ class Strip(NamedTuple):
 def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
     """A rank's columns in blocks of at most ``most`` columns, so that kernels need no masks."""
     cut = []
-    for whole, own, width, copies, *_ in shares.blocks(0):
+    for whole, own, width, copies in shares.blocks(0):
         done, block = 0, most
         while done < width:
             while block > width - done:
