@@ -1,8 +1,7 @@
 """The letter 'K' in hybrid layer patterns: layers of Kimi Delta Attention.
 
-Megatron's patterns have no letter for them (0.19, main and dev of November 2026), and its stack
-builds layers of the letters that it knows. Here a 'K' layer is built in the place of a 'G' layer,
-from another spec.
+Megatron's patterns have no such letter (0.19, main and dev of November 2026), so a 'K' layer is
+built in the place of a 'G' layer, from another spec.
 """
 
 from __future__ import annotations
@@ -31,12 +30,6 @@ def know_letter() -> None:
 class KDAHybridStack(HybridStack):
     """Megatron's stack, with 'K' layers. Its own ``layer_type_list`` has 'G' for them, by which
     Megatron's main finds the states of recurrent layers.
-
-    Args:
-        config, submodules, **others: as for Megatron's stack.
-        kda_layer: of 'K'.
-        layer_type_list: the letters of this pipeline stage.
-        pp_layer_offset: layers on the stages before.
 
     Attributes:
         kda_options: of the 'K' layers of the stack that this process built last.
@@ -75,9 +68,7 @@ def with_kda_layers(
 ) -> tuple[HybridStackSubmodules, list[str]]:
     """``submodules`` whose 'G' place builds 'K' layers too, and the letters with 'G' for 'K'.
 
-    Args:
-        kda_layer: of 'K'.
-        before: layers before the first of ``letters``.
+    ``before``: layers before the first of ``letters``.
     """
     letters = list(letters)
     numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}

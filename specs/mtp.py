@@ -1,8 +1,6 @@
 """Multi-token prediction (MTP) in a hybrid stack: the layers after '/' in its layer pattern.
 
-``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of the layers ``M*``. A head's layers come from
-the same stack spec as the model's. A head has two norms and a projection before its layers, and a
-norm after them.
+``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of the layers ``M*``, from the same stack spec.
 """
 
 from __future__ import annotations
@@ -40,11 +38,9 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     layout on the model's context-parallel ranks. Otherwise tokens would get other tokens' labels.
 
     Args:
-        config, submodules, **others: as for Megatron's layer.
-        pg_collection: process groups (``cp`` and ``tp`` are used).
         cp_layout: how the data loader cuts sequences over context-parallel ranks.
         kda_layer: of 'K'.
-        mtp_layer_pattern: the letters of the head's layers.
+        others: as for Megatron's layer.
 
     Raises:
         ValueError: another layout than zigzag over several ranks.
@@ -77,13 +73,7 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
     ) -> tuple[Tensor | None, ...]:
-        """As Megatron's.
-
-        Raises:
-            ValueError: documents in padded slots; a micro-batch in another layout than zigzag.
-            NotImplementedError: documents that continue others; a micro-batch with a
-                context-parallel group of its own.
-        """
+        """As Megatron's. Raises as `require_shiftable` and `require_zigzag` do."""
         require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
             require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
@@ -91,11 +81,7 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
 
 
 def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
-    """Refuse a cut in which Megatron would give tokens other tokens' labels.
-
-    Raises:
-        ValueError: ``layout`` is not zigzag.
-    """
+    """Refuse a cut in which Megatron would give tokens other tokens' labels."""
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
             f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
@@ -108,8 +94,7 @@ def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
 def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     """Refuse packed documents whose labels Megatron would shift across their ends.
 
-    If documents and slots have two tensors of offsets, the values are compared. On a GPU the host
-    waits for that.
+    If documents and slots have two tensors of offsets, a GPU's host waits for the comparison.
 
     Raises:
         ValueError: slots (``cu_seqlens_q_padded``) that are longer than their documents.
@@ -126,7 +111,11 @@ def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
             f"(qkv_format='thd'), or use a layer pattern without '/'."
         )
     documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
-    if slots is not None and not (slots is documents or _equal(slots, documents)):
+    if (
+        slots is not documents
+        and slots is not None
+        and (documents is None or slots.tolist() != documents.tolist())
+    ):
         raise ValueError(
             "multi-token prediction with padded slots: Megatron shifts labels between the offsets "
             "of cu_seqlens_q, and the rows lie at those of cu_seqlens_q_padded. Make the padding "
@@ -142,10 +131,6 @@ def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
             f"{cp_group.size()}. Leave cp_group and local_cp_size None, or use a layer pattern "
             f"without '/'."
         )
-
-
-def _equal(slots: Tensor, documents: Tensor | None) -> bool:
-    return documents is not None and slots.tolist() == documents.tolist()
 
 
 def local_mtp_spec(**options: Any) -> ModuleSpec:
