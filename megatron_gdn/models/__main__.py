@@ -11,15 +11,8 @@ from typing import Any
 
 from ..gdn.sizes import GDNDims
 from ..mixers.recompute import LEVELS
+from . import sizes
 from .catalogue import ENTRIES, Model
-from .sizes import (
-    check,
-    expert_parallel_sizes,
-    headwise_sizes,
-    saved_bytes,
-    scheme,
-    tensor_parallel_sizes,
-)
 
 _DESCRIPTION = """\
 Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
@@ -33,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.name is None:
             return _print_list(options.json)
         model = Model.named(options.name)
-        check(model, options.tp, options.cp, options.ep, options.length, options.gpus)
+        sizes.check(model, options.tp, options.cp, options.ep, options.length, options.gpus)
         if options.flags:
             print(shlex.join(launch_flags(model, options)))
             return 0
@@ -70,12 +63,14 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     tp, cp, ep, length = options.tp, options.cp, options.ep, options.length
     stack, pattern, dims = model.stack, model.pattern, model.dims
     flops = stack.flops([length])
-    chosen = scheme(model, tp, cp, length, gpus_per_machine=options.gpus_per_machine)
+    chosen = sizes.scheme(model, tp, cp, length, gpus_per_machine=options.gpus_per_machine)
     activations = {}
     if isinstance(dims, GDNDims):
         tokens = pattern.count("G") * (length // cp)
-        activations = {x: tokens * saved_bytes(dims, tp=tp, recompute=x) for x in LEVELS}
-        activations["layer recomputed"] = tokens * saved_bytes(dims, tp=tp, recompute_layer=True)
+        activations = {x: tokens * sizes.saved_bytes(dims, tp=tp, recompute=x) for x in LEVELS}
+        activations["layer recomputed"] = tokens * sizes.saved_bytes(
+            dims, tp=tp, recompute_layer=True
+        )
     return {
         "name": model.name,
         "architecture": model.entry.architecture,
@@ -92,9 +87,9 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
         "auto": chosen.name,
         "price in ms": None if chosen.price is None else chosen.price._asdict(),
         "legal": {
-            "tp": tensor_parallel_sizes(model),
-            "cp headwise": headwise_sizes(model, tp),
-            "ep": expert_parallel_sizes(model),
+            "tp": sizes.tensor_parallel_sizes(model),
+            "cp headwise": sizes.headwise_sizes(model, tp),
+            "ep": sizes.expert_parallel_sizes(model),
         },
     }
 
@@ -104,7 +99,7 @@ def _layers(pattern: str) -> dict[str, int]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    sizes, flops, price = found["sizes"], found["FLOPs per token"], found["price in ms"]
+    given, flops, price = found["sizes"], found["FLOPs per token"], found["price in ms"]
     state = found["state bytes per sequence"]
     legal = {name: " ".join(map(str, numbers)) for name, numbers in found["legal"].items()}
     names = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
@@ -112,10 +107,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield "  layers        " + ", ".join(f"{n} {names[s]}" for s, n in found["layers"].items())
     parameters, active = _count(found["parameters"]), _count(found["active parameters"])
     yield f"  parameters    {parameters}, {active} of them for a token"
+    forward, step = (flops.pop(name) / 1e9 for name in ("forward", "step"))
     yield (
-        f"  FLOPs         {flops.pop('forward') / 1e9:.2f} G for a token forward, "
-        f"{flops.pop('step') / 1e9:.2f} G with backward, in one document of "
-        f"{sizes['length']} tokens"
+        f"  FLOPs         {forward:.2f} G for a token forward, {step:.2f} G with backward, in one "
+        f"document of {given['length']} tokens"
     )
     yield "                " + ", ".join(f"{name} {x / 1e9:.3f}" for name, x in flops.items())
     yield (
@@ -129,13 +124,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             f"{gib['light']} with recompute=light, {gib['full']} with recompute=full, "
             f"{gib['layer recomputed']} with --recompute-modules gdn"
         )
-    why = "" if price is None else (
-        f": headwise adds {price['headwise']:.2f} ms to a layer's forward, chunkwise "
-        f"{price['chunkwise']:.2f}"
-    )  # fmt: skip
-    yield f"  auto          {found['auto']} for cp {sizes['cp']}{why}"
+    why = ": headwise adds {headwise:.2f} ms to a layer's forward, chunkwise {chunkwise:.2f}"
+    why = "" if price is None else why.format(**price)
+    yield f"  auto          {found['auto']} for cp {given['cp']}{why}"
     yield f"  legal tp      {legal['tp']}"
-    yield f"  legal cp      any; headwise with tp {sizes['tp']}: {legal['cp headwise']}"
+    yield f"  legal cp      any; headwise with tp {given['tp']}: {legal['cp headwise']}"
     yield f"  legal ep      {legal['ep']}"
 
 
@@ -144,26 +137,25 @@ def _count(number: int) -> str:
 
 
 def _print_list(as_json: bool) -> int:
-    models = list(map(Model.named, ENTRIES))
+    rows = [
+        {
+            "name": model.name,
+            "parameters": model.stack.parameters,
+            "active parameters": model.stack.active_parameters,
+            "pattern": model.pattern,
+            "source": model.entry.source,
+        }
+        for model in map(Model.named, ENTRIES)
+    ]
     if as_json:
-        rows = [
-            {
-                "name": model.name,
-                "parameters": model.stack.parameters,
-                "active parameters": model.stack.active_parameters,
-                "pattern": model.pattern,
-                "source": model.entry.source,
-            }
-            for model in models
-        ]
         print(json.dumps(rows, indent=2))
         return 0
     print(f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers")
-    for model in models:
-        layers = ", ".join(f"{n} {symbol}" for symbol, n in _layers(model.pattern).items())
-        parameters, active = _count(model.stack.parameters), _count(model.stack.active_parameters)
-        tp = tensor_parallel_sizes(model)[-1]
-        print(f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
+    for row in rows:
+        layers = ", ".join(f"{n} {symbol}" for symbol, n in _layers(row["pattern"]).items())
+        parameters, active = _count(row["parameters"]), _count(row["active parameters"])
+        tp = sizes.tensor_parallel_sizes(Model.named(row["name"]))[-1]
+        print(f"{row['name']:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
     return 0
 
 

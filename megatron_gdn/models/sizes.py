@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -16,21 +15,16 @@ from .stack import CHUNK
 
 
 class Scheme(NamedTuple):
-    """What ``linear_cp_mode="auto"`` takes.
-
-    Attributes:
-        price: milliseconds of both schemes; None where there is no choice.
-    """
+    """What ``linear_cp_mode="auto"`` takes."""
 
     name: str
-    price: Price | None
+    price: Price | None  # None where there is no choice
 
 
 def tensor_parallel_sizes(model: Model) -> list[int]:
     """The sizes that divide all heads and the MLP; routed experts are not cut."""
     heads, groups = (model.settings[f"num_{name}"] for name in ("attention_heads", "query_groups"))
-    key_heads = model.dims.layout.counts[-1][1]  # of Mamba2: groups
-    cut = [heads, key_heads]
+    cut = [heads, model.dims.layout.counts[-1][1]]  # the second: key heads, groups of Mamba2
     if "-" in model.pattern:
         cut.append(model.settings["ffn_hidden_size"])
     if "E" in model.pattern:
@@ -55,17 +49,19 @@ def expert_parallel_sizes(model: Model) -> list[int]:
 
 
 def check(model: Model, tp: int, cp: int, ep: int, length: int, gpus: int | None = None) -> None:
-    """Refuse sizes that a launch would refuse.
+    """Refuse sizes that a launch would refuse, and name those that are legal.
 
     Args:
         length: tokens of a sequence.
         gpus: all of them; None if that is not known.
-
-    Raises:
-        ValueError: names the size and those that are legal.
     """
-    _one_of("tensor-parallel size", "tp", tp, tensor_parallel_sizes(model))
-    _one_of("expert-parallel size", "ep", ep, expert_parallel_sizes(model))
+    for name, value, legal in (
+        ("tensor-parallel size tp", tp, tensor_parallel_sizes(model)),
+        ("expert-parallel size ep", ep, expert_parallel_sizes(model)),
+    ):
+        if value not in legal:
+            sizes = ", ".join(map(str, legal))
+            raise ValueError(f"{name}={value} is not legal; use one of {sizes}.")
     if cp < 1:
         raise ValueError(f"context-parallel size cp={cp} must be at least 1.")
     multiple = cp * lcm(2 if cp > 1 else 1, tp)
@@ -82,13 +78,6 @@ def check(model: Model, tp: int, cp: int, ep: int, length: int, gpus: int | None
                 f"{gpus} GPUs are not a multiple of {name} = {ranks}; use a multiple of {ranks}, "
                 f"or smaller sizes."
             )
-
-
-def _one_of(what: str, name: str, value: int, legal: Sequence[int]) -> None:
-    if value not in legal:
-        raise ValueError(
-            f"{what} {name}={value} is not legal; use one of {', '.join(map(str, legal))}."
-        )
 
 
 def scheme(
@@ -110,31 +99,21 @@ def scheme(
     share = model.dims.shard(tp)
     if cp not in headwise_sizes(model, tp):
         return Scheme("chunkwise", None)
-    zigzag = SequenceLayout.ZIGZAG
     beside = max(gpus_per_machine // tp, 1)
     per_machine = stretch([rank // beside for rank in range(cp)])
-    cost = price(
-        share.state, share.layout.share(cp), cp, zigzag, length, 1, documents, 2, per_machine
-    )
+    layout, zigzag = share.layout.share(cp), SequenceLayout.ZIGZAG
+    cost = price(share.state, layout, cp, zigzag, length, 1, documents, 2, per_machine)
     return Scheme(cost.cheaper.value, cost)
 
 
 def saved_bytes(
-    dims: GDNDims,
-    *,
-    tp: int = 1,
-    recompute: str = "none",
-    recompute_layer: bool = False,
+    dims: GDNDims, *, tp: int = 1, recompute: str = "none", recompute_layer: bool = False
 ) -> int:
     """What a layer keeps for its backward: bytes per token in bf16 with flash_qla or fla.
 
     That is of one tensor-parallel rank with sequence parallelism. Where `flash_qla` cuts long
     sequences into parts it keeps their states too: 16 MiB for 32768 tokens of 32 heads.
-
-    Args:
-        dims: of the whole layer.
-        recompute: the layer's option, ``"none"``, ``"light"`` or ``"full"``.
-        recompute_layer: ``--recompute-modules gdn`` of Megatron's dev: the input alone is kept.
+    ``recompute_layer`` is ``--recompute-modules gdn`` of Megatron's dev: the input alone is kept.
     """
     share = dims.shard(tp)
     kept = 2 * dims.hidden_size // tp  # bf16: of the input of in_proj
