@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 
-from .kda_stack import KDAHybridStack, know_letter
 from .launch_options import kda_launch_options, with_launch_options
 from .layer import gated_delta_net_spec, kimi_delta_attention_spec, mamba2_spec, resolve_modules
 from .local import (
@@ -33,7 +32,7 @@ from .local import (
     local_mlp_builder,
     norm_before,
 )
-from .mtp import checked_mtp_spec, local_mtp_spec
+from .stack import KDAHybridStack, checked_mtp_spec, know_letter, local_mtp_spec
 
 _OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
 _BACKENDS = {"mamba2": ("fla", "reference"), "kda": ("fla", "cudnn", "reference")}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..compat.observe import log_once
-from ..specs.kda_stack import KDAHybridStack
+from ..specs.stack import KDAHybridStack
 from .stack import Stack
 
 
