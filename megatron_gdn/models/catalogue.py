@@ -81,11 +81,7 @@ class Model:
 
     @classmethod
     def named(cls, name: str) -> Model:
-        """The model of this name; capitals do not count.
-
-        Raises:
-            ValueError: there is none; the message has those that there are.
-        """
+        """The model of this name; capitals do not count. An unknown name is a ValueError."""
         for known, entry in ENTRIES.items():
             if known.lower() == name.lower():
                 return cls(known, entry)
@@ -237,10 +233,6 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model.
-
-        Raises:
-            NotImplementedError: see `refuse_unless_built`.
-        """
+        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model."""
         self.refuse_unless_built(model)
         return self._nemotron_flags() if self.hf is None else megatron_flags(self.hf, model)

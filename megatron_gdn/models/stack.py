@@ -61,41 +61,27 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of a hybrid pattern, with its norm.
+    """One layer of a hybrid pattern, with its norm."""
 
-    Attributes:
-        weights: parameters that multiply the row of every token.
-        vectors: other parameters: norms, convolutions, gates.
-        idle: weights of the experts that a token does not go to.
-        convolution, rule: multiply-adds for a token.
-        attention: multiply-adds for a query and one of its keys.
-        state_bytes, conv_bytes: what a sequence keeps between tokens, fp32 and bf16.
-    """
-
-    weights: int
-    vectors: int
-    idle: int = 0
-    convolution: int = 0
-    rule: int = 0
-    attention: int = 0
-    state_bytes: int = 0
-    conv_bytes: int = 0
+    weights: int  # parameters that multiply the row of every token
+    vectors: int  # other parameters: norms, convolutions, gates
+    idle: int = 0  # weights of the experts that a token does not go to
+    convolution: int = 0  # multiply-adds for a token
+    rule: int = 0  # likewise
+    attention: int = 0  # multiply-adds for a query and one of its keys
+    state_bytes: int = 0  # what a sequence keeps between tokens, fp32
+    conv_bytes: int = 0  # likewise, bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A language model: embedding, layers, heads of multi-token prediction, norm, output.
-
-    Attributes:
-        outputs: times that the output layer runs: once, and once for each head.
-        tied: the output layer is the embedding.
-    """
+    """A language model: embedding, layers, heads of multi-token prediction, norm, output."""
 
     layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
-    tied: bool
-    outputs: int = 1
+    tied: bool  # the output layer is the embedding
+    outputs: int = 1  # times that the output layer runs: once, and once for each head
 
     @classmethod
     def of(

@@ -21,7 +21,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -109,19 +109,21 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def certificate(args: argparse.Namespace) -> list[Row]:
     """The rows; ``args`` as :func:`arguments` gives them."""
-    rows = []
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
             where = (cp, folder, args)
             processes.start_processes(_rank, where, nprocs=cp, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
-        for precision in precisions():
-            exact = _read(folder, precision, "fp64", 1, args.lengths)
-            one = _read(folder, precision, "one rank", 1, args.lengths)
-            cases = [("one rank", 1), *((mode, cp) for mode in args.modes for cp in args.cp)]
-            for mode, cp in cases:
-                found = _read(folder, precision, mode, cp, args.lengths)
-                rows.append(_row(precision.name, mode, cp, found, exact, one))
-    return rows
+            ranks = [torch.load(f"{folder}/{cp} {rank}.pt") for rank in range(cp)]
+            for name, mode in ranks[0]:
+                of_ranks = [rank[name, mode] for rank in ranks]
+                found[name, mode, cp] = _whole(of_ranks, args.lengths)
+    cases = [("one rank", 1), *product(args.modes, args.cp)]
+    return [
+        _row(name, mode, cp, found[name, mode, cp], found[name, "fp64", 1], found[name, *cases[0]])
+        for name in (precision.name for precision in precisions())
+        for mode, cp in cases
+    ]
 
 
 def _row(name: str, mode: str, cp: int, found: Any, exact: Any, one: Any) -> Row:
@@ -143,9 +145,8 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-def _read(folder: str, precision: Precision, mode: str, cp: int, lengths: list[int]) -> Any:
+def _whole(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
     """The tensors of all ranks, tokens in sequence order; a parameter's gradient is their sum."""
-    ranks = [torch.load(_file(folder, precision, mode, cp, rank)) for rank in range(cp)]
     whole = {}
     for name, first in ranks[0].items():
         if name.endswith("'s gradient"):
@@ -153,12 +154,8 @@ def _read(folder: str, precision: Precision, mode: str, cp: int, lengths: list[i
             continue
         whole[name] = first.new_empty(sum(lengths), *first.shape[1:])
         for number, rank in enumerate(ranks):
-            whole[name][local_indices(lengths, cp, number)] = rank[name]
+            whole[name][local_indices(lengths, len(ranks), number)] = rank[name]
     return whole
-
-
-def _file(folder: str, precision: Precision, mode: str, cp: int, rank: int) -> Path:
-    return Path(folder) / f"{precision.name} {mode} {cp} {rank}.pt"
 
 
 def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
@@ -181,10 +178,11 @@ def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1234)
     held = local_indices(args.lengths, cp, rank)
-    for precision in precisions():
-        for mode in ["one rank", "fp64"] if cp == 1 else args.modes:
-            case = _Case(args, precision, mode, cp, held, device)
-            torch.save(_layer(case) | _policy(case), _file(folder, precision, mode, cp, rank))
+    modes, made = ["one rank", "fp64"] if cp == 1 else args.modes, {}
+    for precision, mode in product(precisions(), modes):
+        case = _Case(args, precision, mode, cp, held, device)
+        made[precision.name, mode] = _layer(case) | _policy(case)
+    torch.save(made, f"{folder}/{cp} {rank}.pt")
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
