@@ -1,7 +1,7 @@
 """Reads the fp32 values that a checkpoint's optimizer holds for parameters its model held in bf16.
 
-A layer that keeps ``A_log`` and ``dt_bias`` in bf16, such as Megatron's own, saves them rounded;
-the optimizer's masters in the same checkpoint are not rounded. The layer of this package then gets:
+Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16 and saves them rounded; the optimizer's
+masters in the same checkpoint are not rounded. The layer of this package then gets:
 
 | the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
 |------------------------------------------|-----------------------|--------------------------|
@@ -10,9 +10,8 @@ the optimizer's masters in the same checkpoint are not rounded. The layer of thi
 | DistributedOptimizer, dp_reshardable     | Megatron refuses it   | the rounded value        |
 | none                                     |                       | the rounded value        |
 
-dp_reshardable files hold buffers, not tensors with names, and buffers of a model with fp32
-parameters have other sizes. Save once more with the old layer and fully_reshardable to bring a run
-over with its masters.
+dp_reshardable files hold buffers, not tensors with names. Save once more with the old layer and
+fully_reshardable to bring a run over with its masters.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def load_fp32_masters(
     """Set parameters marked ``keep_in_fp32`` to the checkpoint's fp32 masters.
 
     It sets only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer, and
-    does not change the optimizer. Every rank calls it, after the model is loaded. All data-parallel
-    replicas read the same values, at any tensor-parallel size.
+    does not change the optimizer. Every rank calls it, after the model is loaded, at any
+    tensor-parallel size.
 
     Args:
         model: a Megatron model or its pipeline chunks, bare or wrapped.
@@ -86,13 +85,11 @@ def load_fp32_masters(
 def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
     """Model key -> key of its master."""
     found: dict[str, str] = {}
-    for name in saved:
-        match = _MASTER.fullmatch(name)
-        if match is None:
-            continue
-        if (other := found.setdefault(match["key"], name)) != name:
+    for match in filter(None, map(_MASTER.fullmatch, saved)):
+        key, name = match["key"], match[0]
+        if (other := found.setdefault(key, name)) != name:
             raise ValueError(
-                f"the checkpoint holds two fp32 masters of {match['key']}: {other} and {name}. "
+                f"the checkpoint holds two fp32 masters of {key}: {other} and {name}. "
                 f"It was written by two optimizers over the same parameters; load the one you want "
                 f"with the optimizer that wrote it."
             )

@@ -13,11 +13,7 @@ from .hybrid import (  # noqa: E402
     gdn_qk_norm_hybrid_stack_spec,
     hybrid_stack_spec,
 )
-from .layer import (  # noqa: E402
-    gated_delta_net_spec,
-    kimi_delta_attention_spec,
-    mamba2_spec,
-)
+from .layer import gated_delta_net_spec, kimi_delta_attention_spec, mamba2_spec  # noqa: E402
 
 __all__ = [
     "gated_delta_net_spec",

@@ -27,14 +27,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 
 from .launch_options import with_launch_options
 from .layer import gated_delta_net_spec, resolve_modules
-from .local import (
-    ATTENTION_NORM_KEYS,
-    BIAS_DROPOUT_ADD,
-    GDN_NORM_KEYS,
-    MLP_NORM_KEYS,
-    local_attention_spec,
-    local_mlp_builder,
-)
+from .local import BIAS_DROPOUT_ADD, local_attention_spec, local_mlp_builder, norm_before
 
 # Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
 # the first by it.
@@ -78,10 +71,8 @@ def gpt_block_spec(
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
             ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
-        vp_stage: virtual pipeline stage.
-        pp_rank: pipeline rank; this process's own when None.
-        **options: keyword arguments of the GatedDeltaNet constructor, as for
-            `gated_delta_net_spec`.
+        vp_stage, pp_rank: of the pipeline; this process's own rank when None.
+        **options: keyword arguments of the GatedDeltaNet constructor.
 
     Raises:
         ValueError: the config does not ask for Gated DeltaNet layers.
@@ -107,7 +98,7 @@ def gpt_block_spec(
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's own layer specs with its Gated DeltaNet exchanged for ours."""
+    """Megatron's own layer specs with its Gated DeltaNet exchanged for ours, and its last norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     mixer = gated_delta_net_spec("te", **options)
     for layer in layer_specs:
@@ -120,46 +111,42 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 
 
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
-    mixer = gated_delta_net_spec("local", **options)
-    attention = local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO))
+    mixers = (
+        local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
+        gated_delta_net_spec("local", **options),
+    )
     dense = [0] * config.num_layers
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
     layer_specs = []
     for is_gdn, has_experts in zip(
         variants.get_linear_attention_pattern(config), is_moe, strict=True
     ):
-        norm_keys = dict(GDN_NORM_KEYS if is_gdn else ATTENTION_NORM_KEYS)
-        if has_experts:
+        norm = norm_before(f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}")
+        if has_experts:  # which have no norm of their own in Transformer Engine either
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )
         else:
             mlp = local_mlp_builder()
-            # Experts have no norm of their own in Transformer Engine either.
-            norm_keys |= MLP_NORM_KEYS
-        layer_specs.append(
-            ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=TorchRMSNorm,
-                    self_attention=mixer if is_gdn else attention,
-                    self_attn_bda=BIAS_DROPOUT_ADD,
-                    pre_mlp_layernorm=TorchRMSNorm,
-                    mlp=mlp,
-                    mlp_bda=BIAS_DROPOUT_ADD,
-                    sharded_state_dict_keys_map=norm_keys,
-                ),
-            )
+            of_mlp = norm_before("mlp.linear_fc1", "pre_mlp_layernorm")
+            norm["sharded_state_dict_keys_map"] |= of_mlp["sharded_state_dict_keys_map"]
+        submodules = TransformerLayerSubmodules(
+            self_attention=mixers[is_gdn],
+            self_attn_bda=BIAS_DROPOUT_ADD,
+            pre_mlp_layernorm=TorchRMSNorm,
+            mlp=mlp,
+            mlp_bda=BIAS_DROPOUT_ADD,
+            **norm,
         )
+        layer_specs.append(ModuleSpec(module=TransformerLayer, submodules=submodules))
     return layer_specs
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
     """Global layer indices that this pipeline stage builds."""
-    stages = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
-    if stages is not None:
-        return stages.get_layer_id_list(
-            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
-        )
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
+    stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+    layout = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, **stage)
+    first = get_transformer_layer_offset(config, **stage)
+    return range(first, first + get_num_layers_to_build(config, **stage))

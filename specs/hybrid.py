@@ -7,7 +7,6 @@ In Python, and by the same name in a launch:
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 """
 
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -18,34 +17,22 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 
-from .kda_stack import KDAHybridStack, know_letter
 from .launch_options import kda_launch_options, with_launch_options
-from .layer import (
-    gated_delta_net_spec,
-    kimi_delta_attention_spec,
-    mamba2_spec,
-    resolve_modules,
-)
+from .layer import gated_delta_net_spec, kimi_delta_attention_spec, mamba2_spec, resolve_modules
 from .local import (
-    ATTENTION_NORM_KEYS,
     BIAS_DROPOUT_ADD,
-    GDN_NORM_KEYS,
-    MAMBA_NORM_KEYS,
-    MLP_NORM_KEYS,
     LocalMoELayer,
+    UnavailableLayer,
     local_attention_spec,
     local_mlp_builder,
-    unavailable,
+    norm_before,
 )
-from .mtp import checked_mtp_spec, local_mtp_spec
+from .stack import KDAHybridStack, checked_mtp_spec, know_letter, local_mtp_spec
 
 _OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
 _BACKENDS = {"mamba2": ("fla", "reference"), "kda": ("fla", "cudnn", "reference")}
@@ -72,8 +59,7 @@ class HybridStackSpec(ModuleSpec):
                 ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
                 interchangeable.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
-            mamba: keyword arguments of the Mamba2Mixer constructor, for 'M' layers.
-            kda: keyword arguments of the KimiDeltaAttention constructor, for 'K' layers.
+            mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
                 the delta rule). ``cp_layout`` also goes to 'M', 'K' and local '*' layers. 'M'
                 and 'K' layers also get ``linear_cp_mode``, ``cp_ranks_per_machine``, and
@@ -99,25 +85,26 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    of_k_in_launch = kda_launch_options(options)
+    of_k = kda_launch_options(options)
     modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
-    mamba2 = mamba2_spec(modules, **{**_options_of_both(options, "mamba2"), **(mamba or {})})
-    kda = {**_options_of_both(options, "kda"), **of_k_in_launch, **(kda or {})}
-    delta = kimi_delta_attention_spec(modules, **kda)
+    mamba2 = mamba2_spec(modules, **_options_of_both(options, "mamba2") | (mamba or {}))
+    of_k = _options_of_both(options, "kda") | of_k | (kda or {})
+    delta = kimi_delta_attention_spec(modules, **of_k)
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
-        submodules = _te_submodules(mixer, mamba2, qk_layernorm)
+        submodules, kda_layer = _te_submodules(mixer, mamba2, qk_layernorm), _layer(delta)
+        theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
+        heads = checked_mtp_spec(theirs, kda_layer=kda_layer, cp_layout=cp_layout)
     else:
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
-    theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
-    layer = _te_mixer_layer(delta) if modules == "te" else _local_mixer_layer(delta, GDN_NORM_KEYS)
-    of_k = {"kda_layer": layer}
-    of_heads = {**of_k, "cp_layout": cp_layout}
-    heads = checked_mtp_spec(theirs, **of_heads) if modules == "te" else local_mtp_spec(**of_heads)
+        kda_layer = _layer(delta, "in_proj")
+        heads = local_mtp_spec(kda_layer=kda_layer, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
-    return HybridStackSpec(module=KDAHybridStack, params=of_k, submodules=submodules)
+    return HybridStackSpec(
+        module=KDAHybridStack, params={"kda_layer": kda_layer}, submodules=submodules
+    )
 
 
 def _upstream() -> HybridStackSubmodules:
@@ -136,15 +123,7 @@ def _options_of_both(options: dict[str, Any], mixer: str) -> dict[str, Any]:
 def _te_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool
 ) -> HybridStackSubmodules:
-    mamba_layer = ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(mixer=mamba2, mamba_bda=BIAS_DROPOUT_ADD),
-    )
-    stack = replace(
-        _upstream(),
-        gdn_layer=_te_mixer_layer(mixer),
-        mamba_layer=mamba_layer,
-    )
+    stack = replace(_upstream(), gdn_layer=_layer(mixer), mamba_layer=_mamba_layer(mamba2))
     if qk_layernorm:
         # Megatron's own stack has no place for these norms, even if the config asks for them.
         layer = cast(Any, stack.attention_layer)
@@ -156,66 +135,45 @@ def _te_submodules(
     return stack
 
 
-def _te_mixer_layer(mixer: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=BIAS_DROPOUT_ADD),
-    )
-
-
 def _local_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec
 ) -> HybridStackSubmodules:
+    mlp = TransformerLayerSubmodules(
+        mlp=local_mlp_builder(),
+        mlp_bda=BIAS_DROPOUT_ADD,
+        **norm_before("mlp.linear_fc1", "pre_mlp_layernorm"),
+    )
+    experts = TransformerLayerSubmodules(pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD)
     layers = {
-        "gdn_layer": _local_mixer_layer(mixer, GDN_NORM_KEYS),
-        "mamba_layer": ModuleSpec(
-            module=MambaLayer,
-            submodules=MambaLayerSubmodules(
-                norm=TorchRMSNorm,
-                mixer=mamba2,
-                mamba_bda=BIAS_DROPOUT_ADD,
-                sharded_state_dict_keys_map=dict(MAMBA_NORM_KEYS),
-            ),
-        ),
-        "attention_layer": _local_mixer_layer(attention, ATTENTION_NORM_KEYS),
-        "mlp_layer": ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=TorchRMSNorm,
-                mlp=local_mlp_builder(),
-                mlp_bda=BIAS_DROPOUT_ADD,
-                sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
-            ),
-        ),
-        "moe_layer": ModuleSpec(
-            module=LocalMoELayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD
-            ),
-        ),
+        "gdn_layer": _layer(mixer, "in_proj"),
+        "mamba_layer": _mamba_layer(mamba2, **norm_before("mixer.in_proj", "norm")),
+        "attention_layer": _layer(attention, "linear_qkv"),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+        "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    return HybridStackSubmodules(**layers, **_refusals(without=layers))
-
-
-def _refusals(without: Iterable[str]) -> dict[str, ModuleSpec]:
-    """For every other layer of this Megatron's stack, a spec that refuses to build.
-
-    The layers differ between versions of Megatron. A layer left out would be an identity.
-    """
+    # Layers differ between versions of Megatron. One that is left out would be an identity.
     places = {field.name for field in fields(HybridStackSubmodules)}
-    others = {place for place in places if place.endswith("_layer")} - set(without)
-    return {place: unavailable(_SYMBOLS.get(place, place)) for place in sorted(others)}
+    for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
+        symbol = {"symbol": _SYMBOLS.get(place, place)}
+        layers[place] = ModuleSpec(module=UnavailableLayer, params=symbol)
+    return HybridStackSubmodules(**layers)
 
 
-def _local_mixer_layer(mixer: ModuleSpec, norm_keys: dict[str, str]) -> ModuleSpec:
+def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
+    """A layer of one mixer; with a norm of its own before the mixer's ``linear``, if given."""
+    norm = {} if linear is None else norm_before(f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchRMSNorm,
-            self_attention=mixer,
-            self_attn_bda=BIAS_DROPOUT_ADD,
-            sharded_state_dict_keys_map=dict(norm_keys),
+            self_attention=mixer, self_attn_bda=BIAS_DROPOUT_ADD, **norm
         ),
+    )
+
+
+def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm),
     )
 
 

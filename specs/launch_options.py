@@ -4,8 +4,8 @@
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
 An option reaches 'G' and 'K' layers if their mixer has it: recompute both, gate_lower_bound 'K'.
-The specs read the variable once, when they are imported. Every process of a launch must have the
-same value. An option that a call in Python gives overrides the variable's.
+The specs read the variable once. Every process of a launch must have the same value. An option that
+a call in Python gives overrides the variable's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -41,11 +42,7 @@ def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def kda_launch_options(named: Collection[str]) -> dict[str, Any]:
-    """The options of the launch that KimiDeltaAttention has; errors as above.
-
-    Args:
-        named: those that a call gives to GatedDeltaNet.
-    """
+    """The options of the launch that KimiDeltaAttention has, but those that a call ``named``."""
     own = _options_of(KimiDeltaAttention).keys() - {"backend", *named}
     return {name: value for name, value in _of_launch().items() if name in own}
 
@@ -65,7 +62,7 @@ def parse_options(text: str) -> dict[str, Any]:
     Raises:
         ValueError: see :func:`with_launch_options`.
     """
-    legal = _legal()
+    legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -74,25 +71,15 @@ def parse_options(text: str) -> dict[str, Any]:
                 f"{VARIABLE}={text!r} has {part!r}; it must be name=value,name=value with the "
                 f"names {', '.join(sorted(legal))}."
             )
-        options[name] = _value(name, value, legal[name])
+        options[name] = value
+        with suppress(ValueError, SyntaxError):
+            options[name] = ast.literal_eval(value)
+        if legal[name].startswith("bool") and not isinstance(options[name], bool):
+            raise ValueError(f"{VARIABLE} has {name}={value!r}; it must be True or False.")
     return options
 
 
-def _value(name: str, text: str, kind: str) -> Any:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
-    if kind.startswith("bool") and not isinstance(value, bool):
-        raise ValueError(f"{VARIABLE} has {name}={text!r}; it must be True or False.")
-    return value
-
-
-def _legal() -> dict[str, str]:
-    """Every option of the layers, with its type as written."""
-    return {**_options_of(KimiDeltaAttention), **_options_of(GatedDeltaNet)}
-
-
 def _options_of(mixer: type) -> dict[str, str]:
+    """Every option of a mixer, with its type as written."""
     arguments = inspect.signature(mixer).parameters.items()
     return {name: str(given.annotation) for name, given in arguments if name not in _OF_MEGATRON}

@@ -15,7 +15,7 @@ MODULES = ("auto", "local", "te")
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """Turn ``"auto"`` into ``"te"`` or ``"local"``; an explicit choice is kept or refused.
+    """``"auto"`` becomes ``"te"`` or ``"local"``; an explicit choice is kept or refused.
 
     Raises:
         ValueError: not one of auto, local, te.
@@ -41,10 +41,9 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
     Args:
         modules: ``"te"`` fuses the norm before the mixer into ``in_proj``; ``"local"`` uses
-            Megatron's own linears and leaves that norm to the TransformerLayer's
-            ``input_layernorm``; ``"auto"`` is ``"te"`` where Transformer Engine is installed.
-        **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend``, the
-            implementation of the delta rule.
+            Megatron's own linears and leaves that norm to the layer around the mixer; ``"auto"``
+            is ``"te"`` where Transformer Engine is installed.
+        **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend``.
 
     Raises:
         ValueError, ImportError: see `resolve_modules`.
@@ -53,43 +52,31 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.KimiDeltaAttention` for the ``self_attention`` place of a layer.
-
-    Args:
-        modules: as in `gated_delta_net_spec`.
-        **options: keyword arguments of the KimiDeltaAttention constructor.
-    """
+    """As `gated_delta_net_spec`, of `megatron_gdn.KimiDeltaAttention`."""
     return _delta_spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
 
 
+def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
+    """As `gated_delta_net_spec`, of `megatron_gdn.Mamba2Mixer` for the place in a MambaLayer."""
+    in_proj, out_proj, _ = _modules(resolve_modules(modules))
+    submodules = Mamba2MixerSubmodules(in_proj=in_proj, out_proj=out_proj)
+    return ModuleSpec(module=Mamba2Mixer, params=options, submodules=submodules)
+
+
 def _delta_spec(mixer: type, parts: type, modules: str, options: dict[str, Any]) -> ModuleSpec:
-    fused = resolve_modules(modules) == "te"
-    if fused:
-        in_proj, norm, out_proj = (
-            te.TELayerNormColumnParallelLinear, te.TENorm, te.TERowParallelLinear,
-        )  # fmt: skip
-    else:
-        in_proj, norm, out_proj = ColumnParallelLinear, TorchRMSNorm, RowParallelLinear
+    modules = resolve_modules(modules)
+    in_proj, out_proj, norm = _modules(modules)
     return ModuleSpec(
         module=mixer,
         params=options,
         submodules=parts(in_proj=in_proj, out_norm=norm, out_proj=out_proj),
         # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
-        metainfo={"fuse_input_layernorm": fused},
+        metainfo={"fuse_input_layernorm": modules == "te"},
     )
 
 
-def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.Mamba2Mixer` for the ``mixer`` place of a MambaLayer.
-
-    Args:
-        modules: as in `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
-        **options: keyword arguments of the Mamba2Mixer constructor.
-    """
-    if resolve_modules(modules) == "te":
-        submodules = Mamba2MixerSubmodules(
-            in_proj=te.TELayerNormColumnParallelLinear, out_proj=te.TERowParallelLinear
-        )
-    else:
-        submodules = Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    return ModuleSpec(module=Mamba2Mixer, params=options, submodules=submodules)
+def _modules(modules: str) -> tuple[type, type, type]:
+    """The linears before and after a mixer, and a norm."""
+    if modules == "te":
+        return te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
+    return ColumnParallelLinear, RowParallelLinear, TorchRMSNorm

@@ -1,7 +1,7 @@
 """Plain-torch pieces of a layer, whose checkpoints load into Transformer Engine models and back.
 
-Transformer Engine fuses the norm before a linear layer into it and stores the norm's weight there;
-local modules keep it apart. The key maps below write both under Transformer Engine's name.
+Transformer Engine fuses the norm before a linear into it and stores the norm's weight there. Local
+modules keep it apart, and store it under the same name.
 """
 
 from dataclasses import replace
@@ -29,10 +29,13 @@ from megatron_gdn.mixers.loader_layout import AUTO
 # Megatron builds it as it is, though its annotations ask for a class.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
-GDN_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
-ATTENTION_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
-MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+def norm_before(linear: str, place: str = "input_layernorm") -> dict[str, Any]:
+    """Submodules of a layer: its norm at ``place``, stored under the name of ``linear``."""
+    return {
+        place: TorchRMSNorm,
+        "sharded_state_dict_keys_map": {f"{place}.": f"{linear}.layer_norm_"},
+    }
 
 
 def local_mlp_builder():
@@ -60,13 +63,8 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch, as many as ``config.num_moe_experts``.
-
-    A spec that ``--spec`` names sees no config, so the layer chooses its own ``mlp``.
-
-    Raises:
-        NotImplementedError: the config has no experts.
-    """
+    """Experts in plain torch. A spec that ``--spec`` names sees no config, so the layer chooses its
+    own ``mlp``: as many experts as ``config.num_moe_experts``, which must not be None."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -78,7 +76,7 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """Placeholder for a layer that a spec lacks: building it is an error, not an identity."""
+    """In the place of a layer that a spec lacks: building it is an error."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         refuse(symbol)
@@ -92,7 +90,3 @@ def refuse(symbol: str) -> NoReturn:
         'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
         "--hybrid-layer-pattern."
     )
-
-
-def unavailable(symbol: str) -> ModuleSpec:
-    return ModuleSpec(module=UnavailableLayer, params={"symbol": symbol})

@@ -1,2 +1,1 @@
-"""Says what this machine runs a Gated DeltaNet layer with, and what is wrong: `python -m
-megatron_gdn.doctor`."""
+"""What runs a Gated DeltaNet layer on this machine: ``python -m megatron_gdn.doctor``."""

@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,12 +40,8 @@ def _examine(options: argparse.Namespace) -> Iterator[Finding]:
     from ..ops.delta_rule.base import HeadSizes
     from .checks import kernels, machine, packages, rules
 
-    yield from machine()
-    yield from packages()
-    yield from kernels()
-    key, value = options.heads
-    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
-    yield from rules(sizes, options.tokens)
+    sizes = HeadSizes(*options.heads, options.head_dim, options.head_dim)
+    yield from chain(machine(), packages(), kernels(), rules(sizes, options.tokens))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,13 +49,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument(
-        "--heads", type=_heads, default=(2, 4), metavar="KEY:VALUE",
-        help="heads of one rank, as 16:32 (2:4)",
-    )  # fmt: skip
-    parser.add_argument("--head-dim", type=int, default=128, help="of keys and values (128)")
-    parser.add_argument("--tokens", type=int, default=1000, help="of the checks (1000)")
-    parser.add_argument("--json", action="store_true", help="a list of findings, for programs")
+    add = parser.add_argument
+    help = "heads of one rank, as 16:32 (2:4)"
+    add("--heads", type=_heads, default=(2, 4), metavar="KEY:VALUE", help=help)
+    add("--head-dim", type=int, default=128, help="of keys and values (128)")
+    add("--tokens", type=int, default=1000, help="of the checks (1000)")
+    add("--json", action="store_true", help="a list of findings, for programs")
     return parser.parse_args(argv)
 
 

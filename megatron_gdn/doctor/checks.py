@@ -1,7 +1,4 @@
-"""Are the machine and its packages such as the layer needs them?
-
-Which delta rule runs here, is it as exact as plain torch, and does it repeat?
-"""
+"""The machine and its packages; which delta rule runs here, whether it is exact and repeats."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class Finding(NamedTuple):
     Attributes:
         state: ``"ok"``; ``"note"``, it works, but slower or with less; ``"wrong"``, it raises or
             computes something wrong.
-        text: what was found, and for the other two states what to change.
+        text: what was found, and what to change if it is not ok.
     """
 
     subject: str
@@ -55,9 +52,8 @@ def machine() -> Iterator[Finding]:
             "torch is built without CUDA" if torch.version.cuda is None
             else "the driver may be too old for it, or CUDA_VISIBLE_DEVICES empty"
         )  # fmt: skip
-        yield Finding(
-            "gpu", "wrong", f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
-        )
+        said = f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
+        yield Finding("gpu", "wrong", said)
     else:
         yield Finding("gpu", "note", "none: everything runs on the CPU, in plain torch")
     yield Finding("torch", "ok", torch_is)
@@ -71,12 +67,12 @@ def packages() -> Iterator[Finding]:
         why = "runs from a clone, so versions were not checked; pip install -e . there"
         yield Finding("megatron-gdn", "note", why)
         return
-    for extra in (None, *_EXTRAS):
+    for requirement in asked:
+        if requirement.marker is None:
+            yield _package(requirement, None)
+    for extra in _EXTRAS:
         for requirement in asked:
-            marker = requirement.marker
-            if (marker is None) == (extra is None) and (
-                marker is None or marker.evaluate({"extra": extra or ""})
-            ):
+            if requirement.marker and requirement.marker.evaluate({"extra": extra}):
                 yield _package(requirement, extra)
 
 
@@ -91,13 +87,12 @@ def _package(asked: Requirement, extra: str | None) -> Finding:
         # A layer of Megatron's runs without the extra "hf", beside any version of its packages.
         state = "note" if extra == "hf" else "wrong"
         return Finding(name, state, f"{found} is installed, {asked.specifier} works; {install}")
-    module = _BUILT.get(name)
     try:
-        if module is not None:
-            import_module(module)
+        if name in _BUILT:
+            import_module(_BUILT[name])
     except Exception as error:  # a broken build raises what it likes
-        return Finding(name, "wrong", f"{found} cannot be imported: {error}; build it for torch "
-                       f"{torch.__version__}")  # fmt: skip
+        rebuild = f"build it for torch {torch.__version__}"
+        return Finding(name, "wrong", f"{found} cannot be imported: {error}; {rebuild}")
     return Finding(name, "ok", found)
 
 
@@ -108,11 +103,10 @@ def kernels() -> Iterator[Finding]:
     """
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
-    triton = installed_version("triton")
-    if triton is None:
-        yield Finding("triton", "note", "not installed: conv, gates and norm run in plain torch")
-    else:
+    if triton := installed_version("triton"):
         yield Finding("triton", "ok", triton)
+    else:
+        yield Finding("triton", "note", "not installed: conv, gates and norm run in plain torch")
     qla, tilelang = flash_qla_package(), installed_version("tilelang")
     if qla is None and tilelang is None:
         why = "compiles by tilelang, which is not installed; pip install flash-qla brings it"
@@ -160,9 +154,8 @@ def _parity(subject: str, rule: Rule, inputs: RuleInputs, documents: Documents) 
     text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
     if ratio <= 2:  # kernels round their operands once more than plain torch does
         return Finding(f"{subject}, errors", "ok", text)
-    return Finding(
-        f"{subject}, errors", "wrong", f"{text}: choose another backend, and report this"
-    )
+    text += ": choose another backend, and report this"
+    return Finding(f"{subject}, errors", "wrong", text)
 
 
 def _repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:

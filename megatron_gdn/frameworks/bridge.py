@@ -16,10 +16,10 @@ def in_published_dtypes(
     """Weights under their Hugging Face names, each in the dtype that it has in ``folder``.
 
     Bridge exports a parameter in the dtype that it was trained in: ``A_log`` and ``dt_bias`` of a
-    bf16 model are fp32. Give it what ``AutoBridge.export_hf_weights`` yields.
+    bf16 model are fp32.
 
     Args:
-        weights: names and tensors.
+        weights: what ``AutoBridge.export_hf_weights`` yields.
         folder: what the model was loaded from, with safetensors files; their headers are read.
 
     Raises:

@@ -36,8 +36,7 @@ def build(
 ) -> GatedDeltaNet:
     """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``.
 
-    Raises:
-        NotImplementedError: settings whose weights we cannot reorder, see :func:`_require_rows`.
+    Settings whose weights we cannot reorder are a NotImplementedError.
     """
     _require_rows(config)
     _name_untested(version("mcore-bridge"))
@@ -46,12 +45,7 @@ def build(
 
 
 def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: which of our rows each of mcore-bridge's rows is.
-
-    Args:
-        layout: the rows of ``in_proj`` on this rank.
-        conv: the channels of ``conv1d`` instead.
-    """
+    """``[P]``: which of our rows of ``in_proj`` (or channels of ``conv1d``) each of theirs is."""
     widths = layout.conv_widths if conv else layout.widths
     sections = torch.arange(sum(widths)).split(widths)
     return torch.cat([rows.view(layout.heads("key"), -1) for rows in sections], 1).flatten()

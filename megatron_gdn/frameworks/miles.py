@@ -11,11 +11,7 @@ _OWN_LAYERS = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime
 def enable(args: Any) -> None:
     """What they call in each worker, after Megatron's start and before a model is built.
 
-    Args:
-        args: of their launch.
-
-    Raises:
-        ValueError: the launch builds layers of theirs, which nothing replaces.
+    A launch that builds layers of theirs, which nothing replaces, is a ValueError.
     """
     spec = getattr(args, "spec", None) or ""
     module = spec if isinstance(spec, str) else spec[0]

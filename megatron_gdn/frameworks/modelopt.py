@@ -8,9 +8,8 @@ from dataclasses import replace
 def register_pruning() -> None:
     """Let modelopt's ``mcore_minitron`` prune the hidden size of models with our layer.
 
-    modelopt finds what it prunes by the class, and cannot prune a model with one that it does not
-    know. After this call ours is pruned by the same code as Megatron's own: columns of ``in_proj``
-    and rows of ``out_proj``. Its heads stay. A second call changes nothing.
+    modelopt finds what it prunes by the class. After this call ours is pruned by the same code as
+    Megatron's own: columns of ``in_proj`` and rows of ``out_proj``. Its heads stay.
 
     Raises:
         ImportError: modelopt, or its plugin for Megatron, does not load. The plugin needs

@@ -13,8 +13,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -26,17 +26,16 @@ _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
 _OF_MCORE_BRIDGE = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
+Arguments = dict[str, inspect.Parameter]
 
 
 def patch_megatron(*, gdn: Options = True, mamba: Options = False) -> None:
     """Let every call of Megatron's own class build our layer, in this process, from now on.
 
-    A spec, partial or provider that was made before the call follows. Layers that were built before
-    stay. The last call counts: ``patch_megatron(gdn=False)`` gives Megatron its classes back.
-
-    A subclass of Megatron's class stays what it is, and a log line names it when it is built: it
-    has code of its own for Megatron's weights, which may lie in another order than ours. That of
-    mcore-bridge is built as ours too, and its weights are reordered (see :mod:`.mcore_bridge`).
+    A spec, partial or provider that was made before the call follows; layers stay. The last call
+    counts: ``patch_megatron(gdn=False)`` gives Megatron its classes back. A subclass of Megatron's
+    class stays what it is, and a log line names it when it is built: its weights may lie in another
+    order than ours. That of mcore-bridge is built as ours too (see :mod:`.mcore_bridge`).
 
     Args:
         gdn: for ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: True for our
@@ -63,8 +62,8 @@ class _Class:
     """One of Megatron's classes, and what calls of it shall give."""
 
     def __init__(self, theirs: str, ours: str, options: Options) -> None:
-        self.theirs, self.ours = _imported(theirs), _imported(ours)
-        self.replaced = options is not False
+        self.theirs, self.ours = resolve_name(theirs), resolve_name(ours)
+        self.public, self.replaced = ours.replace(":", "."), options is not False
         self.options = dict(options) if isinstance(options, Mapping) else {}
 
     def check(self) -> None:
@@ -73,11 +72,44 @@ class _Class:
             raise RuntimeError(
                 f"{_path(self.theirs)}.__new__ was replaced by other code ({found!r}). "
                 f"megatron_gdn would undo that, so it does nothing. Call patch_megatron() without "
-                f"the other patch, or give your specs {_public(self.ours)} yourself."
+                f"the other patch, or give your specs {self.public} yourself."
             )
         if self.replaced:
-            _require_known_options(self.theirs, self.ours, self.options)
-            _require_known_constructor(self.theirs, self.ours)
+            given, taken = _arguments(self.theirs), _arguments(self.ours)
+            self._require_known_options(taken.keys() - given.keys())
+            self._require_known_constructor(given, taken)
+
+    def _require_known_options(self, known: set[str]) -> None:
+        """Options are what ours has beside the arguments that Megatron gives."""
+        if unknown := sorted(self.options.keys() - known):
+            raise TypeError(
+                f"{self.public} has no option {', '.join(unknown)} here. Its options are "
+                f"{', '.join(sorted(known))}."
+            )
+
+    def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
+        """Every argument of Megatron's is one of ours, with its place and default.
+
+        One that ours takes by name alone is refused by Python where it is given by place.
+        """
+        places = [name for name, each in taken.items() if each.kind is not each.KEYWORD_ONLY]
+        wrong = []
+        for place, (name, argument) in enumerate(given.items()):
+            mine = taken.get(name)
+            if mine is None:
+                wrong.append(f"{name} is not known")
+            elif name in places and places.index(name) != place:
+                wrong.append(f"{name} has another place")
+            elif not _same_default(argument.default, mine.default):
+                wrong.append(f"{name}={argument.default!r} is {mine.default!r} in ours")
+        if wrong:
+            from megatron.core import __version__
+
+            raise TypeError(
+                f"The constructor of {_path(self.theirs)} in megatron-core {__version__} is not "
+                f"the one that {self.public} was written for: {'; '.join(wrong)}. Take a tested "
+                f"megatron-core, or give your specs {self.public} yourself."
+            )
 
     def install(self) -> None:
         if self.replaced:
@@ -95,7 +127,7 @@ class _Class:
         also = ""
         if _OF_MCORE_BRIDGE.endswith(self.theirs.__name__) and find_spec("mcore_bridge"):
             also = ", mcore-bridge's subclass of it too"
-        return f"{theirs} is built as {_public(self.ours)}({given}){also}"
+        return f"{theirs} is built as {self.public}({given}){also}"
 
 
 def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
@@ -124,63 +156,15 @@ def _name_subclass(cls: type, theirs: type) -> None:
     )
 
 
-def _require_known_options(theirs: type, ours: type, options: dict[str, Any]) -> None:
-    """Options are what ours has beside the arguments that Megatron gives."""
-    known = _arguments(ours).keys() - _arguments(theirs).keys()
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise TypeError(
-            f"{_public(ours)} has no option {', '.join(unknown)} here. Its options are "
-            f"{', '.join(sorted(known))}."
-        )
-
-
-def _require_known_constructor(theirs: type, ours: type) -> None:
-    """Each argument of theirs has its name, its place and its default in ours.
-
-    One that ours takes by name alone is refused by Python where it is given by place.
-    """
-    given, taken = _arguments(theirs), _arguments(ours)
-    places = [
-        name for name, argument in taken.items() if argument.kind is not argument.KEYWORD_ONLY
-    ]
-    wrong = []
-    for place, (name, argument) in enumerate(given.items()):
-        mine = taken.get(name)
-        if mine is None:
-            wrong.append(f"{name} is not known")
-        elif name in places and places.index(name) != place:
-            wrong.append(f"{name} has another place")
-        elif not _same_default(argument.default, mine.default):
-            wrong.append(f"{name}={argument.default!r} is {mine.default!r} in ours")
-    if wrong:
-        from megatron.core import __version__
-
-        raise TypeError(
-            f"The constructor of {_path(theirs)} in megatron-core {__version__} is not the one "
-            f"that {_public(ours)} was written for: {'; '.join(wrong)}. Take a tested "
-            f"megatron-core, or give your specs {_public(ours)} yourself."
-        )
-
-
 def _same_default(theirs: Any, ours: Any) -> bool:
     # A stage's offset that is not given is none, whether it is written None or 0.
     return theirs == ours or {theirs, ours} <= {None, 0, inspect.Parameter.empty}
 
 
-def _arguments(cls: type) -> dict[str, inspect.Parameter]:
+def _arguments(cls: type) -> Arguments:
     parameters = inspect.signature(cls.__init__).parameters
     return {name: each for name, each in parameters.items() if name != "self"}
 
 
-def _imported(path: str) -> type:
-    module, name = path.split(":")
-    return getattr(import_module(module), name)
-
-
 def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _public(ours: type) -> str:
-    return f"megatron_gdn.{ours.__name__}"

@@ -19,6 +19,7 @@ every section, so the whole tensor that slime sees has the rows of rank 0 first,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -44,12 +45,7 @@ def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     """slime's block spec of Qwen3.5 with :class:`megatron_gdn.GatedDeltaNet` as its mixer.
 
     From this call on, slime's loader and converter know our layer too. Options of the layer come
-    from ``MEGATRON_GDN_OPTIONS``.
-
-    Args:
-        args: of slime's launch; ``hf_checkpoint`` says the layer's sizes.
-        config: Megatron's ``TransformerConfig``; its ``linear_*`` fields are set.
-        vp_stage: virtual pipeline stage.
+    from ``MEGATRON_GDN_OPTIONS``, its sizes from ``args.hf_checkpoint``.
 
     Raises:
         ValueError: the launch lacks ``--apply-layernorm-1p``, or ``hf_checkpoint`` has another
@@ -71,24 +67,22 @@ def _with_ours(model: str, args: Any, config: Any, vp_stage: int | None) -> Any:
             "slime copies the norms of Qwen3.5 and Qwen3-Next as they are in the files, which is "
             "gamma - 1. Add --apply-layernorm-1p, as in slime's scripts/models."
         )
-    sizes = read_hf_config(args.hf_checkpoint).gdn
+    dims = read_hf_config(args.hf_checkpoint).gdn
     _published(args.hf_checkpoint)  # an error in its files is raised now, not after a rollout
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
-    config.linear_num_key_heads = sizes.num_key_heads
-    config.linear_num_value_heads = sizes.num_value_heads
-    config.linear_key_head_dim = sizes.key_head_dim
-    config.linear_value_head_dim = sizes.value_head_dim
-    config.linear_conv_kernel_dim = sizes.conv_kernel_dim
+    for name, size in asdict(dims).items():
+        if name != "hidden_size":
+            setattr(config, f"linear_{name}", size)
     # slime's `slice_with_cp` cuts each document by itself.
     mixer = gated_delta_net_spec("te", **with_launch_options({"cp_layout": "zigzag"}))
-    replaced = 0
-    for layer in block.layer_specs:
-        if layer.submodules.self_attention.module is plugin.Attention:
-            layer.submodules.self_attention = mixer
-            replaced += 1
+    parts = [layer.submodules for layer in block.layer_specs]
+    replaced = [each for each in parts if each.self_attention.module is plugin.Attention]
+    for each in replaced:
+        each.self_attention = mixer
     know_our_names()
-    log_once(f"slime: {replaced} layers of this stage are built as megatron_gdn.GatedDeltaNet.")
+    count = len(replaced)
+    log_once(f"slime: {count} layers of this stage are built as megatron_gdn.GatedDeltaNet.")
     return block
 
 
@@ -185,15 +179,13 @@ def _published(folder: str) -> dict[str, torch.dtype]:
 
 def _rank_after_rank(entry: TensorMap, whole: Tensor) -> Tensor:
     """``[section 0 | section 1 | ...]`` to ``[parts of rank 0 | parts of rank 1 | ...]``."""
-    if not entry.sections:
-        return whole
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    return torch.cat(entry.shards(whole, tp))  # sections are rows
+    return torch.cat(entry.shards(whole, _tp())) if entry.sections else whole  # sections are rows
 
 
 def _of_ranks(entry: TensorMap, ranks: Tensor) -> Tensor:
     """The inverse of :func:`_rank_after_rank`."""
-    if not entry.sections:
-        return ranks
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    return entry.unshard(ranks.chunk(tp))
+    return entry.unshard(ranks.chunk(_tp())) if entry.sections else ranks
+
+
+def _tp() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()

@@ -2,14 +2,13 @@
 
 Megatron's own engines do this for a served model. This file does it for a model that trains, under
 any tensor, sequence and context parallelism. Legend: B rows, S tokens of the prompt, V vocabulary.
-
-Any number of tokens through linears that compute in FP8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,8 +37,7 @@ def greedy(logits: Tensor) -> Tensor:
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
     """A context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
 
-    Every context-parallel rank runs the whole sequences: tokens, states and keys are the same on
-    all of them.
+    Every context-parallel rank runs the whole sequences.
 
     Raises:
         NotImplementedError: a pipelined model; context parallelism with attention that is not
@@ -74,8 +72,8 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
 def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
     """Run the next tokens ``[B, s]`` through the model; their logits ``[B, s, V]``.
 
-    The context moves on by s tokens. All logits come back unless Megatron's ``InferenceMode`` is
-    active and the context's config wants the last token's only.
+    All logits come back unless Megatron's ``InferenceMode`` is active and the context's config
+    wants the last token's only.
     """
     start = context.sequence_len_offset
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -100,8 +98,7 @@ def generate(
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, not pipelined. It generates in evaluation
-            mode, also if it is in training mode, and without sequence parallelism, which cannot
-            cut a single token.
+            mode and without sequence parallelism, which cannot cut a single token.
         prompt: int64 ``[B, S]``, S from 1, the same on every rank.
         count: how many tokens to append.
         pick: from float32 logits ``[B, V]`` to tokens ``[B]``; must be the same on every rank.
@@ -158,12 +155,8 @@ def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
     """Let a model run whole sequences on every tensor-parallel rank, as a single token needs."""
     things: list[Any] = list(model.modules())
     things += {id(m.config): m.config for m in things if hasattr(m, "config")}.values()
-    switched = [
-        (thing, name)
-        for thing in things
-        for name in _SEQUENCE_PARALLEL
-        if getattr(thing, name, False) is True
-    ]
+    pairs = product(things, _SEQUENCE_PARALLEL)
+    switched = [(thing, name) for thing, name in pairs if getattr(thing, name, False) is True]
     for thing, name in switched:
         setattr(thing, name, False)
     try:
@@ -183,10 +176,7 @@ def padded_for_fp8(model: Any) -> Iterator[None]:
     """Inside, FP8 linears pad their tokens to what FP8 takes, as in Megatron's own engines.
 
     They make FP8 copies of the weights as these are now, and let go of them at the end. The history
-    of delayed scaling does not see what they compute.
-
-    Args:
-        model: a HybridModel or GPTModel, not wrapped.
+    of delayed scaling does not see what they compute. ``model`` is not wrapped.
     """
     utils: Any = fp8_utils
     linears = [m for m in model.modules() if hasattr(m, "_fp8_workspaces")]

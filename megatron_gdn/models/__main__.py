@@ -1,4 +1,4 @@
-"""``python -m megatron_gdn.models``: the models, one model's figures, its flags."""
+"""``python -m megatron_gdn.models``: the models, one model's figures, its flags, legal sizes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from math import lcm
+from typing import Any, NamedTuple
 
+from ..context_parallel import SequenceLayout
+from ..context_parallel.machines import stretch
+from ..context_parallel.price import Price, price
 from ..gdn.sizes import GDNDims
 from ..mixers.recompute import LEVELS
 from .catalogue import ENTRIES, Model
-from .sizes import (
-    check,
-    expert_parallel_sizes,
-    headwise_sizes,
-    saved_bytes,
-    scheme,
-    tensor_parallel_sizes,
-)
+from .stack import CHUNK
 
 _DESCRIPTION = """\
 Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.name is None:
             return _print_list(options.json)
         model = Model.named(options.name)
-        check(model, options.tp, options.cp, options.ep, options.length, options.gpus)
+        check(model, options)
         if options.flags:
             print(shlex.join(launch_flags(model, options)))
             return 0
@@ -50,19 +47,16 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
 
     Experts are not cut by tensor parallelism: Megatron would do so without being told.
     """
-    length = str(options.length)
-    flags = [*model.flags(options.model), "--bf16", "--use-distributed-optimizer"]
-    flags += ["--no-gradient-accumulation-fusion"]  # for machines without APEX
-    flags += ["--seq-length", length, "--max-position-embeddings", length]
-    flags += ["--micro-batch-size", "1", "--tensor-model-parallel-size", str(options.tp)]
-    if options.tp > 1:
-        flags += ["--sequence-parallel"]
-    flags += ["--context-parallel-size", str(options.cp)]
+    flags = "--bf16 --use-distributed-optimizer"
+    flags += " --no-gradient-accumulation-fusion"  # for machines without APEX
+    flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
+    flags += f" --micro-batch-size 1 --tensor-model-parallel-size {options.tp}"
+    flags += " --sequence-parallel" if options.tp > 1 else ""
+    flags += f" --context-parallel-size {options.cp}"
     if "E" in model.pattern:
-        flags += ["--expert-model-parallel-size", str(options.ep)]
-        flags += ["--expert-tensor-parallel-size", "1"]
-        flags += ["--moe-token-dispatcher-type", "alltoall"]
-    return flags
+        flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
+        flags += " --moe-token-dispatcher-type alltoall"
+    return [*model.flags(options.model), *flags.split()]
 
 
 def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
@@ -112,10 +106,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield "  layers        " + ", ".join(f"{n} {names[s]}" for s, n in found["layers"].items())
     parameters, active = _count(found["parameters"]), _count(found["active parameters"])
     yield f"  parameters    {parameters}, {active} of them for a token"
+    forward, step = (flops.pop(name) / 1e9 for name in ("forward", "step"))
     yield (
-        f"  FLOPs         {flops.pop('forward') / 1e9:.2f} G for a token forward, "
-        f"{flops.pop('step') / 1e9:.2f} G with backward, in one document of "
-        f"{sizes['length']} tokens"
+        f"  FLOPs         {forward:.2f} G for a token forward, {step:.2f} G with backward, in one "
+        f"document of {sizes['length']} tokens"
     )
     yield "                " + ", ".join(f"{name} {x / 1e9:.3f}" for name, x in flops.items())
     yield (
@@ -129,10 +123,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             f"{gib['light']} with recompute=light, {gib['full']} with recompute=full, "
             f"{gib['layer recomputed']} with --recompute-modules gdn"
         )
-    why = "" if price is None else (
-        f": headwise adds {price['headwise']:.2f} ms to a layer's forward, chunkwise "
-        f"{price['chunkwise']:.2f}"
-    )  # fmt: skip
+    why = ": headwise adds {headwise:.2f} ms to a layer's forward, chunkwise {chunkwise:.2f}"
+    why = "" if price is None else why.format(**price)
     yield f"  auto          {found['auto']} for cp {sizes['cp']}{why}"
     yield f"  legal tp      {legal['tp']}"
     yield f"  legal cp      any; headwise with tp {sizes['tp']}: {legal['cp headwise']}"
@@ -144,26 +136,25 @@ def _count(number: int) -> str:
 
 
 def _print_list(as_json: bool) -> int:
-    models = list(map(Model.named, ENTRIES))
+    rows = [
+        {
+            "name": model.name,
+            "parameters": model.stack.parameters,
+            "active parameters": model.stack.active_parameters,
+            "pattern": model.pattern,
+            "source": model.entry.source,
+        }
+        for model in map(Model.named, ENTRIES)
+    ]
     if as_json:
-        rows = [
-            {
-                "name": model.name,
-                "parameters": model.stack.parameters,
-                "active parameters": model.stack.active_parameters,
-                "pattern": model.pattern,
-                "source": model.entry.source,
-            }
-            for model in models
-        ]
         print(json.dumps(rows, indent=2))
         return 0
     print(f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers")
-    for model in models:
-        layers = ", ".join(f"{n} {symbol}" for symbol, n in _layers(model.pattern).items())
-        parameters, active = _count(model.stack.parameters), _count(model.stack.active_parameters)
-        tp = tensor_parallel_sizes(model)[-1]
-        print(f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
+    for row in rows:
+        layers = ", ".join(f"{n} {symbol}" for symbol, n in _layers(row["pattern"]).items())
+        parameters, active = _count(row["parameters"]), _count(row["active parameters"])
+        tp = tensor_parallel_sizes(Model.named(row["name"]))[-1]
+        print(f"{row['name']:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
     return 0
 
 
@@ -185,6 +176,118 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     show.add_argument("--flags", action="store_true", help="flags for a launch, to paste")
     show.add_argument("--json", action="store_true", help="in units without prefix, for programs")
     return parser.parse_args(argv)
+
+
+class Scheme(NamedTuple):
+    """What ``linear_cp_mode="auto"`` takes."""
+
+    name: str
+    price: Price | None  # None where there is no choice
+
+
+def tensor_parallel_sizes(model: Model) -> list[int]:
+    """The sizes that divide all heads and the MLP; routed experts are not cut."""
+    heads, groups = (model.settings[f"num_{name}"] for name in ("attention_heads", "query_groups"))
+    cut = [heads, model.dims.layout.counts[-1][1]]  # the second: key heads, groups of Mamba2
+    if "-" in model.pattern:
+        cut.append(model.settings["ffn_hidden_size"])
+    if "E" in model.pattern:
+        cut.append(model.settings["moe_shared_expert_intermediate_size"])
+    return [
+        n
+        for n in range(1, heads + 1)
+        if all(whole % n == 0 for whole in cut) and (groups % n == 0 or n % groups == 0)
+    ]
+
+
+def headwise_sizes(model: Model, tp: int) -> list[int]:
+    """The context-parallel sizes that can exchange heads; chunkwise takes any size."""
+    layout = model.dims.shard(tp).layout
+    return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
+
+
+def expert_parallel_sizes(model: Model) -> list[int]:
+    """The sizes that divide the experts."""
+    experts = model.settings.get("num_moe_experts") or 1
+    return [n for n in range(1, experts + 1) if experts % n == 0]
+
+
+def check(model: Model, options: argparse.Namespace) -> None:
+    """Refuse sizes that a launch would refuse, and name those that are legal."""
+    tp, cp, ep, length, gpus = (getattr(options, x) for x in ("tp", "cp", "ep", "length", "gpus"))
+    for name, value, legal in (
+        ("tensor-parallel size tp", tp, tensor_parallel_sizes(model)),
+        ("expert-parallel size ep", ep, expert_parallel_sizes(model)),
+    ):
+        if value not in legal:
+            sizes = ", ".join(map(str, legal))
+            raise ValueError(f"{name}={value} is not legal; use one of {sizes}.")
+    if cp < 1:
+        raise ValueError(f"context-parallel size cp={cp} must be at least 1.")
+    multiple = cp * lcm(2 if cp > 1 else 1, tp)
+    if length < 1 or length % multiple:
+        near = max(round(length / multiple), 1) * multiple
+        raise ValueError(
+            f"length={length} does not divide: zigzag cuts a sequence into 2 cp pieces, and "
+            f"sequence parallelism each rank's share by tp, so it must be a multiple of {multiple} "
+            f"for tp={tp} and cp={cp}, such as {near}."
+        )
+    for ranks, name in ((tp * cp, "tp * cp"), (ep, "ep")):
+        if gpus is not None and (gpus < 1 or gpus % ranks):
+            raise ValueError(
+                f"{gpus} GPUs are not a multiple of {name} = {ranks}; use a multiple of {ranks}, "
+                f"or smaller sizes."
+            )
+
+
+def scheme(
+    model: Model,
+    tp: int,
+    cp: int,
+    length: int,
+    documents: tuple[int, ...] | None = None,
+    gpus_per_machine: int = 8,
+) -> Scheme:
+    """What ``auto`` takes for one bf16 sequence of ``length`` tokens in the zigzag layout.
+
+    ``documents`` are the lengths of what is packed into it. NVLink joins ``gpus_per_machine``;
+    ranks of a tensor-parallel group lie side by side.
+    """
+    if cp == 1:
+        return Scheme("whole", None)
+    if cp not in headwise_sizes(model, tp):
+        return Scheme("chunkwise", None)
+    share = model.dims.shard(tp)
+    beside = max(gpus_per_machine // tp, 1)
+    per_machine = stretch([rank // beside for rank in range(cp)])
+    layout, zigzag = share.layout.share(cp), SequenceLayout.ZIGZAG
+    cost = price(share.state, layout, cp, zigzag, length, 1, documents, 2, per_machine)
+    return Scheme(cost.cheaper.value, cost)
+
+
+def saved_bytes(
+    dims: GDNDims, *, tp: int = 1, recompute: str = "none", recompute_layer: bool = False
+) -> int:
+    """What a layer keeps for its backward: bytes per token in bf16 with flash_qla or fla.
+
+    That is of one tensor-parallel rank with sequence parallelism. Where `flash_qla` cuts long
+    sequences into parts it keeps their states too: 16 MiB for 32768 tokens of 32 heads.
+    ``recompute_layer`` is ``--recompute-modules gdn`` of Megatron's dev: the input alone is kept.
+    """
+    share = dims.shard(tp)
+    kept = 2 * dims.hidden_size // tp  # bf16: of the input of in_proj
+    if recompute_layer:
+        return kept
+    again = LEVELS[recompute]
+    kept += 2 * share.layout.width  # in_proj's output
+    if "rule" not in again:
+        kept += 2 * share.v_dim  # o
+        kept += share.num_value_heads * (2 * CHUNK + 2 * 4)  # inverses; sum of g and beta in fp32
+    if "qkv" not in again:
+        kept += 2 * (share.qk_dim + share.v_dim)  # k and v: q is always computed again
+    if "norm_out" not in again:
+        kept += 2 * share.v_dim  # the input of out_proj
+    return kept
 
 
 if __name__ == "__main__":

@@ -13,20 +13,13 @@ from typing import Any, Literal, NamedTuple
 from ..gdn.sizes import GDNDims
 from ..hf.build import megatron_flags
 from ..hf.model_config import HFModelConfig, parse_hf_config
+from ..hf.model_map import Architecture
 from ..mamba2.sizes import Mamba2Dims
 from .stack import MAMBA_TAPS, Stack
 
-Architecture = Literal["hybrid", "gpt"]
-
 
 class Entry(NamedTuple):
-    """One model.
-
-    Attributes:
-        architecture: the class in transformers.
-        fields: of its ``config.json``.
-        source: where these were found.
-    """
+    """A model's class in transformers, fields of its ``config.json``, and where they were found."""
 
     architecture: str
     fields: dict[str, Any]
@@ -62,6 +55,11 @@ _NEMOTRON = {
     "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
 }
+_NEMOTRON_FLAGS = (
+    "--group-query-attention --position-embedding-type none --squared-relu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
 # Flags that have not their field's name.
 _FLAGS = {"layernorm_epsilon": "--norm-epsilon", "num_moe_experts": "--num-experts"}
 
@@ -83,11 +81,7 @@ class Model:
 
     @classmethod
     def named(cls, name: str) -> Model:
-        """The model of this name; capitals do not count.
-
-        Raises:
-            ValueError: there is none; the message has those that there are.
-        """
+        """The model of this name; capitals do not count. An unknown name is a ValueError."""
         for known, entry in ENTRIES.items():
             if known.lower() == name.lower():
                 return cls(known, entry)
@@ -157,11 +151,7 @@ class Model:
 
     def _nemotron_flags(self) -> list[str]:
         words = ["--spec", "megatron_gdn.specs", "hybrid_stack_spec"]
-        words += ["--hybrid-layer-pattern", self.pattern, "--group-query-attention"]
-        words += ["--position-embedding-type", "none", "--squared-relu"]
-        words += ["--normalization", "RMSNorm", "--disable-bias-linear"]
-        words += ["--untie-embeddings-and-output-weights"]
-        words += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+        words += ["--hybrid-layer-pattern", self.pattern, *_NEMOTRON_FLAGS.split()]
         if "E" in self.pattern:
             words += ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
         for name, value in self._nemotron_sizes.items():
@@ -184,11 +174,7 @@ class Model:
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def refuse_unless_built(self, model: Architecture = "hybrid") -> None:
-        """Refuse a model that Megatron would not build as it was published.
-
-        Raises:
-            NotImplementedError: it would be another model.
-        """
+        """Refuse a model that Megatron would build as another one, with NotImplementedError."""
         if self.hf is None and not self._is_nemotron:
             raise NotImplementedError(
                 f"{self.name} is listed for its sizes: its layers norm their outputs and write "
@@ -222,6 +208,7 @@ class Model:
             NotImplementedError: see `refuse_unless_built`.
         """
         from megatron.core import parallel_state
+        from megatron.core.transformer.transformer_config import TransformerConfig
 
         from ..hf.build import current_settings, model_arguments, transformer_config
         from ..specs import gpt_block_spec, hybrid_stack_spec
@@ -233,8 +220,6 @@ class Model:
             config = transformer_config(self.hf, model, modules=resolved, **changes)
             arguments = model_arguments(self.hf, config)
         else:
-            from megatron.core.transformer.transformer_config import TransformerConfig
-
             config = TransformerConfig(**(self.settings | current_settings(resolved) | changes))
             arguments = {
                 "vocab_size": self.entry.fields["vocab_size"],
@@ -248,10 +233,6 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model.
-
-        Raises:
-            NotImplementedError: see `refuse_unless_built`.
-        """
+        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model."""
         self.refuse_unless_built(model)
         return self._nemotron_flags() if self.hf is None else megatron_flags(self.hf, model)

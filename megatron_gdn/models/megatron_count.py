@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..compat.observe import log_once
+from ..specs.stack import KDAHybridStack
 from .stack import Stack
 
 
@@ -18,9 +19,7 @@ def stack_of_arguments(args: Any) -> Stack:
     """The stack that Megatron's parsed and validated command line describes.
 
     Options of 'K' layers, which it does not have, are those of the stack that was built last.
-
-    Raises:
-        ValueError: it has layers whose FLOPs :class:`.stack.Stack` does not know.
+    Layers whose FLOPs :class:`.stack.Stack` does not know are a ValueError.
     """
     for name in ("multi_latent_attention", "moe_latent_size"):
         if getattr(args, name, None):
@@ -34,8 +33,6 @@ def stack_of_arguments(args: Any) -> Stack:
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
     pattern = getattr(args, "hybrid_layer_pattern", None) or _pattern(args)
-    from megatron_gdn.specs.kda_stack import KDAHybridStack
-
     return Stack.of(
         config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
         kda=KDAHybridStack.kda_options,
@@ -44,20 +41,16 @@ def stack_of_arguments(args: Any) -> Stack:
 
 def _pattern(args: Any) -> str:
     """A GPTModel's layers, two symbols each."""
-    layers, linear, experts = (
-        range(args.num_layers),
-        args.linear_attention_freq,
-        args.moe_layer_freq,
-    )
+    layers, linear, experts = args.num_layers, args.linear_attention_freq, args.moe_layer_freq
     if args.experimental_attention_variant is None:
-        linear = [0] * args.num_layers
+        linear = [0] * layers
     elif isinstance(linear, int):
-        linear = [int((layer + 1) % linear != 0) for layer in layers]
+        linear = [int((layer + 1) % linear != 0) for layer in range(layers)]
     if not args.num_experts:
-        experts = [0] * args.num_layers
+        experts = [0] * layers
     elif isinstance(experts, int):
-        experts = [int(layer % experts == 0) for layer in layers]
-    pairs = [("*G"[linear[layer]]) + ("-E"[experts[layer]]) for layer in layers]
+        experts = [int(layer % experts == 0) for layer in range(layers)]
+    pairs = ["*G"[linear[layer]] + "-E"[experts[layer]] for layer in range(layers)]
     return "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
 
 
@@ -69,11 +62,8 @@ def num_floating_point_operations(
 ) -> float:
     """As the function of this name in ``megatron.training.training``.
 
-    Args:
-        args: Megatron's.
-        batch_size: sequences of ``args.seq_length`` tokens.
-        seqlen_squared_sum_in_batch, total_real_tokens_in_batch: of packed documents, where the
-            script tells Megatron; dev's ``pretrain_gpt.py`` does so only with a packing scheduler.
+    The last two are of packed documents, where the script tells Megatron; dev's ``pretrain_gpt.py``
+    does so only with a packing scheduler.
     """
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:

@@ -18,10 +18,8 @@ The products of a chunk of the delta rule, with S the state before it and A its 
     x = A (v - k S),  (q k^T) x                           C C V each, for every value head
 
 Kimi Delta Attention has the first line for every value head: gates lie between the factors.
-Mamba2 has no k k^T, k S and A. Each product has two gradients, which are products of its size, so
-a backward takes twice its forward and a step three. What is computed again (recomputed layers, the
-scores of attention, the states of chunks) is not counted, nor is what is no product: norms,
-activations, gates, softmax, the embedding.
+Mamba2 has no k k^T, k S and A. A backward takes twice its forward. What is computed again is not
+counted, nor is what is no product: norms, activations, gates, softmax, the embedding.
 
 Legend: D hidden size, W taps, G key heads (groups of Mamba2), H value heads, K and V their dims,
 n heads of attention and d their dim.
@@ -43,7 +41,7 @@ MAMBA_TAPS = 4  # Megatron has no field for them
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one forward, by what they are spent on."""
+    """Of one forward, by what they are spent on."""
 
     projections: int
     convolution: int
@@ -63,41 +61,27 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of a hybrid pattern, with its norm.
+    """One layer of a hybrid pattern, with its norm."""
 
-    Attributes:
-        weights: parameters that multiply the row of every token.
-        vectors: other parameters: norms, convolutions, gates.
-        idle: weights of the experts that a token does not go to.
-        convolution, rule: multiply-adds for a token.
-        attention: multiply-adds for a query and one of its keys.
-        state_bytes, conv_bytes: what a sequence keeps between tokens, fp32 and bf16.
-    """
-
-    weights: int
-    vectors: int
-    idle: int = 0
-    convolution: int = 0
-    rule: int = 0
-    attention: int = 0
-    state_bytes: int = 0
-    conv_bytes: int = 0
+    weights: int  # parameters that multiply the row of every token
+    vectors: int  # other parameters: norms, convolutions, gates
+    idle: int = 0  # weights of the experts that a token does not go to
+    convolution: int = 0  # multiply-adds for a token
+    rule: int = 0  # likewise
+    attention: int = 0  # multiply-adds for a query and one of its keys
+    state_bytes: int = 0  # what a sequence keeps between tokens, fp32
+    conv_bytes: int = 0  # likewise, bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A language model: embedding, layers, heads of multi-token prediction, norm, output.
-
-    Attributes:
-        outputs: times that the output layer runs: once, and once for each head.
-        tied: the output layer is the embedding.
-    """
+    """A language model: embedding, layers, heads of multi-token prediction, norm, output."""
 
     layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
-    tied: bool
-    outputs: int = 1
+    tied: bool  # the output layer is the embedding
+    outputs: int = 1  # times that the output layer runs: once, and once for each head
 
     @classmethod
     def of(
@@ -116,13 +100,6 @@ class Stack:
         Raises:
             ValueError: another symbol in the pattern.
         """
-        main, *heads = pattern.replace("|", "").split("/")
-        unknown = sorted(set("".join([main, *heads])) - set("GKM*-E"))
-        if unknown:
-            raise ValueError(
-                f"the pattern {pattern!r} has {unknown}; FLOPs are known of 'G', 'K', 'M', '*', "
-                f"'-' and 'E' (and '|', '/' between them)."
-            )
         build = {
             "G": lambda: _gdn(GDNDims.from_config(config)),
             "K": lambda: _kda(KDADims.from_config(config, *map((kda or {}).get, _KDA_SIZES))),
@@ -131,35 +108,44 @@ class Stack:
             "-": lambda: _mlp(config),
             "E": lambda: _experts(config),
         }
-        made = {symbol: build[symbol]() for symbol in set("".join([main, *heads]))}
+        main, *heads = pattern.replace("|", "").split("/")
+        symbols = set("".join([main, *heads]))
+        if unknown := sorted(symbols - build.keys()):
+            raise ValueError(
+                f"the pattern {pattern!r} has {unknown}; FLOPs are known of 'G', 'K', 'M', '*', "
+                f"'-' and 'E' (and '|', '/' between them)."
+            )
+        made, D = {symbol: build[symbol]() for symbol in symbols}, config.hidden_size
         layers = [made[symbol] for symbol in main]
         for head in heads:
-            D = config.hidden_size
-            layers += [Layer(weights=2 * D * D, vectors=3 * D), *[made[s] for s in head]]
+            layers += [Layer(weights=2 * D * D, vectors=3 * D), *(made[symbol] for symbol in head)]
         return cls(
-            layers=tuple(layers), hidden_size=config.hidden_size, vocab_size=vocab_size, tied=tied,
+            layers=tuple(layers), hidden_size=D, vocab_size=vocab_size, tied=tied,
             outputs=1 + len(heads),
         )  # fmt: skip
 
     @property
     def parameters(self) -> int:
-        return self.active_parameters + sum(layer.idle for layer in self.layers)
+        return self.active_parameters + self._sum("idle")
 
     @property
     def active_parameters(self) -> int:
         """All but those of experts that a token does not go to."""
         ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
-        return ends + sum(layer.weights + layer.vectors for layer in self.layers)
+        return ends + self._sum("weights") + self._sum("vectors")
 
     @property
     def state_bytes(self) -> int:
         """Of one sequence, fp32."""
-        return sum(layer.state_bytes for layer in self.layers)
+        return self._sum("state_bytes")
 
     @property
     def conv_bytes(self) -> int:
         """Of one sequence, bf16."""
-        return sum(layer.conv_bytes for layer in self.layers)
+        return self._sum("conv_bytes")
+
+    def _sum(self, field: str) -> int:
+        return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
         """Of one forward over documents of these lengths."""
@@ -168,10 +154,10 @@ class Stack:
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
         """Of one forward, from the sum of the documents' lengths and that of their squares."""
         return Flops(
-            projections=2 * tokens * sum(layer.weights for layer in self.layers),
-            convolution=2 * tokens * sum(layer.convolution for layer in self.layers),
-            rule=2 * tokens * sum(layer.rule for layer in self.layers),
-            attention=squares * sum(layer.attention for layer in self.layers),  # half of 2
+            projections=2 * tokens * self._sum("weights"),
+            convolution=2 * tokens * self._sum("convolution"),
+            rule=2 * tokens * self._sum("rule"),
+            attention=squares * self._sum("attention"),  # half of 2
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
@@ -188,42 +174,45 @@ def flops_per_step(stack: Stack, lengths: Sequence[int]) -> int:
 
 
 def _gdn(dims: GDNDims) -> Layer:
-    D, G, H = dims.hidden_size, dims.num_key_heads, dims.num_value_heads
-    K, V, W = dims.key_head_dim, dims.value_head_dim, dims.conv_kernel_dim
-    channels = dims.layout.conv_width
-    return Layer(
-        weights=D * (dims.layout.width + dims.v_dim),
-        vectors=D + W * channels + 2 * H + V,  # A_log, dt_bias; out_norm
-        convolution=W * channels,
+    G, (H, K, V) = dims.num_key_heads, dims.state[:3]
+    return _recurrent(
+        dims,
+        columns=dims.layout.width,
+        vectors=2 * H + V,  # A_log, dt_bias; out_norm
         rule=H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K,
-        state_bytes=4 * H * K * V,
-        conv_bytes=2 * (W - 1) * channels,
     )
 
 
 def _kda(dims: KDADims) -> Layer:
-    D, H, W = dims.hidden_size, dims.num_heads, dims.conv_kernel_dim
-    K, V, channels = dims.key_head_dim, dims.value_head_dim, dims.layout.conv_width
-    wide = H * (K * dims.forget_rank + V * dims.output_rank)
-    return Layer(
-        weights=D * (dims.in_proj_layout.width + H * V) + wide,
-        vectors=D + W * channels + H + H * K + V,  # A_log, dt_bias; out_norm
-        convolution=W * channels,
+    H, K, V = dims.state[:3]
+    return _recurrent(
+        dims,
+        columns=dims.in_proj_layout.width,
+        wide=H * (K * dims.forget_rank + V * dims.output_rank),
+        vectors=H + H * K + V,  # A_log, dt_bias; out_norm
         rule=H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K),
-        state_bytes=4 * H * K * V,
-        conv_bytes=2 * (W - 1) * channels,
     )
 
 
 def _mamba2(dims: Mamba2Dims) -> Layer:
-    D, G, H, inner = dims.hidden_size, dims.num_groups, dims.num_heads, dims.d_inner
-    K, V, W = dims.state_dim, dims.head_dim, dims.conv_kernel_dim
-    channels = dims.layout.conv_width
-    return Layer(
-        weights=D * (dims.layout.width + inner),
-        vectors=D + (W + 1) * channels + 3 * H + inner,  # conv bias; A_log, dt_bias, D; norm
-        convolution=W * channels,
+    G, (H, K, V) = dims.num_groups, dims.state[:3]
+    return _recurrent(
+        dims,
+        columns=dims.layout.width,
+        vectors=dims.layout.conv_width + 3 * H + H * V,  # conv bias; A_log, dt_bias, D; norm
         rule=H * (2 * K * V + CHUNK * V) + G * CHUNK * K,
+    )
+
+
+def _recurrent(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 0) -> Layer:
+    """``columns`` of in_proj, ``wide`` halves of gates, ``vectors`` beside norm and convolution."""
+    D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
+    H, K, V = dims.state[:3]
+    return Layer(
+        weights=D * (columns + H * V) + wide,
+        vectors=D + W * channels + vectors,
+        convolution=W * channels,
+        rule=rule,
         state_bytes=4 * H * K * V,
         conv_bytes=2 * (W - 1) * channels,
     )
@@ -236,15 +225,8 @@ def _attention(config: Any, wide_qk_norm: bool) -> Layer:
     norms = 0
     if getattr(config, "qk_layernorm", False):
         norms = (n + groups) * d if wide_qk_norm else 2 * d
-    return Layer(
-        weights=D * d * (n + gates + 2 * groups) + n * d * D,
-        vectors=D + norms,
-        attention=2 * n * d,
-    )
-
-
-def _matrices(config: Any) -> int:
-    return 3 if config.gated_linear_unit else 2
+    weights = D * d * (n + gates + 2 * groups) + n * d * D
+    return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
 
 
 def _mlp(config: Any) -> Layer:
@@ -260,3 +242,7 @@ def _experts(config: Any) -> Layer:
     return Layer(
         weights=D * experts + used * one + shared + gate, vectors=D, idle=(experts - used) * one
     )
+
+
+def _matrices(config: Any) -> int:
+    return 3 if config.gated_linear_unit else 2

@@ -21,7 +21,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ def precisions() -> list[Precision]:
 
 
 class Row(NamedTuple):
-    """One line of the certificate; errors as in :mod:`.certificate`."""
+    """One line of the certificate; errors as at the top of this file."""
 
     precision: str
     mode: str
@@ -69,13 +69,9 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        numbers = [f"{x:.1e}" for x in self[3:6]]
-        ratios = [
-            f"{self.ratio_mean - 1:+.1e}",
-            f"{self.ratio_farthest:.1e}",
-            f"{self.clipped:.2%}",
-        ]
-        return [self.precision, self.mode, str(self.ranks), *numbers, *ratios]
+        errors = [f"{x:.1e}" for x in self[3:6]]
+        ratios = [f"{self.ratio_mean - 1:+.1e}", f"{self.ratio_farthest:.1e}"]
+        return [self.precision, self.mode, str(self.ranks), *errors, *ratios, f"{self.clipped:.2%}"]
 
 
 HEADINGS = (
@@ -113,19 +109,21 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def certificate(args: argparse.Namespace) -> list[Row]:
     """The rows; ``args`` as :func:`arguments` gives them."""
-    rows = []
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
             where = (cp, folder, args)
             processes.start_processes(_rank, where, nprocs=cp, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
-        for precision in precisions():
-            exact = _read(folder, precision, "fp64", 1, args.lengths)
-            one = _read(folder, precision, "one rank", 1, args.lengths)
-            cases = [("one rank", 1), *((mode, cp) for mode in args.modes for cp in args.cp)]
-            for mode, cp in cases:
-                found = _read(folder, precision, mode, cp, args.lengths)
-                rows.append(_row(precision.name, mode, cp, found, exact, one))
-    return rows
+            ranks = [torch.load(f"{folder}/{cp} {rank}.pt") for rank in range(cp)]
+            for name, mode in ranks[0]:
+                of_ranks = [rank[name, mode] for rank in ranks]
+                found[name, mode, cp] = _whole(of_ranks, args.lengths)
+    cases = [("one rank", 1), *product(args.modes, args.cp)]
+    return [
+        _row(name, mode, cp, found[name, mode, cp], found[name, "fp64", 1], found[name, *cases[0]])
+        for name in (precision.name for precision in precisions())
+        for mode, cp in cases
+    ]
 
 
 def _row(name: str, mode: str, cp: int, found: Any, exact: Any, one: Any) -> Row:
@@ -147,9 +145,8 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-def _read(folder: str, precision: Precision, mode: str, cp: int, lengths: list[int]) -> Any:
+def _whole(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
     """The tensors of all ranks, tokens in sequence order; a parameter's gradient is their sum."""
-    ranks = [torch.load(_file(folder, precision, mode, cp, rank)) for rank in range(cp)]
     whole = {}
     for name, first in ranks[0].items():
         if name.endswith("'s gradient"):
@@ -157,12 +154,8 @@ def _read(folder: str, precision: Precision, mode: str, cp: int, lengths: list[i
             continue
         whole[name] = first.new_empty(sum(lengths), *first.shape[1:])
         for number, rank in enumerate(ranks):
-            whole[name][local_indices(lengths, cp, number)] = rank[name]
+            whole[name][local_indices(lengths, len(ranks), number)] = rank[name]
     return whole
-
-
-def _file(folder: str, precision: Precision, mode: str, cp: int, rank: int) -> Path:
-    return Path(folder) / f"{precision.name} {mode} {cp} {rank}.pt"
 
 
 def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
@@ -185,104 +178,103 @@ def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1234)
     held = local_indices(args.lengths, cp, rank)
-    for precision in precisions():
-        for mode in ["one rank", "fp64"] if cp == 1 else args.modes:
-            made = _layer(args, precision, mode, cp, held, device)
-            made |= _policy(args, precision, mode, cp, held, device)
-            torch.save(made, _file(folder, precision, mode, cp, rank))
+    modes, made = ["one rank", "fp64"] if cp == 1 else args.modes, {}
+    for precision, mode in product(precisions(), modes):
+        case = _Case(args, precision, mode, cp, held, device)
+        made[precision.name, mode] = _layer(case) | _policy(case)
+    torch.save(made, f"{folder}/{cp} {rank}.pt")
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def _config(args: argparse.Namespace, precision: Precision, cp: int) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+class _Case(NamedTuple):
+    """One precision and scheme on one rank, which has the tokens ``held``."""
 
-    return TransformerConfig(
-        num_layers=len(PATTERN), hidden_size=args.hidden, num_attention_heads=4,
-        normalization="RMSNorm", context_parallel_size=cp, cp_comm_type="p2p",
-        linear_num_key_heads=args.heads[0], linear_num_value_heads=args.heads[1],
-        linear_key_head_dim=args.head_dim, linear_value_head_dim=args.head_dim,
-        linear_conv_kernel_dim=4, init_method_std=0.1, attention_dropout=0.0, hidden_dropout=0.0,
-        add_bias_linear=False, gradient_accumulation_fusion=False, calculate_per_token_loss=True,
-        use_cpu_initialization=True, bf16=precision.dtype is torch.bfloat16,
-        params_dtype=precision.dtype,
-    )  # fmt: skip
+    args: argparse.Namespace
+    precision: Precision
+    mode: str
+    cp: int
+    held: Tensor
+    device: torch.device
+
+    def config(self) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        args, dtype = self.args, self.precision.dtype
+        return TransformerConfig(
+            num_layers=len(PATTERN), hidden_size=args.hidden, num_attention_heads=4,
+            normalization="RMSNorm", context_parallel_size=self.cp, cp_comm_type="p2p",
+            linear_num_key_heads=args.heads[0], linear_num_value_heads=args.heads[1],
+            linear_key_head_dim=args.head_dim, linear_value_head_dim=args.head_dim,
+            linear_conv_kernel_dim=4, init_method_std=0.1, attention_dropout=0.0,
+            hidden_dropout=0.0, add_bias_linear=False, gradient_accumulation_fusion=False,
+            calculate_per_token_loss=True, use_cpu_initialization=True,
+            bf16=dtype is torch.bfloat16, params_dtype=dtype,
+        )  # fmt: skip
+
+    def options(self) -> dict[str, str]:
+        options = {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
+        return {**options, "rule_operands": self.precision.operands}
+
+    def ready(self, module: nn.Module) -> nn.Module:
+        """On the device; in fp64 with the same rounded values where that is the mode."""
+        module = module.to(self.device)
+        if self.mode == "fp64":
+            for parameter in module.parameters():
+                parameter.data = parameter.data.double()
+        return module
+
+    def packed(self) -> Any:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        lengths = self.args.lengths
+        offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(self.device)
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+            max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
+        )  # fmt: skip
 
 
-def _options(mode: str, precision: Precision) -> dict[str, str]:
-    options = {} if mode in ("one rank", "fp64") else {"linear_cp_mode": mode}
-    return {**options, "rule_operands": precision.operands}
-
-
-def _ready(module: nn.Module, mode: str, device: torch.device) -> nn.Module:
-    """On the device; in fp64 with the same rounded values where that is the mode."""
-    module = module.to(device)
-    if mode == "fp64":
-        for parameter in module.parameters():
-            parameter.data = parameter.data.double()
-    return module
-
-
-def _packed(lengths: list[int], device: torch.device) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(device)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-    )  # fmt: skip
-
-
-def _layer(
-    args: argparse.Namespace, precision: Precision, mode: str, cp: int, held: Tensor,
-    device: torch.device,
-) -> dict[str, Tensor]:  # fmt: skip
+def _layer(case: _Case) -> dict[str, Tensor]:
     """Output, input gradient and gradients of one layer, this rank's tokens."""
     from megatron.core.transformer.spec_utils import build_module
 
     from ..specs import gated_delta_net_spec
 
     torch.manual_seed(1)
-    spec = gated_delta_net_spec("local", **_options(mode, precision))
-    built: Any = build_module(spec, _config(args, precision, cp), layer_number=1)
-    layer = _ready(built, mode, device)
-    dtype = torch.float64 if mode == "fp64" else precision.dtype
-    x, d_out = torch.randn(2, sum(args.lengths), 1, args.hidden).to(precision.dtype).to(dtype)
-    x = x[held].to(device).requires_grad_()
-    out, _ = layer(x, None, packed_seq_params=_packed(args.lengths, device))
-    out.backward(d_out[held].to(device))
+    spec = gated_delta_net_spec("local", **case.options())
+    built: Any = build_module(spec, case.config(), layer_number=1)
+    layer, rounded = case.ready(built), case.precision.dtype
+    dtype = torch.float64 if case.mode == "fp64" else rounded
+    x, d_out = torch.randn(2, sum(case.args.lengths), 1, case.args.hidden).to(rounded).to(dtype)
+    x = x[case.held].to(case.device).requires_grad_()
+    out, _ = layer(x, None, packed_seq_params=case.packed())
+    out.backward(d_out[case.held].to(case.device))
     assert x.grad is not None
-    return {"output": out.detach().cpu(), "input gradient": x.grad.cpu()} | _gradients(layer)
+    made = {"output": out.detach().cpu(), "input gradient": x.grad.cpu()}
+    gradients = ((name, parameter.grad) for name, parameter in layer.named_parameters())
+    return made | {f"{name}'s gradient": grad.cpu() for name, grad in gradients if grad is not None}
 
 
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    named = ((name, x.grad) for name, x in module.named_parameters())
-    return {f"{name}'s gradient": grad.cpu() for name, grad in named if grad is not None}
-
-
-def _policy(
-    args: argparse.Namespace, precision: Precision, mode: str, cp: int, held: Tensor,
-    device: torch.device,
-) -> dict[str, Tensor]:  # fmt: skip
+def _policy(case: _Case) -> dict[str, Tensor]:
     """Logits of a model with attention, and the tokens whose log-probabilities count."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from ..specs import hybrid_stack_spec
 
     torch.manual_seed(2)
+    lengths, held = case.args.lengths, case.held
     model = HybridModel(
-        _config(args, precision, cp), hybrid_stack_spec("local", **_options(mode, precision)),
-        vocab_size=VOCABULARY, max_sequence_length=max(args.lengths),
-        hybrid_layer_pattern=PATTERN, position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        case.config(), hybrid_stack_spec("local", **case.options()), vocab_size=VOCABULARY,
+        max_sequence_length=max(lengths), hybrid_layer_pattern=PATTERN,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
     )  # fmt: skip
-    model = _ready(model, mode, device)
-    tokens = torch.randint(VOCABULARY, (1, sum(args.lengths) + 1))
-    positions = torch.cat([torch.arange(length) for length in args.lengths])[None]
-    packed = _packed(args.lengths, device)
-    shown, places = (x[:, held].to(device) for x in (tokens[:, :-1], positions))
+    model = case.ready(model)
+    tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    shown, places = (x[:, held].to(case.device) for x in (tokens[:, :-1], positions))
     with torch.no_grad():
-        logits = model(shown, places, None, packed_seq_params=packed)
+        logits = model(shown, places, None, packed_seq_params=case.packed())
     return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
 
 

@@ -25,7 +25,7 @@ _BY_ROW = {
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    On a CPU the library takes another kernel, with other bits, for a product with another number of
+    There the library takes another kernel, with other bits, for a product with another number of
     rows. On a GPU Megatron's own batch-invariant kernels are used instead.
     """
 
@@ -56,10 +56,9 @@ class GenerationGap(NamedTuple):
     """How far apart the two paths are, over the tokens that were generated one by one.
 
     Attributes:
-        max_log_prob: largest difference of the log-probability of a token of the text.
-        mean_log_prob: the mean of those differences.
+        max_log_prob, mean_log_prob: differences of the log-probability of a token of the text.
         mean_kl, max_kl: divergence of the generating path's distribution from the training
-            path's, in nats, mean and largest over tokens.
+            path's, in nats.
         equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
         backend: the rule of the model's first recurrent layer.
     """
@@ -79,7 +78,7 @@ def check_generation(
     """Compare log-probabilities of a text by the training forward and by prefill and decode.
 
     With ``config.batch_invariant_mode`` the two are expected to have the same bits: the layers
-    compute on one grid (:mod:`megatron_gdn.ops.aligned`). On a CPU linear layers run row by row.
+    compute on one grid (:mod:`megatron_gdn.ops.aligned`).
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline
@@ -109,9 +108,8 @@ def check_generation(
         positions = torch.arange(S, device=tokens.device).expand(B, S)
         trained = model(tokens, positions, None, runtime_gather_output=True)
         context = static_context(model, B, S)
-        made = [next_logits(model, tokens[:, :prompt], context)]
-        for piece in tokens[:, prompt:].split(at_once, dim=1):
-            made.append(next_logits(model, piece, context))
+        pieces = [tokens[:, :prompt], *tokens[:, prompt:].split(at_once, dim=1)]
+        made = [next_logits(model, piece, context) for piece in pieces]
         ours, theirs = (x.float().log_softmax(-1) for x in (torch.cat(made, 1), trained))
     ours, theirs = ours[:, prompt - 1 :], theirs[:, prompt - 1 :]
     text = tokens[:, prompt:, None]

@@ -1,8 +1,205 @@
-"""``python -m megatron_gdn.warm_up``, see :mod:`.command`."""
+"""``python -m megatron_gdn.warm_up``: from the command line to compiled kernels.
 
+This process and its forks use no GPU: all of them are hidden before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
-from .command import main
+if TYPE_CHECKING:
+    from .tasks import Task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0: all is compiled. 1: some kernels failed. 2: an error, printed on stderr."""
+    arguments = parse(argv)
+    if arguments.for_a_run:
+        _end_with_the_run()
+    began, visible = time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        from ..ops.kernels.builds import build_lock
+        from . import needs
+
+        needed = needs.needs_of(arguments)
+        tasks = needs.tasks_of(needed, arguments)
+        if arguments.dry_run:
+            return _show(tasks)
+        with ExitStack() as locks:
+            if not arguments.for_a_run:  # such a run holds the locks already
+                # A run that starts meanwhile waits for what it needs, and does not compile it too.
+                for heads in sorted(needed.flash_qla, key=str):
+                    locks.enter_context(build_lock(heads.lock, f"FlashQLA for {heads}"))
+            status = _compile(tasks, arguments.processes, began)
+        for heads, parts in needed.flash_qla.items() if status == 0 else ():
+            for part in parts:
+                heads.ready(part, arguments.multiprocessors).touch()
+    except (ValueError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what was compiled stays", file=sys.stderr)
+        return 130
+    if "fla" in arguments.kernels:
+        from .fla_tuning import tune
+
+        status = max(status, tune(needed.shares, needed.sizes, visible))
+    return status
+
+
+def _end_with_the_run() -> None:
+    """End this process and its group, when the run that asked for it ends.
+
+    The run holds the other end of standard input, and started this process as the leader of a
+    process group: of all its forks, and of the compilers.
+    """
+
+    def watch() -> None:
+        # Not sys.stdin: a fork closes it, and would wait for the lock of the thread that reads it.
+        while os.read(0, 4096):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _missing(tasks: list[Task]) -> list[Task]:
+    return [task for task in tasks if task.found is None or not task.found()]
+
+
+def _show(tasks: list[Task]) -> int:
+    known = [task for task in tasks if task.found]
+    missing = _missing(known)
+    for task in missing:
+        print(f"missing: {task.name}")
+    print(f"FlashQLA: {len(known) - len(missing)} kernels are there, {len(missing)} are missing")
+    if len(known) < len(tasks):
+        print(f"Triton: {len(tasks) - len(known)} launches, which only compiling looks up")
+    return 0
+
+
+def _compile(tasks: list[Task], processes: int | None, began: float) -> int:
+    from .tasks import processors, run_tasks
+
+    missing, count = _missing(tasks), len(tasks)
+    at_once = min(processes or processors(), len(missing))
+    print(
+        f"{count - len(missing)} of {count} are there; the rest is compiled or looked up in "
+        f"{at_once} processes",
+        flush=True,
+    )
+    compiled, failures = run_tasks(missing, at_once)
+    took = f"after {time.monotonic() - began:.0f} s"
+    for name, error in failures.items():
+        print(f"not compiled: {name}:\n{error}", file=sys.stderr)
+    if failures:
+        print(f"{len(failures)} of {count} failed {took}: {', '.join(failures)}", flush=True)
+        return 1
+    done = f"{compiled} were compiled" if compiled else "all were there"
+    print(f"{count} of {count} are ready {took}; {done}", flush=True)
+    return 0
+
+
+_DESCRIPTION = """\
+Compile ahead of a run the kernels that its Gated DeltaNet layers need, for Hopper GPUs, in parallel
+processes. No GPU is needed. What lies in the caches already is left alone: a second run takes
+seconds.
+
+    python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2
+    python -m megatron_gdn.warm_up --heads 16:32
+    python -m megatron_gdn.warm_up --heads 16:32 8:16 --operands bf16 --parts cut states
+"""
+_EPILOG = """\
+Kernels go to TILELANG_CACHE_DIR (or ~/.tilelang/cache) and TRITON_CACHE_DIR (or ~/.triton/cache).
+The run must see the same folders and have the same versions of the packages.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Exits with status 2 and a message if the arguments are not legal."""
+    parser = _Parser(
+        prog="python -m megatron_gdn.warm_up",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--config", metavar="FILE",
+        help="config.json or a Hugging Face folder; or a launch script or YAML that names "
+        "Megatron's linear_* arguments, and parallel sizes if it has them",
+    )  # fmt: skip
+    model.add_argument(
+        "--heads", nargs="+", type=_heads, metavar="KEY:VALUE",
+        help="heads of the whole layer, as 16:32",
+    )  # fmt: skip
+
+    number = partial(parser.add_argument, type=_at_least_1, metavar="N")
+    several = partial(parser.add_argument, nargs="+")
+    number("--head-dim", help="of keys and values, beside --heads (128)")
+    number("--conv", help="taps of the convolution, beside --heads (4)")
+    number("--tp", help="tensor parallel ranks (1)")
+    number("--cp", help="context parallel ranks (1)")
+    parser.add_argument(
+        "--linear-cp-mode", choices=("auto", "headwise", "chunkwise"), default="auto",
+        help="how context parallelism works; auto may do both (auto)",
+    )  # fmt: skip
+    several(
+        "--operands", choices=("fp16", "bf16"), default=["fp16"],
+        help="the layer's rule_operands; deterministic mode takes bf16 (fp16)",
+    )  # fmt: skip
+    several(
+        "--kernels", choices=("flash_qla", "triton", "fla"), default=["flash_qla", "triton"],
+        help="which to compile; fla's are tuned by running them, on a GPU (flash_qla triton)",
+    )  # fmt: skip
+    several(
+        "--parts", choices=("cut", "rows", "uncut", "states", "aligned", "again"),
+        help="of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), states "
+        "(chunkwise), aligned (batch_invariant_mode), again (recompute=full). All but the last "
+        "two; without context parallelism all but the last three",
+    )  # fmt: skip
+    number("--processes", help="side by side, at most (one per core)")
+    number(
+        "--multiprocessors", default=132,
+        help="of the GPU; FlashQLA chooses among its kernels by them (132)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what is there and what is missing"
+    )
+    parser.add_argument("--for-a-run", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _at_least_1(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    try:
+        key, value = map(_at_least_1, text.split(":"))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not KEY:VALUE, two numbers of heads such as 16:32"
+        ) from error
+    return key, value
+
 
 if __name__ == "__main__":
     sys.exit(main())

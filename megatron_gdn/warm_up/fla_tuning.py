@@ -1,4 +1,4 @@
-"""Tunes fla's kernels. fla tunes by timing, so they run forward and backward, on the GPU.
+"""Tunes fla's kernels: fla tunes by timing, so they run forward and backward, on the GPU.
 
 fla keeps its choices in Triton's cache (unless FLA_CACHE_RESULTS=0), one per number of heads and
 head dim, for some kernels also per length.
@@ -10,7 +10,11 @@ import os
 import subprocess
 import sys
 
-from ..ops.delta_rule.base import HeadSizes
+import torch
+
+from ..gdn.rule import resolve_rule
+from ..ops.delta_rule.base import HeadSizes, RuleInputs
+from ..ops.documents import Documents
 from .needs import Share
 
 _TOKENS = (8192, 2048)
@@ -19,10 +23,7 @@ _TOKENS = (8192, 2048)
 def tune(shares: list[Share], sizes: HeadSizes, visible: str | None) -> int:
     """Tune in a new process, because this one hides the GPUs; returns its exit status.
 
-    Args:
-        shares: the heads of a rank.
-        sizes: their head dims.
-        visible: CUDA_VISIBLE_DEVICES as the command got it.
+    ``visible``: CUDA_VISIBLE_DEVICES as the command got it.
     """
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -33,12 +34,6 @@ def tune(shares: list[Share], sizes: HeadSizes, visible: str | None) -> int:
 
 def run_rule(sizes: HeadSizes, tokens: int) -> None:
     """fla's forward and backward, dense and packed, in bf16."""
-    import torch
-
-    from ..gdn.rule import resolve_rule
-    from ..ops.delta_rule.base import RuleInputs
-    from ..ops.documents import Documents
-
     rule = resolve_rule("fla", device="cuda", dtype=torch.bfloat16, sizes=sizes).rule
 
     def zeros(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -57,8 +52,6 @@ def run_rule(sizes: HeadSizes, tokens: int) -> None:
 
 
 def main(heads: list[str]) -> int:
-    import torch
-
     if not torch.cuda.is_available():
         print("error: fla's kernels are tuned on a GPU, and there is none here.", file=sys.stderr)
         return 2

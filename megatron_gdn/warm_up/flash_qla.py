@@ -1,4 +1,4 @@
-"""FlashQLA's kernels for some heads, each as a task.
+"""FlashQLA's kernels for some heads as tasks, and what stands in for a Hopper GPU meanwhile.
 
 The rule is called as a layer calls it, but FlashQLA's kernels only record their arguments. So
 FlashQLA itself decides which kernels a call takes.
@@ -10,9 +10,7 @@ FlashQLA itself decides which kernels a call takes.
     aligned  whole sequences from state to state, as in ``config.batch_invariant_mode``
     again    a second run of the forward in the backward, of all of these (``recompute="full"``)
 
-A stand-in for a Hopper GPU that is enough to compile kernels, but not to run them.
-
-What tilelang and Triton keep on disk is keyed by the kernel, the target and the versions, so a
+tilelang and Triton key what they keep on disk by the kernel, the target and the versions, so a
 cache that was filled without a GPU serves a machine with one.
 """
 
@@ -49,10 +47,8 @@ _SLOW = ("fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h"
 def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) -> list[Task]:
     """Every kernel that these parts of FlashQLA take for these heads, once; the first part first.
 
-    This process compiles for Hopper from here on and cannot use a GPU.
-
-    Raises:
-        ImportError: flash_qla or tilelang is missing, or not known here.
+    This process compiles for Hopper from here on and cannot use a GPU. Without flash_qla and
+    tilelang there is an ImportError.
     """
     missing = [name for name in ("flash_qla", "tilelang") if find_spec(name) is None]
     if missing:
@@ -78,15 +74,16 @@ def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) 
                         _call(first, heads, count, again=True)
                 else:
                     _call(part, heads, count)
-    return sorted(noted.values(), key=lambda task: (not task.soon, _rank(task.name)))
+
+    def order(task: Task) -> tuple[bool, int]:
+        found = (at for at, name in enumerate(_SLOW) if task.name.startswith(name))
+        return not task.soon, next(found, len(_SLOW))
+
+    return sorted(noted.values(), key=order)
 
 
 def require_heads(sizes: HeadSizes) -> None:
-    """Refuse heads that FlashQLA does not take.
-
-    Raises:
-        ValueError: says why, and what to give instead.
-    """
+    """Refuse heads that FlashQLA does not take with a ValueError, and say what to give instead."""
     why = why_not_heads("flash_qla", sizes.value_heads)
     if (sizes.key_dim, sizes.value_dim) != (_HEAD_DIM, _HEAD_DIM):
         why = f"flash_qla takes head dims of {_HEAD_DIM}, not {sizes.key_dim} and {sizes.value_dim}"
@@ -99,10 +96,6 @@ def _compile(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]
     return True
 
 
-def _rank(name: str) -> int:
-    return next((at for at, slow in enumerate(_SLOW) if name.startswith(slow)), len(_SLOW))
-
-
 def _counts(value_heads: int, multiprocessors: int) -> list[int]:
     """Numbers of sequences that together take every kernel of the forward."""
     full = math.ceil(_FULL * multiprocessors)
@@ -110,10 +103,7 @@ def _counts(value_heads: int, multiprocessors: int) -> list[int]:
 
 
 def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
-    """Forward and backward of the rule, on zeros, for so many sequences.
-
-    ``again``: with a second run of the forward before the backward.
-    """
+    """Forward and backward of the rule, on zeros, for so many sequences."""
     rows = max(2, count) if part == "rows" else 1  # a single row counts as a sequence
     tokens, documents = _LONG if part in ("cut", "aligned") else _SHORT, None
     if part in ("uncut", "states", "aligned"):
@@ -148,15 +138,10 @@ def _call(part: str, heads: Heads, count: int, again: bool = False) -> None:
 
 ARCH = "9.0"
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
-MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 
 
-def stand_in_for_hopper(multiprocessors: int = MULTIPROCESSORS) -> None:
-    """From here on torch has a Hopper GPU that cannot be used, and tilelang compiles for it.
-
-    Args:
-        multiprocessors: FlashQLA chooses among its kernels by their number.
-    """
+def stand_in_for_hopper(multiprocessors: int = 132) -> None:
+    """From here on torch has a Hopper GPU that cannot be used, and tilelang compiles for it."""
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
@@ -182,11 +167,8 @@ def record_flash_qla(called: Callable[[Any, tuple, dict[str, Any]], None]) -> It
         called(kernel, args, kwargs)
         return lambda *tensors, **named: None
 
-    usual, JITImpl.__call__ = JITImpl.__call__, call
-    try:
+    with patch.object(JITImpl, "__call__", call):
         yield
-    finally:
-        JITImpl.__call__ = usual
 
 
 class HopperDriver:
@@ -208,8 +190,7 @@ class HopperDriver:
 def compile_triton_only() -> Iterator[list[bool]]:
     """Inside, a launch of a Triton kernel compiles it for Hopper and does not run it.
 
-    Yields:
-        a list that grows with each compilation: whether Triton's cache on disk had the result.
+    The list grows with each compilation: whether Triton's cache on disk had the result.
     """
     import triton
     from triton.runtime.jit import JITFunction

@@ -30,12 +30,8 @@ _DOCUMENTS = 3
 class MixerLaunches:
     """Tensors of one shape in bf16, and the launches of the mixer on them.
 
-    Args:
-        tokens: of every batch row.
-        sizes: the heads of a rank.
-        documents: how many are packed into the one row; 0 packs none.
-        taps: of the convolution.
-        operands: dtype of q, k and v, and of their gradients.
+    ``documents`` are packed into the one row; ``operands`` is the dtype of q, k, v and their
+    gradients.
     """
 
     def __init__(
@@ -49,11 +45,8 @@ class MixerLaunches:
         operands: torch.dtype = torch.bfloat16,
         device: str = "meta",
     ) -> None:
-        _, H, K, V = self.sizes = sizes
-        G, S, B = sizes.key_heads, tokens, batch
-
-        self.device = device
-        normal = self.tensor
+        self.sizes, self.device, normal = sizes, device, self.tensor
+        (G, H, K, V), S, B = sizes, tokens, batch
         self.documents = None
         if documents:
             offsets = [n * S // documents for n in range(documents)] + [S]
@@ -64,14 +57,9 @@ class MixerLaunches:
         per_head = partial(normal, H, dtype=torch.float32)
         self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
         # FlashQLA gives dq and dk per value head; the front sums them.
-        self.grads = RuleGrads(
-            q=normal(B, S, H, K, dtype=operands),
-            k=normal(B, S, H, K, dtype=operands),
-            v=normal(B, S, H, V, dtype=operands),
-            g=normal(B, S, H, dtype=torch.float32),
-            beta=normal(B, S, H, dtype=torch.float32),
-            factor=per_head() if self.half else None,
-        )
+        q, k, v = (normal(B, S, H, width, dtype=operands) for width in (K, K, V))
+        g, beta = (normal(B, S, H, dtype=torch.float32) for _ in range(2))
+        self.grads = RuleGrads(q, k, v, g, beta, factor=per_head() if self.half else None)
         self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
         self.gamma, self.key_heads = normal(V), G
         self.readout = TritonPerHead(sizes.layout.gate_columns)

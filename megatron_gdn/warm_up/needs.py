@@ -1,7 +1,4 @@
-"""What a run needs: the heads of one rank, and the tasks that compile for them.
-
-A model's sizes from a file that names them.
-"""
+"""What a run needs: a model's sizes from its file, the heads of one rank, the tasks for them."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from ..gdn.sizes import GDNDims
 from ..ops.delta_rule.base import HeadSizes
 from .tasks import Task
 
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class Share(NamedTuple):
     """Heads that one rank runs.
 
-    Attributes:
-        key_heads, value_heads: their numbers.
-        states: the rule also takes and returns states, as context parallelism by state passing
-            asks.
+    ``states``: the rule also takes and returns states, as context parallelism by state passing
+    asks.
     """
 
     key_heads: int
@@ -40,7 +37,7 @@ class Needs(NamedTuple):
     """The layer of one rank.
 
     Attributes:
-        shares: the heads of a rank, one entry for each way in which the run may split them.
+        shares: one entry for each way in which the run may split the heads.
         sizes: the head dims; its numbers of heads are not used.
         taps: of the convolution.
         flash_qla: heads and operands that FlashQLA's kernels are compiled for, each with the parts.
@@ -55,35 +52,24 @@ class Needs(NamedTuple):
 def shares_of(dims: GDNDims, tp: int = 1, cp: int = 1, mode: str = "auto") -> list[Share]:
     """What a rank of a run with these parallel sizes may have to run.
 
-    Args:
-        dims: of the whole layer.
-        tp, cp: tensor and context parallel ranks.
-        mode: ``linear_cp_mode``; "auto" picks per micro-batch, so both ways are listed.
-
-    Raises:
-        ValueError: the heads do not divide; the message lists the sizes that fit.
+    ``mode`` is ``linear_cp_mode``; "auto" picks per micro-batch, so both ways are listed. Heads
+    that do not divide are a ValueError, which lists the sizes that fit.
     """
     local, found = dims.shard(tp), []
-    if cp == 1:
-        return [Share(local.num_key_heads, local.num_value_heads, False)]
-    if mode != "chunkwise":
+    if cp == 1 or mode != "chunkwise":
         try:
             part = local.share_heads(cp)
             found.append(Share(part.num_key_heads, part.num_value_heads, False))
         except ValueError:  # "auto" then passes states
             if mode == "headwise":
                 raise
-    if mode != "headwise":
+    if cp > 1 and mode != "headwise":
         found.append(Share(local.num_key_heads, local.num_value_heads, True))
     return found
 
 
 def needs_of(arguments: argparse.Namespace) -> Needs:
-    """From the command line.
-
-    Raises:
-        FileNotFoundError, ValueError: says what was given and what fits.
-    """
+    """From the command line. What does not fit is a ValueError or FileNotFoundError."""
     if arguments.config is not None:
         for flag in ("head_dim", "conv"):
             if getattr(arguments, flag) is not None:
@@ -91,7 +77,16 @@ def needs_of(arguments: argparse.Namespace) -> Needs:
                 raise ValueError(f"--{named} beside --config, which names this size; leave it out.")
         models = [read_model(arguments.config)]
     else:
-        models = [Model(_dims(arguments, *heads)) for heads in arguments.heads]
+        dim, taps = arguments.head_dim or 128, arguments.conv or 4
+        models = [
+            Model(
+                GDNDims(
+                    hidden_size=1, num_key_heads=key_heads, num_value_heads=value_heads,
+                    key_head_dim=dim, value_head_dim=dim, conv_kernel_dim=taps,
+                )
+            )
+            for key_heads, value_heads in arguments.heads
+        ]  # fmt: skip
     shares: dict[Share, None] = {}
     for dims, tp, cp in models:
         tp, cp = arguments.tp or tp or 1, arguments.cp or cp or 1
@@ -99,30 +94,13 @@ def needs_of(arguments: argparse.Namespace) -> Needs:
     dims = models[0].dims
     sizes = HeadSizes(1, 1, dims.key_head_dim, dims.value_head_dim)
     flash_qla: dict[Heads, tuple[str, ...]] = {}
-    for dtype in _dtypes(arguments) if "flash_qla" in arguments.kernels else ():
+    for operands in arguments.operands if "flash_qla" in arguments.kernels else ():
         for key, value, states in shares:
             asked = ("states",) if states else ()
             parts = arguments.parts or [p for p in PARTS if p not in ON_REQUEST or p in asked]
-            heads = Heads(key, value, dtype)
+            heads = Heads(key, value, _DTYPES[operands])
             flash_qla[heads] = tuple(dict.fromkeys((*flash_qla.get(heads, ()), *parts)))
     return Needs(list(shares), sizes, dims.conv_kernel_dim, flash_qla)
-
-
-def _dims(arguments: argparse.Namespace, key_heads: int, value_heads: int) -> GDNDims:
-    dim = arguments.head_dim or 128
-    return GDNDims(
-        hidden_size=1,  # no kernel depends on it
-        num_key_heads=key_heads,
-        num_value_heads=value_heads,
-        key_head_dim=dim,
-        value_head_dim=dim,
-        conv_kernel_dim=arguments.conv or 4,
-    )
-
-
-def _dtypes(arguments: argparse.Namespace) -> list[torch.dtype]:
-    named = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    return [named[operands] for operands in dict.fromkeys(arguments.operands)]
 
 
 def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
@@ -143,20 +121,14 @@ def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
     if "triton" in arguments.kernels:
         from .mixer_kernels import mixer_tasks
 
-        for dtype in _dtypes(arguments):
+        for operands in dict.fromkeys(arguments.operands):
             for key, value in dict.fromkeys(share[:2] for share in needs.shares):
                 local = needs.sizes._replace(key_heads=key, value_heads=value)
-                tasks += mixer_tasks(local, needs.taps, dtype)
+                tasks += mixer_tasks(local, needs.taps, _DTYPES[operands])
     return sorted(tasks, key=lambda task: not task.soon)
 
 
-_SIZES = {
-    "num_key_heads": "linear_num_key_heads",
-    "num_value_heads": "linear_num_value_heads",
-    "key_head_dim": "linear_key_head_dim",
-    "value_head_dim": "linear_value_head_dim",
-    "conv_kernel_dim": "linear_conv_kernel_dim",
-}
+_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 
 
 class Model(NamedTuple):
@@ -195,9 +167,8 @@ def read_model(path: str | Path) -> Model:
             raise ValueError(f"{path} is not JSON: {error}.") from error
         # Vision-language models keep the sizes in a section of their own.
         text = json.dumps(found.get("text_config") or found, indent=1)
-    sizes = {name: _named(text, argument, path) for name, argument in _SIZES.items()}
-    missing = [_SIZES[name] for name, size in sizes.items() if size is None]
-    if missing:
+    sizes = {name: _named(text, f"linear_{name}", path) for name in _SIZES}
+    if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
         raise ValueError(
             f"{path} does not name {', '.join(missing)}; add them, or give --heads and the "
             f"other sizes on the command line."

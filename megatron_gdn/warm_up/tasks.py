@@ -1,8 +1,4 @@
-"""Tasks that compile, in parallel processes.
-
-The processes are forks of this one, so they have its imports. Importing takes longer than compiling
-many of the kernels.
-"""
+"""Tasks that compile, in parallel forks of this process, which have its imports."""
 
 from __future__ import annotations
 
@@ -25,10 +21,8 @@ class Task:
     """One thing to compile.
 
     Attributes:
-        name: what it is.
-        run: compiles it and leaves it where a run finds it; called in another process. It returns
-            whether there was anything to compile.
-        found: whether it is there already. Must be quick; None if only ``run`` can find out.
+        run: compiles it, in another process; returns whether there was anything to compile.
+        found: whether it is there already, quickly; None if only ``run`` can find out.
         soon: the first step of a run needs it, so it begins before others.
     """
 
@@ -39,7 +33,7 @@ class Task:
 
 
 class Outcome(NamedTuple):
-    """Results of tasks: how many compiled something, and the error of each one that failed."""
+    """How many tasks compiled something, and the error of each one that failed."""
 
     compiled: int
     failures: dict[str, str]

@@ -25,7 +25,7 @@ from megatron_gdn.specs import (
     mamba2_spec,
 )
 from megatron_gdn.specs.local import LocalMoELayer
-from megatron_gdn.specs.mtp import HybridMTPLayer, checked_mtp_spec
+from megatron_gdn.specs.stack import HybridMTPLayer, checked_mtp_spec
 from tests.examples import spec_laws
 from tests.parallel import make_config
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.models import ENTRIES, find
-from megatron_gdn.models.__main__ import launch_flags, main, parse
-from megatron_gdn.models.sizes import (
+from megatron_gdn.models.__main__ import (
     headwise_sizes,
+    launch_flags,
+    main,
+    parse,
     saved_bytes,
     scheme,
     tensor_parallel_sizes,

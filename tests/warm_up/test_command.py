@@ -12,7 +12,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.warm_up import needs
-from megatron_gdn.warm_up.command import main
+from megatron_gdn.warm_up.__main__ import main
 from megatron_gdn.warm_up.tasks import Task
 from tests.examples.commands import commands_of, pages
 from tests.warm_up.test_needs import CONFIG, LAUNCH

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_gdn.gdn.sizes import GDNDims
-from megatron_gdn.warm_up.command import parse
+from megatron_gdn.warm_up.__main__ import parse
 from megatron_gdn.warm_up.needs import Share, needs_of, read_model, shares_of
 
 DIMS = GDNDims(

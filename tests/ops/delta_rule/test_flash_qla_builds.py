@@ -21,7 +21,7 @@ PATIENCE = 30
 # As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
 COMPILES = """
 import os, pathlib, sys, time
-from megatron_gdn.warm_up.command import _end_with_the_run
+from megatron_gdn.warm_up.__main__ import _end_with_the_run
 _end_with_the_run()
 folder, quick, slow = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 if os.fork() == 0:

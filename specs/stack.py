@@ -1,38 +1,100 @@
-"""Multi-token prediction (MTP) in a hybrid stack: the layers after '/' in its layer pattern.
+"""Megatron's hybrid stack, with 'K' layers, and its heads of multi-token prediction (MTP).
 
-``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of the layers ``M*``. A head's layers come from
-the same stack spec as the model's. A head has two norms and a projection before its layers, and a
-norm after them.
+Megatron's patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026),
+so a 'K' layer is built in the place of a 'G' layer, from another spec. ``"M*G-/M*/M*"`` is the
+model ``M*G-`` and two heads of the layers ``M*``, from the same stack spec.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer import multi_token_prediction as mtp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
+from megatron_gdn.mixers.arguments import require_this_variant
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.mixers.packing import TREE
 
-from .kda_stack import with_kda_layers
+KDA = "K"
 
 
-class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
+def know_letter() -> None:
+    """Let Megatron's patterns have 'K' layers; a Megatron that knows the letter stays as it is."""
+    if KDA not in Symbols.VALID_LAYERS:
+        known: Any = Symbols
+        known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
+
+
+class KDAHybridStack(HybridStack):
+    """Megatron's stack, with 'K' layers. Its own ``layer_type_list`` has 'G' for them, by which
+    Megatron's main finds the states of recurrent layers.
+
+    Attributes:
+        kda_options: of the 'K' layers of the stack that this process built last.
+
+    Raises:
+        ValueError: the config asks for another variant of Gated DeltaNet.
+    """
+
+    kda_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        *,
+        kda_layer: ModuleSpec,
+        layer_type_list: list[str],
+        pp_layer_offset: int = 0,
+        **others: Any,
+    ) -> None:
+        require_this_variant(config)
+        KDAHybridStack.kda_options = cast(Any, kda_layer.submodules).self_attention.params
+        submodules, letters = _with_kda_layers(
+            submodules, kda_layer, layer_type_list, pp_layer_offset
+        )
+        super().__init__(
+            config, submodules, layer_type_list=letters, pp_layer_offset=pp_layer_offset, **others
+        )
+
+
+def _with_kda_layers(
+    submodules: HybridStackSubmodules, kda_layer: ModuleSpec, letters: Iterable[str], before: int
+) -> tuple[HybridStackSubmodules, list[str]]:
+    """``submodules`` whose 'G' place builds 'K' layers too, and the letters with 'G' for 'K'.
+
+    ``before``: layers before the first of ``letters``.
+    """
+    letters = list(letters)
+    numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
+    of_two = {"gdn": submodules.gdn_layer, "kda": kda_layer, "numbers": numbers}
+    submodules = replace(submodules, gdn_layer=ModuleSpec(module=_GDNOrKDALayer, params=of_two))
+    return submodules, ["G" if letter == KDA else letter for letter in letters]
+
+
+class _GDNOrKDALayer:
+    """Builds the layer of a 'G' or of a 'K', by its number."""
+
+    def __new__(
+        cls, *, gdn: Any, kda: Any, numbers: set[int], layer_number: int, **others: Any
+    ) -> Any:
+        spec = kda if layer_number in numbers else gdn
+        return build_module(spec, layer_number=layer_number, **others)
+
+
+class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
 
     Megatron shifts tokens, labels and loss masks by one token per head, document by document. It
@@ -40,11 +102,9 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     layout on the model's context-parallel ranks. Otherwise tokens would get other tokens' labels.
 
     Args:
-        config, submodules, **others: as for Megatron's layer.
-        pg_collection: process groups (``cp`` and ``tp`` are used).
         cp_layout: how the data loader cuts sequences over context-parallel ranks.
         kda_layer: of 'K'.
-        mtp_layer_pattern: the letters of the head's layers.
+        others: as for Megatron's layer.
 
     Raises:
         ValueError: another layout than zigzag over several ranks.
@@ -53,7 +113,7 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MultiTokenPredictionLayerSubmodules,
+        submodules: mtp.MultiTokenPredictionLayerSubmodules,
         *,
         pg_collection: ProcessGroupCollection,
         cp_layout: str | SequenceLayout = AUTO,
@@ -64,9 +124,9 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     ) -> None:
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
-            require_zigzag(loader_layout.expected(), pg_collection.cp)
-        hybrid_submodules, letters = with_kda_layers(
-            hybrid_submodules, kda_layer, mtp_layer_pattern
+            _require_zigzag(loader_layout.expected(), pg_collection.cp)
+        hybrid_submodules, letters = _with_kda_layers(
+            hybrid_submodules, kda_layer, mtp_layer_pattern, 0
         )
         super().__init__(
             config, submodules, pg_collection=pg_collection, mtp_layer_pattern="".join(letters),
@@ -77,25 +137,15 @@ class HybridMTPLayer(FollowsLoader, MultiTokenPredictionLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
     ) -> tuple[Tensor | None, ...]:
-        """As Megatron's.
-
-        Raises:
-            ValueError: documents in padded slots; a micro-batch in another layout than zigzag.
-            NotImplementedError: documents that continue others; a micro-batch with a
-                context-parallel group of its own.
-        """
-        require_shiftable(packed_seq_params, self.cp_group)
+        """As Megatron's, of documents that it shifts rightly; the others are errors."""
+        _require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
-            require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
+            _require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
 
 
-def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
-    """Refuse a cut in which Megatron would give tokens other tokens' labels.
-
-    Raises:
-        ValueError: ``layout`` is not zigzag.
-    """
+def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
+    """Refuse a cut in which Megatron would give tokens other tokens' labels."""
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
             f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
@@ -105,16 +155,10 @@ def require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
         )
 
 
-def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
+def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     """Refuse packed documents whose labels Megatron would shift across their ends.
 
-    If documents and slots have two tensors of offsets, the values are compared. On a GPU the host
-    waits for that.
-
-    Raises:
-        ValueError: slots (``cu_seqlens_q_padded``) that are longer than their documents.
-        NotImplementedError: documents that continue others; a context-parallel group other than
-            the model's.
+    If documents and slots have two tensors of offsets, a GPU's host waits for the comparison.
     """
     if packed is None:
         return
@@ -126,7 +170,8 @@ def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
             f"(qkv_format='thd'), or use a layer pattern without '/'."
         )
     documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
-    if slots is not None and not (slots is documents or _equal(slots, documents)):
+    padded = slots is not None and slots is not documents
+    if padded and (documents is None or slots.tolist() != documents.tolist()):
         raise ValueError(
             "multi-token prediction with padded slots: Megatron shifts labels between the offsets "
             "of cu_seqlens_q, and the rows lie at those of cu_seqlens_q_padded. Make the padding "
@@ -144,13 +189,9 @@ def require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
         )
 
 
-def _equal(slots: Tensor, documents: Tensor | None) -> bool:
-    return documents is not None and slots.tolist() == documents.tolist()
-
-
 def local_mtp_spec(**options: Any) -> ModuleSpec:
     """Heads over local modules, whose checkpoints load into Transformer Engine models and back."""
-    parts = MultiTokenPredictionLayerSubmodules(
+    parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
@@ -158,10 +199,8 @@ def local_mtp_spec(**options: Any) -> ModuleSpec:
         layer_norm=TorchRMSNorm,
     )
     layer = ModuleSpec(module=HybridMTPLayer, params=options, submodules=parts)
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
-    )
+    block = mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+    return ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
 
 
 def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
@@ -170,4 +209,4 @@ def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
         replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
         for layer in cast(Any, theirs.submodules).layer_specs
     ]
-    return replace(theirs, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers))
+    return replace(theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers))
