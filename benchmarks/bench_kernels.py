@@ -15,7 +15,7 @@ from lib.compiling import Problem
 from lib.measure import copy_bandwidth, environment, table, time_ms, write_lines
 
 from megatron_gdn.ops.kernels.tiles import Block, Walk
-from megatron_gdn.ops.readout import per_head_triton as norm
+from megatron_gdn.ops.readout import kernels as norm
 
 
 def bytes_moved(problem: Problem) -> dict[str, int]:

@@ -25,7 +25,7 @@ from megatron_gdn.mixers.tensor_parallel import mark_sharded
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
-from megatron_gdn.ops.readout.plain import PerHead
+from megatron_gdn.ops.readout.plain import PlainReadout
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.autograd_parts import AutogradFront, AutogradRule
 
@@ -143,7 +143,7 @@ class ToyMixer(RecurrentMixer):
         return Parts(
             AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
             batch.rule,
-            PerHead(layout.gate_columns, eps=eps, zero_centered=zero_centered),
+            PlainReadout(layout.gate_columns, eps=eps, zero_centered=zero_centered),
             (*parameters, gamma),
         )
 

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from megatron_gdn.mamba2 import kernels as mamba2_conv
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
+from megatron_gdn.ops.readout.kernels import TritonReadout
 from megatron_gdn.warm_up.flash_qla import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 
@@ -112,7 +112,7 @@ class Problem(MixerLaunches):
         d_proj = torch.empty_like(proj)
         made = mamba2_conv.conv_forward(proj, weight, bias, layout, *place)
         mamba2_conv.conv_backward(proj, weight, bias, layout, made, d_proj, *place)
-        readout = TritonGrouped(layout.gate_columns, groups=dims.num_groups)
+        readout = TritonReadout(layout.gate_columns, groups=dims.num_groups)
         gamma = self.tensor(dims.d_inner)
         out = readout.forward(made[0], proj, gamma)
         readout.backward(out, made[0], proj, gamma, d_proj)

@@ -29,7 +29,7 @@ from ..ops.front.base import Parameters
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart
-from ..ops.readout.choose import per_head
+from ..ops.readout.choose import norm_and_gate
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .recurrent import RecurrentRule
@@ -213,7 +213,7 @@ def gdn_parts(
     if isinstance(readout, GatedNorm):
         gamma, eps, zero_centered, activation = readout
         gate = sizes.layout.gate_columns
-        readout = per_head(gate, eps, zero_centered, front.triton, activation)
+        readout = norm_and_gate(gate, eps, zero_centered, activation, triton=front.triton)
     of_front = conv_weight, conv_bias, A_log, dt_bias
     if gates is not None:
         of_front = *of_front, gates.contiguous()

@@ -1,29 +1,22 @@
 """The front of Kimi Delta Attention: that of a Gated DeltaNet, with gates per channel.
 
     q, k    = l2norm(silu(conv(x)));  v = silu(conv(x))
-    g, beta as in :mod:`.front`
+    g, beta as in :func:`channel_gates`
 
 Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, K key dim.
-
-Decay per channel and write strength of Kimi Delta Attention.
-
-Legend: H heads, K key dim.
-
-The parts of a Kimi Delta Attention, from its tensors.
-
-Legend: P width of a row, C conv channels, W conv taps, H heads, K key dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..ops.autograd import gradients
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
@@ -33,7 +26,7 @@ from ..ops.layout import Layout
 from ..ops.obstacles import why_not_triton
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart
-from ..ops.readout.choose import per_head
+from ..ops.readout.choose import norm_and_gate
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .rule import RecurrentKDA
@@ -48,15 +41,7 @@ class KDAFront:
     """A :class:`~..ops.front.base.Front` of rows query | key | value | f | z | beta.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
-    ``[H K]``.
-
-    Attributes:
-        layout: the columns of a row.
-        kernels: what :func:`..ops.delta_rule.front_choice.kernels_for` chose.
-        lower_bound: of g; None: unbounded.
-        dtype: of q, k and v; None is the projection's.
-        batch_invariant: the bits of a packed document do not depend on where it lies.
-        again: inputs that the backward computes again.
+    ``[H K]``. Attributes are as of :class:`..gdn.front.GDNFront`; ``lower_bound`` is g's.
     """
 
     layout: Layout
@@ -84,11 +69,7 @@ class KDAFront:
         kernels: str = "auto",
         aligned: bool = False,
     ) -> KDAFront:
-        """The front of rows in ``dtype`` on a type of device; see :meth:`..gdn.front.GDNFront.of`.
-
-        Raises:
-            ValueError: unknown ``kernels``.
-        """
+        """The front of rows in ``dtype``, as :meth:`..gdn.front.GDNFront.of`."""
         module = kernels_for(device, dtype, taps, sizes_of(layout), kernels, aligned)
         return KDAFront(layout, module, lower_bound, None, batch_invariant, again)
 
@@ -149,13 +130,8 @@ class KDAFront:
         )  # fmt: skip
         return d_weight, d_bias, d_A_log, d_dt_bias
 
-    @property
-    def _fused(self) -> bool:
-        """Whether Triton computes the gates too."""
-        return is_triton(self.kernels)
-
     def _gates(self, proj: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        if self._fused:
+        if is_triton(self.kernels):
             from .kernels import gates_forward
 
             return gates_forward(proj, A_log, dt_bias, self.layout, self.lower_bound)
@@ -167,18 +143,15 @@ class KDAFront:
         d_proj: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of A_log and dt_bias; writes the gates' columns of ``d_proj``."""
-        if self._fused:
+        if is_triton(self.kernels):
             from .kernels import gates_backward
 
             given = (A_log, dt_bias, self.layout, self.lower_bound)
             return gates_backward(proj, *given, dg, dbeta, d_proj)
-        with torch.enable_grad():
-            of_f, of_b = self._gate_rows(proj)
-            given = (of_f, of_b, A_log, dt_bias)
-            leaves = f, b, A, dt = [x.detach().requires_grad_() for x in given]
-            made = channel_gates(f, b, A, dt, self.lower_bound)
-        d_f, d_b, d_A_log, d_dt_bias = torch.autograd.grad(made, leaves, (dg, dbeta))
-        for columns, gradient in zip(self._gate_rows(d_proj), (d_f, d_b), strict=True):
+        gates = partial(channel_gates, lower_bound=self.lower_bound)
+        given = (*self._gate_rows(proj), A_log, dt_bias)
+        *d_rows, d_A_log, d_dt_bias = gradients(gates, given, (dg, dbeta))
+        for columns, gradient in zip(self._gate_rows(d_proj), d_rows, strict=True):
             columns.copy_(gradient)
         return d_A_log, d_dt_bias
 
@@ -189,23 +162,19 @@ class KDAFront:
 def channel_gates(
     f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Turn raw projections into log-decays ``g <= 0`` and write strength ``beta`` in (0, 1).
+    """Log-decays ``g <= 0`` ``[..., H, K]`` and write strength ``beta [..., H]`` in (0, 1).
 
         g    = -exp(A_log) softplus(f + dt_bias)
         g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
         beta = sigmoid(b)
 
-    in fp32 for inputs of any dtype. ``A_log`` and an unbounded g are clamped as in
+    in fp32 (fp64 for fp64 parameters). ``A_log`` and an unbounded g are clamped as in
     :func:`..ops.elementwise.decay_and_write_gates`.
 
     Args:
         f: ``[..., H K]``, the forget gate's section of a row.
         b: ``[..., H]``.
         A_log, dt_bias: ``[H]``, ``[H K]``.
-        lower_bound: of g, below 0; None: unbounded.
-
-    Returns:
-        ``g [..., H, K]`` and ``beta [..., H]`` in fp32 (fp64 for fp64 parameters).
     """
     wide = torch.promote_types(A_log.dtype, torch.float32)
     rate = A_log.to(wide).clamp(max=largest_A_log(wide)).exp()[:, None]
@@ -237,11 +206,8 @@ def kda_parts(
         rows: ``[S, B, P]``; their device and dtype choose the kernels.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
-        layout: rows query | key | value | f | z | beta.
         rule: from :func:`.rule.resolve_kda`.
-        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
-        lower_bound: of the log-decay, below 0; None: unbounded.
-        run_again: see :class:`Parts`.
+        norm: the gated output norm, or a readout that calls the norm.
         kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
 
     Raises:
@@ -264,6 +230,6 @@ def kda_parts(
         triton = kernels == "triton" or (
             kernels == "auto" and why_not_triton(device, rows.dtype, taps) is None
         )
-        readout = per_head(layout.gate_columns, eps, zero_centered, triton, activation)
+        readout = norm_and_gate(layout.gate_columns, eps, zero_centered, activation, triton=triton)
     parameters = conv_weight, conv_bias, A_log, dt_bias, gamma
     return Parts(front, rule, readout, parameters, run_again)

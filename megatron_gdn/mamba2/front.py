@@ -6,21 +6,18 @@
 Nothing is saved between forward and backward: the backward computes again from the rows.
 
 Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G groups, V head dim.
-
-The parts of a Mamba2 mixer, from its tensors.
-
-Legend: P projection width, C conv channels, W conv taps, H heads, V head dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from ..ops.autograd import gradients
 from ..ops.conv import Convolve, convolve_rows
 from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, softplus
@@ -31,8 +28,8 @@ from ..ops.layout import Layout
 from ..ops.obstacles import why_not_triton
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart
-from ..ops.readout.choose import grouped
-from ..ops.readout.plain import GateOnly
+from ..ops.readout.choose import norm_and_gate
+from ..ops.readout.plain import PlainReadout
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .plain import UNLIMITED, SSDInputs
@@ -47,17 +44,8 @@ def time_steps(
 ) -> tuple[Tensor, Tensor]:
     """Raw columns to time steps ``dt >= 0`` and log-decays ``g = -exp(A_log) dt <= 0``, in fp32.
 
-    g is clamped at :func:`~..ops.elementwise.least_log_decay` from below, ``A_log`` at
-    :func:`~..ops.elementwise.largest_A_log` from above. The decay exp(g) is 0 there with or without
-    the clamp, and so is its gradient.
-
-    Args:
-        dt_H: ``[..., H]``, the dt section of the projection.
-        A_log_H, dt_bias_H: ``[H]``.
-        limit: least and greatest time step.
-
-    Returns:
-        dt and g, both ``[..., H]`` in fp32 (fp64 for fp64).
+    g and ``A_log`` are clamped as in :func:`..ops.elementwise.decay_and_write_gates`; ``limit`` is
+    the least and greatest time step.
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
     dt_H = softplus(dt_H.to(wide) + dt_bias_H.to(wide))
@@ -72,15 +60,12 @@ class Mamba2Front:
     """A :class:`~..ops.front.base.Front` of projection rows z | x | B | C | dt.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
-    ``[H]``, D ``[H]`` or ``[H V]``; and dt ``[S, Bt, H]`` if the rows do not
-    hold it. The rule gets D for every token, as a view of the parameter.
+    ``[H]``, D ``[H]`` or ``[H V]``; and dt ``[S, Bt, H]`` if the rows do not hold it. The rule gets
+    D for every token, as a view of the parameter.
 
     Attributes:
-        layout: the columns of a projection row.
-        dt_limit: least and greatest time step.
-        triton: convolve with the kernels of :mod:`.kernels`, not in plain torch.
+        triton: convolve with the kernels of :mod:`.kernels`, not by ``convolve``.
         batch_invariant: the bits of a packed document do not depend on where it lies.
-        convolve: conv + SiLU without Triton: plain torch, or :mod:`..ops.front.conv_package`.
     """
 
     layout: Layout
@@ -157,11 +142,8 @@ class Mamba2Front:
         raw, d_raw = self._dt_rows(proj), self._dt_rows(d_proj)
         if apart:
             raw, d_raw = apart[0].transpose(0, 1), d_apart[0].transpose(0, 1)
-        with torch.enable_grad():
-            of_gates = _leaves(raw, A_log, dt_bias)
-            of_dt, of_A_log, of_dt_bias = of_gates
-            dt, g = time_steps(of_dt, of_A_log, of_dt_bias, self.dt_limit)
-        d_dt, d_A_log, d_dt_bias = torch.autograd.grad((dt, g), of_gates, (grads.dt, grads.g))
+        gates = partial(time_steps, limit=self.dt_limit)
+        d_dt, d_A_log, d_dt_bias = gradients(gates, (raw, A_log, dt_bias), (grads.dt, grads.g))
         d_raw.copy_(d_dt)
         d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
         d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
@@ -201,15 +183,13 @@ class Mamba2Front:
             return conv_backward(
                 proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant
             )
-        with torch.enable_grad():
-            leaves = _leaves(self._conv_rows(proj), weight.flatten(1), bias)
-            of_rows, of_weight, of_bias = leaves
-            rows = self.convolve(of_rows, of_weight, of_bias, documents)
-        d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(rows.dtype)
-        given = [x for x in leaves if x is not None]
-        d_conv, d_weight, *d_bias = torch.autograd.grad(rows, given, d_rows)
+        given = (self._conv_rows(proj), weight.flatten(1), bias)
+        d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(proj.dtype)
+        d_conv, d_weight, d_bias = gradients(
+            lambda x, w, b: self.convolve(x, w, b, documents), given, d_rows
+        )
         self._conv_rows(d_proj).copy_(d_conv)
-        return d_weight.view(weight.shape), d_bias[0] if d_bias else None
+        return d_weight.view(weight.shape), d_bias
 
 
 class _WideFront(FrontAround):
@@ -224,10 +204,6 @@ class _WideFront(FrontAround):
     ) -> SSDInputs:
         wide = torch.promote_types(proj.dtype, torch.float32)
         return self._front.forward(proj.to(wide), parameters, documents, only)
-
-
-def _leaves(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if x is None else x.detach().requires_grad_() for x in tensors)
 
 
 def mamba2_parts(
@@ -248,15 +224,13 @@ def mamba2_parts(
     """The :class:`Parts` of a Mamba2 mixer.
 
     Args:
-        rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        rows: ``[S, B, P]``, z | x | B | C | dt; their device and dtype choose the kernels.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32.
-        layout: rows z | x | B | C | dt.
         rule: from :func:`.rule.resolve_ssd`.
         norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
             None: the gate alone.
-        dt_limit: least and greatest time step.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
             for the convolution where that runs, else plain torch.
         gates: dt ``[S, B, H]``, if ``rows`` end before it; not for generation.
@@ -282,23 +256,15 @@ def mamba2_parts(
             convolve = conv_package.convolve_rows
     gamma, gate = None, layout.gate_columns
     if norm is None:
-        readout = GateOnly(gate)
+        readout = PlainReadout(gate)
     elif isinstance(norm, Apart):
         readout = norm
     else:
         gamma, eps, *_ = norm
-        readout = grouped(gate, layout.heads("group"), eps, triton)
+        readout = norm_and_gate(gate, eps, groups=layout.heads("group"), triton=triton)
     front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant, convolve)
     apart = () if gates is None else (gates,)
     return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, *apart, gamma))
 
 
-@lru_cache(maxsize=64)
-def _front(
-    layout: Layout,
-    dt_limit: tuple[float, float],
-    triton: bool,
-    batch_invariant: bool,
-    convolve: Convolve,
-) -> Mamba2Front:
-    return Mamba2Front(layout, dt_limit, triton, batch_invariant, convolve)
+_front = lru_cache(maxsize=64)(Mamba2Front)

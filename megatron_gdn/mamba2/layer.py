@@ -38,7 +38,7 @@ from ..mixers.tensor_parallel import mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart, Bare
-from ..ops.readout.plain import GateOnly, grouped_rms_norm
+from ..ops.readout.plain import PlainReadout, grouped_rms_norm
 from .front import mamba2_parts
 from .plain import UNLIMITED
 from .rule import choose_ssd
@@ -305,7 +305,7 @@ class Mamba2Mixer(RecurrentMixer):
             return GatedNorm(scheme.local(weight), eps)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
         norm = partial(by_token, norm) if self.aligned else norm
-        return Apart(GateOnly(layout.gate_columns), lambda u, _: norm(u), closed=True)
+        return Apart(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)
 
 
 class GroupedRMSNorm(nn.Module):

@@ -1,15 +1,8 @@
-"""Backwards that compute a gradient and no graph of it.
-
-Functions that torch.compile leaves as they are.
-
-The mixer of a batch without tokens, so that kernels and rules never get an empty batch.
-
-Legend: S seq, B batch, P projection width.
-"""
+"""What the layer's autograd functions share: gradients, refusals and a batch without tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, cast
 
@@ -21,9 +14,8 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward of an autograd function whose gradients cannot be differentiated again.
 
     torch's own ``once_differentiable`` refuses only what depends on the gradient that arrives. A
-    gradient also depends on the saved tensors; with respect to these, torch would silently take it
-    for a constant. Autograd enables gradients in a backward if and only if it was called with
-    ``create_graph=True``. The grad mode around the call does not matter.
+    gradient also depends on the saved tensors, which torch would silently take for constants.
+    Autograd enables gradients in a backward if and only if ``create_graph=True``.
 
     Raises:
         NotImplementedError: the backward runs under ``create_graph=True``.
@@ -41,6 +33,17 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return call
+
+
+def gradients(
+    function: Callable[..., Any], given: Sequence[Tensor | None], d_made: Any
+) -> tuple[Any, ...]:
+    """Of each tensor ``given`` to ``function``, which runs again for this; None for None."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+    with torch.enable_grad():
+        made = function(*leaves)
+    found = iter(torch.autograd.grad(made, [x for x in leaves if x is not None], d_made))
+    return tuple(None if x is None else next(found) for x in leaves)
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
@@ -73,7 +76,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def mix_no_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
-    """``[S, B, width]`` for rows with S or B zero.
+    """``[S, B, width]`` for rows ``[S, B, P]`` with S or B zero; rules never get an empty batch.
 
     The parameters are inputs, so that they get gradients on this rank as on any other.
     """

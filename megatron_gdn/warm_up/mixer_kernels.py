@@ -16,8 +16,7 @@ from ..ops.delta_rule import front_triton as prepare
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.front.edges import EdgeInputs, HistoryTable
-from ..ops.kernels.builds import watch_triton_builds
-from ..ops.readout.per_head_triton import TritonPerHead
+from ..ops.readout.kernels import TritonReadout
 from ..ops.state_maps import chains, chains_kernels
 from .flash_qla import compile_triton_only
 from .tasks import Task
@@ -62,7 +61,7 @@ class MixerLaunches:
         self.grads = RuleGrads(q, k, v, g, beta, factor=per_head() if self.half else None)
         self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
         self.gamma, self.key_heads = normal(V), G
-        self.readout = TritonPerHead(sizes.layout.gate_columns)
+        self.readout = TritonReadout(sizes.layout.gate_columns)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, device=self.device)
@@ -155,7 +154,6 @@ def mixer_tasks(sizes: HeadSizes, taps: int, operands: torch.dtype) -> list[Task
 
 
 def _compile(launch: Callable[[], None]) -> bool:
-    watch_triton_builds()
     with compile_triton_only() as found:
         launch()
     return not all(found)

@@ -7,8 +7,8 @@ import torch
 
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block
-from megatron_gdn.ops.readout.per_head_triton import TritonPerHead
-from megatron_gdn.ops.readout.plain import PerHead
+from megatron_gdn.ops.readout.kernels import TritonReadout
+from megatron_gdn.ops.readout.plain import PlainReadout
 
 from .kernel_cases import Case, assert_close
 
@@ -34,7 +34,7 @@ def case(request, device):
 def readouts(case, **options):
     """On the kernels, and in plain torch."""
     gate = case.sizes.layout.gate_columns
-    return TritonPerHead(gate, **options), PerHead(gate, **options)
+    return TritonReadout(gate, **options), PlainReadout(gate, **options)
 
 
 of_every_kind = pytest.mark.parametrize(

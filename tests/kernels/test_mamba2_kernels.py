@@ -7,8 +7,8 @@ from megatron_gdn.mamba2.front import Mamba2Front
 from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.readout.grouped_triton import TritonGrouped
-from megatron_gdn.ops.readout.plain import Grouped
+from megatron_gdn.ops.readout.kernels import TritonReadout
+from megatron_gdn.ops.readout.plain import PlainReadout
 
 from .kernel_cases import assert_close
 
@@ -85,7 +85,7 @@ def test_grouped_norm_equals_its_twin(S, B, sizes, activation, device):
     layout, proj, _, normal = case(device, S, B, sizes)
     (H, G, V, _), z = sizes, layout.gate_columns
     o, gamma, d_out = normal(B, S, H, V), normal(H * V), normal(S, B, H * V + 8)[..., : H * V]
-    norm, twin = TritonGrouped(z, activation, G), Grouped(z, activation, G)
+    norm, twin = (kind(z, activation, 1e-5, groups=G) for kind in (TritonReadout, PlainReadout))
     wide = double((o, proj, gamma))
     exact = twin.forward(*wide)
     assert_close("out", norm.forward(o, proj, gamma), exact)

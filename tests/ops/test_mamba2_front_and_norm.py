@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron_gdn.mamba2.front import Mamba2Front, time_steps
 from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.readout.plain import GateOnly, Grouped, grouped_rms_norm
+from megatron_gdn.ops.readout.plain import PlainReadout, grouped_rms_norm
 
 from .ssd.oracle import documents_of
 
@@ -105,8 +105,8 @@ def test_the_gate_comes_before_the_norm_of_each_group(groups, activation):
     proj, gamma = torch.randn(6, 2, LAYOUT.width).double(), torch.randn(H * V).double()
     leaves = [x.clone().requires_grad_() for x in (o, proj, gamma)]
     expected = gate_then_norm(*leaves, groups, act=ACTIVATIONS[activation])
-    norm = Grouped(LAYOUT.gate_columns, activation, groups)
-    gate = GateOnly(LAYOUT.gate_columns, activation)
+    norm = PlainReadout(LAYOUT.gate_columns, activation, 1e-5, groups=groups)
+    gate = PlainReadout(LAYOUT.gate_columns, activation)
     torch.testing.assert_close(norm.forward(o, proj, gamma), expected.detach())
     apart = grouped_rms_norm(gate.forward(o, proj, None), gamma, groups)
     torch.testing.assert_close(apart, expected.detach())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import Parts
 from megatron_gdn.ops.readout.base import Apart, Bare, called_per_head
-from megatron_gdn.ops.readout.plain import PerHead
+from megatron_gdn.ops.readout.plain import PlainReadout
 from tests import toy_mixer
 from tests.autograd_parts import AutogradFront
 
@@ -38,7 +38,7 @@ def test_output_and_every_gradient(sizes, activation, zero_centered):
     leaves = [x.clone().requires_grad_() for x in (o, rows, gamma)]
     of_leaves = leaves[0], leaves[1], gate, leaves[2]
     expected = written_out(*of_leaves, zero_centered, ACTIVATIONS[activation])
-    readout = PerHead(gate, activation, EPS, zero_centered)
+    readout = PlainReadout(gate, activation, EPS, zero_centered)
     torch.testing.assert_close(readout.forward(o, rows, gamma), expected.detach())
     d_out = torch.randn_like(expected)
     d_rows = torch.zeros_like(rows)
@@ -71,7 +71,7 @@ def test_a_module_is_one_more_readout(activation):
         normed = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()
         return normed * gamma * act(z)
 
-    inside = toy_parts(layout, PerHead(gate, activation, EPS), weight, None, bias, gamma)
+    inside = toy_parts(layout, PlainReadout(gate, activation, EPS), weight, None, bias, gamma)
     called = toy_parts(layout, called_per_head(gate, heads, norm), weight, None, bias, None)
     results = []
     for parts in (inside, called):

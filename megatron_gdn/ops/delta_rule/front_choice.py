@@ -7,7 +7,6 @@ from types import ModuleType
 import torch
 
 from ..front.conv_package import why_not_conv_package
-from ..kernels.builds import watch_triton_builds
 from ..obstacles import say_once, why_not_triton
 from . import front_conv_package, front_torch
 from .base import HeadSizes
@@ -43,8 +42,6 @@ def kernels_for(
         return front_torch
     from . import front_triton
 
-    if device == "cuda":
-        watch_triton_builds()
     return front_triton
 
 

@@ -1,13 +1,9 @@
-"""Each Triton kernel of this package is compiled by one process of a machine, and the log shows it.
+"""One process of a machine builds what several need; the others take its result.
 
 Triton compiles a kernel at its first launch, which takes seconds, and keeps it on disk. Each
-variant of a kernel (dtypes, sizes, alignments) has its own lock (:mod:`.builds`), so processes
-that want different variants compile side by side.
-
-One process of a machine builds what several need; the others take its result.
-
-The lock is the operating system's (``flock``): it is released when the last process that holds it
-ends, however it ends. A killed process leaves a file and no lock.
+variant of a kernel (dtypes, sizes, alignments) has its own lock, so processes that want different
+variants compile side by side. The lock is the operating system's (``flock``): it is released when
+the last process that holds it ends, however it ends. A killed process leaves a file and no lock.
 """
 
 from __future__ import annotations
@@ -20,37 +16,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
-from importlib import import_module
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (
-    "ops.delta_rule.front_kernels", "ops.front.fused_edges_kernels", "ops.readout.per_head_triton",
-    "gdn.half_kernels", "ops.state_maps.chains_kernels", "ops.kernels.reduce",
-)  # fmt: skip
 _QUICK = 0.5  # seconds; below this nothing is logged: Triton found the kernel on disk
 
 
-@cache
-def watch_triton_builds() -> None:
-    """Make Triton compile the mixer's kernels as the top of this file says, in this process."""
-    from triton.runtime.jit import JITFunction
-
-    for name in _MODULES:
-        for kernel in vars(import_module(f"megatron_gdn.{name}")).values():
-            # A launch calls this method for a variant that this process has not loaded yet.
-            if isinstance(kernel, JITFunction) and hasattr(kernel, "_do_compile"):
-                kernel._do_compile = by_one_process(kernel.__name__, kernel._do_compile)
+def compile_in_one_process(kernel: Any) -> None:
+    """Let only one process of a machine at a time compile a variant of this Triton kernel."""
+    # A launch calls this method for a variant that this process has not loaded yet.
+    compile = getattr(kernel, "_do_compile", None)
+    if compile is not None and not hasattr(compile, "__wrapped__"):
+        kernel._do_compile = by_one_process(kernel.__name__, compile)
 
 
 def by_one_process(name: str, compile: Callable) -> Callable:
-    """Wrap ``compile`` so that only one process of a machine at a time calls it for a variant.
-
-    Its first argument is Triton's key of the variant.
-    """
+    """``compile`` of a variant, its first argument, by one process at a time."""
 
     @wraps(compile)
     def watched(key: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,9 +58,6 @@ def by_one_process(name: str, compile: Callable) -> Callable:
     return watched
 
 
-logger = logging.getLogger(__name__)
-
-
 @contextmanager
 def build_lock(
     path: Path,
@@ -85,19 +66,17 @@ def build_lock(
     patience: float = 0.0,
     wait: bool = True,
 ) -> Iterator[int | None]:
-    """Hold the lock of this file while building.
+    """Hold the lock of this file while building ``what``.
 
     Args:
-        path: created with its folder. It is never removed: a process that waits may have it open.
-        what: is built, for the log: "kkt_solve for 16:32 heads".
+        path: never removed: a process that waits may have it open.
         found: whether the result is where every process looks for it; ends the waiting.
         patience: seconds to wait before the log says so.
         wait: for a process that holds the lock.
 
     Yields:
-        the file's descriptor while this process holds the lock, else None: the result was found, or
-        another process holds the lock and ``wait`` is False. A process that inherits the
-        descriptor holds the lock too, also after this process has left it.
+        the file's descriptor while this process holds the lock, else None. A process that inherits
+        the descriptor holds the lock too, also after this process has left it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()

@@ -1,9 +1,8 @@
 """Launches of Triton kernels that are prepared once and then cost the host a few microseconds.
 
 ``kernel[grid](...)`` binds the signature, specialises every argument and builds a key from text in
-each call. Of all this only the tensors change from call to call. A :class:`Launch` holds the rest:
-the kernel, its grid, its numbers and its constants. It launches once by ``kernel[grid](...)`` and
-afterwards calls the compiled launcher that this returned.
+each call. Of all this only the tensors change from call to call. A :class:`Launch` holds the rest.
+It launches once by ``kernel[grid](...)`` and then calls the compiled launcher that this returned.
 
 Triton compiles another kernel for other dtypes, for None in place of a pointer, and for pointers
 that are not multiples of 16 bytes. So the compiled launchers are kept by these, and by device.
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import JITFunction, knobs
+
+from .builds import compile_in_one_process
 
 _ALIGNED = 16  # bytes, of pointers that Triton specialises
 MOST_PLANS = 256  # kept by a cache of launches: shapes, strides and options
@@ -55,11 +56,8 @@ class Launch:
     Where kernels are interpreted, or hooks watch Triton's launches, every call is the ordinary one.
     Triton's other settings (``TRITON_DEBUG`` and the like) count as they are at the first call.
 
-    Args:
-        kernel: its tensors come first among its parameters.
-        grid: of one to three axes.
-        numbers: the parameters after the tensors, up to the constants.
-        constants: by name, and Triton's options (``num_warps``, ...).
+    The kernel's parameters are tensors, then ``numbers``, then ``constants``, which may include
+    Triton's options.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
@@ -68,6 +66,8 @@ class Launch:
         self._numbers, self._constants = numbers, constants
         self._prepared: dict[tuple, _Prepared] = {}
         self._ordinary = not isinstance(kernel, JITFunction)
+        if not self._ordinary:
+            compile_in_one_process(kernel)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         found = None if self._ordinary or _watched(self._kernel) else key_of(tensors)

@@ -5,8 +5,8 @@
     gate alone   y = o * act(gate)                      :mod:`.plain`
     a module     y = norm(o, gate)                      :class:`Apart`
 
-``act`` is SiLU or the sigmoid. The gate is read from the columns ``gate`` of the rows, where the
-projection put it. Arithmetic is fp32 (fp64 for fp64), rounded once.
+The gate is read from the rows, where the projection put it. Arithmetic is fp32 (fp64 for fp64),
+rounded once.
 
 Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
 """
@@ -40,24 +40,21 @@ class Readout(Protocol):
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """``[S, B, H * V]`` contiguous, in the dtype of ``rows``.
+        """``[S, B, H * V]`` contiguous, in the dtype of ``rows``; written to ``out`` if given.
 
         Args:
             o: ``[B, S, H, V]`` contiguous, in any dtype.
             rows: ``[S, B, P]``, any strides of S and B.
             gamma: of the norm; None if it has none.
-            out: write here instead of into a new tensor.
         """
         ...
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of o, in the dtype of ``rows``, and of gamma; writes the gate's columns.
+        """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        Args:
-            d_out: ``[S, B, H * V]``.
-            d_rows: ``[S, B, P]``; no other column is touched.
+        Writes the gate's columns of ``d_rows`` ``[S, B, P]`` and no others.
         """
         ...
 
@@ -73,6 +70,7 @@ class Bare:
 
     gate: slice
     heads: int
+
     reads_o: ClassVar[bool] = False
 
     def forward(

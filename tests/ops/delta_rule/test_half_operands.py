@@ -21,7 +21,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.ops.readout.plain import PerHead
+from megatron_gdn.ops.readout.plain import PlainReadout
 from tests.gdn_mixer import gated_delta_mixer
 
 from .states import (
@@ -318,7 +318,7 @@ def test_unknown_operands_are_refused(choose):
 def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
     """It is as large as v: the rule's own buffers need not stand beside both."""
     made, found = [], []
-    backward = PerHead.backward
+    backward = PlainReadout.backward
 
     def remembered(*args, **options):
         d_o, d_gamma = backward(*args, **options)
@@ -334,7 +334,7 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
         def begin_backward(self, d_o, inputs, saved, documents):
             return LooksBackward(d_o, inputs, documents, self.chunks)
 
-    monkeypatch.setattr(PerHead, "backward", remembered)
+    monkeypatch.setattr(PlainReadout, "backward", remembered)
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
     proj.requires_grad_()
     out = gated_delta_mixer(

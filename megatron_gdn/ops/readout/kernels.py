@@ -1,22 +1,17 @@
-"""The readout per head over strided rows, as one launch each way (Triton).
+"""The readout of norm and gate over strided rows, as one launch each way (Triton); fp32 inside.
 
-:class:`.plain.PerHead` is the plain twin.
+:mod:`.plain` has the equations. A norm per head computes tiles of (token, head) rows; a norm per
+group one group of a few tokens, one after another. The gate z stays where the projection put it,
+and its gradient goes to the same columns of the projection's gradient.
 
-Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
-
-Triton kernels of the readout per head: RMSNorm(o) * act(z), forward and backward.
-
-Legend: S seq, B batch, H value heads, V value dim; R rows of a tile, one per (token, head).
-
-Rows are numbered as ``o [B, S, H, V]`` stores them. z stays where the projection put it, and its
-gradient goes to the same columns of the projection's gradient.
+Legend: S seq, B batch, H heads with a state, V columns of a state; R rows of a tile, one per
+(token, head), numbered as ``o [B, S, H, V]`` stores them; G groups, C channels of a group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 import triton
@@ -26,19 +21,24 @@ from torch import Tensor
 from ..kernels.elementwise import activated, activated_slope, sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
-from ..kernels.tiles import Block, block_dim, norm_backward_tile, norm_forward_tile
-from .plain import PerHead
+from ..kernels.tiles import (
+    MOST_PROGRAMS,
+    Block,
+    block_dim,
+    norm_backward_tile,
+    norm_forward_tile,
+)
+from .plain import PlainReadout
 
 
 @dataclass(frozen=True)
-class TritonPerHead(PerHead):
-    """The readout per head in Triton.
+class TritonReadout(PlainReadout):
+    """A :class:`.plain.PlainReadout` in Triton; takes a gamma."""
 
-    Attributes:
-        by_row: the bits of a row do not depend on other rows: one tile for any number of them.
-    """
-
-    by_row: ClassVar[bool] = True
+    @property
+    def by_row(self) -> bool:
+        """Whether the bits of a row do not depend on other rows: one tile for any number."""
+        return self.groups is None
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None
@@ -48,72 +48,94 @@ class TritonPerHead(PerHead):
         assert o.is_contiguous() and o.shape[:2] == (B, S)
         assert self.gate.stop - self.gate.start == H * V
         out = rows.new_empty(S, B, H * V) if out is None else out
-        launch = _forward_launch(
-            S * H, B, H, V, self.gate.start, rows.stride(), out.stride(), self.eps,
-            self.zero_centered, self.activation == "sigmoid",
-        )  # fmt: skip
+        launch = _forward_launch(self, S, B, H, V, rows.stride()[:2], out.stride()[:2])
         if launch is not None:
-            launch(o, rows, gamma, out)
+            launch(o, self._gated(rows), gamma, out)
         return out
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor, d_rows: Tensor,
         *, tile: Block | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """``tile`` overrides the table of :mod:`..kernels.tiles`, for tuning and tests."""
+        """``tile`` overrides the table for a norm per head, for tuning and tests."""
         S, B, _ = rows.shape
-        H, V = o.shape[2:]
         if d_out.stride(2) != 1:
             d_out = d_out.contiguous()
-        programs, launch = _backward_launch(
-            S * H, B, H, V, self.gate.start, rows.stride(), d_rows.stride(), d_out.stride(),
-            self.eps, self.zero_centered, self.activation == "sigmoid", tile,
-        )  # fmt: skip
+        strides = *rows.stride()[:2], *d_rows.stride()[:2], *d_out.stride()[:2]
+        programs, launch = _backward_launch(self, S, B, *o.shape[2:], strides, tile)
         d_o = torch.empty_like(o, dtype=rows.dtype)
-        partial = torch.empty(B * programs, V, dtype=torch.float32, device=o.device)
+        partial = torch.empty(B * programs, len(gamma), dtype=torch.float32, device=o.device)
         if launch is not None:
-            launch(o, rows, gamma, d_out, d_o, d_rows, partial)
+            launch(o, self._gated(rows), gamma, d_out, d_o, self._gated(d_rows), partial)
         d_gamma = torch.empty_like(gamma)
         sum_rows(partial, d_gamma)
         return d_o, d_gamma
 
+    def _gated(self, rows: Tensor) -> Tensor:
+        """What a kernel takes: the rows for a norm per head, their gate's columns for a group's."""
+        return rows if self.groups is None else rows[..., self.gate.start :]
+
 
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
-    rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
-    out_strides: tuple[int, ...], eps: float, zero_centered: bool, sigmoid: bool,
+    norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
 ) -> Launch | None:  # fmt: skip
     """None if there are no rows."""
-    if not rows * B:
+    if not S * B:
         return None
+    sigmoid, numbers = norm.activation == "sigmoid", (*strides, *out_strides, norm.eps)
+    if norm.groups is not None:
+        tokens, sizes = _tokens(S, B), _group(norm.groups, H * V)
+        return Launch(
+            grouped_norm_forward_kernel, (norm.groups, triton.cdiv(S, tokens), B), S, *numbers,
+            **sizes, TOKENS=tokens, SIGMOID=sigmoid, num_warps=4,
+        )  # fmt: skip
     tile = norm_forward_tile(V)
     return Launch(
-        gated_norm_forward_kernel,
-        (triton.cdiv(rows, tile.rows), B),
-        rows, z, *strides[:2], *out_strides[:2], eps,
-        H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=zero_centered,
+        gated_norm_forward_kernel, (triton.cdiv(S * H, tile.rows), B),
+        S * H, norm.gate.start, *numbers,
+        H=H, V=V, ROWS=tile.rows, BLOCK_V=block_dim(V), ZERO_CENTERED=norm.zero_centered,
         SIGMOID=sigmoid, num_warps=tile.warps,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_launch(
-    rows: int, B: int, H: int, V: int, z: int, strides: tuple[int, ...],
-    d_strides: tuple[int, ...], out_strides: tuple[int, ...], eps: float, zero_centered: bool,
-    sigmoid: bool, tile: Block | None,
+    norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
+    tile: Block | None,
 ) -> tuple[int, Launch | None]:  # fmt: skip
-    """The number of programs per batch row, and the launch; None if there are no rows."""
-    tile = norm_backward_tile(rows * B, V) if tile is None else tile
-    programs = triton.cdiv(rows, tile.rows * tile.repeats)
-    if not rows * B:
-        return programs, None
+    """The number of partial rows per batch row, and the launch; None if there are no rows."""
+    if not S * B:
+        return 0, None
+    sigmoid, numbers = norm.activation == "sigmoid", (*strides, norm.eps)
+    if norm.groups is not None:
+        tokens, sizes = _tokens(S, B), _group(norm.groups, H * V)
+        programs = triton.cdiv(S, tokens)
+        return programs, Launch(
+            grouped_norm_backward_kernel, (norm.groups, programs, B), S, *numbers,
+            **sizes, TOKENS=tokens, SIGMOID=sigmoid, num_warps=4,
+        )  # fmt: skip
+    tile = norm_backward_tile(S * H * B, V) if tile is None else tile
+    programs = triton.cdiv(S * H, tile.rows * tile.repeats)
     return programs, Launch(
-        gated_norm_backward_kernel,
-        (programs, B),
-        rows, z, *strides[:2], *d_strides[:2], *out_strides[:2], eps,
+        gated_norm_backward_kernel, (programs, B), S * H, norm.gate.start, *numbers,
         H=H, V=V, ROWS=tile.rows, REPEATS=tile.repeats, BLOCK_V=block_dim(V),
-        ZERO_CENTERED=zero_centered, SIGMOID=sigmoid, num_warps=tile.warps,
+        ZERO_CENTERED=norm.zero_centered, SIGMOID=sigmoid, num_warps=tile.warps,
     )  # fmt: skip
+
+
+def _tokens(S: int, B: int) -> int:
+    """Tokens per program, by shape alone: a balance of few partial rows and many programs."""
+    tokens = 16 if S * B >= 4096 else 4
+    while triton.cdiv(S, tokens) > MOST_PROGRAMS:
+        tokens *= 2
+    return tokens
+
+
+def _group(groups: int, channels: int) -> dict[str, int]:
+    C = channels // groups
+    return {"G": groups, "C": C, "BLOCK_C": block_dim(C)}
 
 
 @triton.jit
@@ -235,3 +257,74 @@ def gated_norm_backward_kernel(
         dy_RV = dy_next_RV
     partial_ptr += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * V
     tl.store(partial_ptr + d_V, tl.sum(d_gamma_RV, axis=0), mask=real_V)
+
+
+@triton.jit(do_not_specialize=["S"])
+def grouped_norm_forward_kernel(
+    o_ptr, z_ptr, gamma_ptr, out_ptr, S, stride_s, stride_b, out_stride_s, out_stride_b, eps,
+    G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """grid (G, token tiles, B); ``o`` is ``[B, S, G C]``, z strided rows."""
+    group = tl.program_id(0)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    c_C = tl.arange(0, BLOCK_C)
+    real_C = c_C < C
+    column_C = group * C + c_C
+    gamma_C = tl.load(gamma_ptr + column_C, mask=real_C, other=0.0).to(tl.float32)
+    first = tl.program_id(1) * TOKENS
+    for step in tl.range(0, TOKENS):
+        t = tl.cast(first + step, tl.int64)
+        real = real_C & (t < S)
+        o_C = tl.load(o_ptr + (b * S + t) * (G * C) + column_C, mask=real, other=0.0)
+        z_C = tl.load(z_ptr + t * stride_s + b * stride_b + column_C, mask=real, other=0.0)
+        z_C = z_C.to(tl.float32)
+        u_C = o_C.to(tl.float32) * activated(z_C, sigmoid(z_C), SIGMOID)
+        r = tl.rsqrt(tl.sum(u_C * u_C, axis=0) * (1.0 / C) + eps)
+        y_C = u_C * r * gamma_C
+        at_C = out_ptr + t * out_stride_s + b * out_stride_b + column_C
+        tl.store(at_C, y_C.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["S"])
+def grouped_norm_backward_kernel(
+    o_ptr, z_ptr, gamma_ptr, dy_ptr, do_ptr, dz_ptr, partial_ptr,
+    S, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
+    G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """d_gamma = sum dy n;  du = r (dy gamma - n mean(dy gamma n));  do = du act(z);
+    dz = du o act'(z).  grid (G, token tiles, B); each program writes its stretch of a partial row.
+    """
+    group = tl.program_id(0)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    c_C = tl.arange(0, BLOCK_C)
+    real_C = c_C < C
+    column_C = group * C + c_C
+    gamma_C = tl.load(gamma_ptr + column_C, mask=real_C, other=0.0).to(tl.float32)
+    d_gamma_C = tl.zeros((BLOCK_C,), tl.float32)
+    first = tl.program_id(1) * TOKENS
+    for step in tl.range(0, TOKENS):
+        t = tl.cast(first + step, tl.int64)
+        real = real_C & (t < S)
+        at_o = (b * S + t) * (G * C) + column_C
+        o_C = tl.load(o_ptr + at_o, mask=real, other=0.0).to(tl.float32)
+        z_C = tl.load(z_ptr + t * stride_s + b * stride_b + column_C, mask=real, other=0.0)
+        at_dy = dy_ptr + t * dy_stride_s + b * dy_stride_b + column_C
+        dy_C = tl.load(at_dy, mask=real, other=0.0).to(tl.float32)
+        z_C = z_C.to(tl.float32)
+        sig_C = sigmoid(z_C)
+        act_C = activated(z_C, sig_C, SIGMOID)
+        u_C = o_C * act_C
+        r = tl.rsqrt(tl.sum(u_C * u_C, axis=0) * (1.0 / C) + eps)
+        n_C = u_C * r
+        d_gamma_C += dy_C * n_C
+        dn_C = dy_C * gamma_C
+        mean = tl.sum(dn_C * n_C, axis=0) * (1.0 / C)
+        du_C = r * (dn_C - n_C * mean)
+        tl.store(do_ptr + at_o, (du_C * act_C).to(do_ptr.dtype.element_ty), mask=real)
+        dz_C = du_C * o_C * activated_slope(act_C, sig_C, SIGMOID)
+        at_dz = dz_ptr + t * d_stride_s + b * d_stride_b + column_C
+        tl.store(at_dz, dz_C.to(dz_ptr.dtype.element_ty), mask=real)
+    partial_ptr += (b * tl.num_programs(1) + tl.program_id(1)) * (G * C)
+    tl.store(partial_ptr + column_C, d_gamma_C, mask=real_C)
