@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.init import take_share
-from tests.ops.ssd.oracle import SSDInputs, token_by_token
+from tests.mamba2.oracle import SSDInputs, token_by_token
 from tests.parallel import group_of_one, make_config
 
 D = 20

@@ -14,7 +14,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from tests.ops.ssd.oracle import SSDInputs, token_by_token
+from tests.mamba2.oracle import SSDInputs, token_by_token
 
 
 class PlainGatedNorm(nn.Module):

@@ -1,6 +1,6 @@
 """fla's ``kda`` kernels as the KDA rule, in Triton's interpreter, against fp64.
 
-A GPU has them in bf16 only, see tests/ops/kda/test_gpu_rule.py. Here they run in fp32, so that a
+A GPU has them in bf16 only, see tests/kda/test_gpu_rule.py. Here they run in fp32, so that a
 wrong scale, base of the logarithm, boundary or state shows in the last digits.
 """
 

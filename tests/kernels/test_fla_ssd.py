@@ -1,6 +1,6 @@
 """fla's ``simple_gla`` kernels as Mamba2's rule, in Triton's interpreter, against fp64.
 
-A GPU has them in bf16 only, see tests/ops/ssd/test_gpu_rule.py. Here they run in fp32, so that a
+A GPU has them in bf16 only, see tests/mamba2/test_gpu_rule.py. Here they run in fp32, so that a
 wrong scale, base of the logarithm, boundary or state shows in the last digits.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from megatron_gdn.mamba2.fla import FlaSSD
 from megatron_gdn.mamba2.plain import SSDInputs
-from tests.ops.ssd.oracle import documents_of, oracle, random_inputs
+from tests.mamba2.oracle import documents_of, oracle, random_inputs
 
 from .conftest import INTERPRETED
 from .kernel_cases import assert_close

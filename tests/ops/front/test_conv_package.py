@@ -18,7 +18,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import conv_package
 from megatron_gdn.ops.front.conv_package import why_not_conv_package
 from megatron_gdn.ops.obstacles import say_once
-from tests.ops.test_mamba2_front_and_norm import LAYOUT
+from tests.mamba2.test_front_and_norm import LAYOUT
 
 SIZES = HeadSizes(2, 4, 64, 64)
 

@@ -10,9 +10,9 @@ import torch
 
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from tests.ops.delta_rule.states import documents_of, run_whole
 
-from ..test_gpu_mixer import errors
-from .states import documents_of, run_whole
+from .test_gpu_mixer import errors
 from .test_gpu_states import DECAYS, NEIGHBOURS, exact_run, make_inputs, part, rule_named
 
 pytestmark = [

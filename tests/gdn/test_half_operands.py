@@ -23,8 +23,7 @@ from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.plain import PerHead
 from tests.gdn_mixer import gated_delta_mixer
-
-from .states import (
+from tests.ops.delta_rule.states import (
     NAMES,
     InHalf,
     InHalfBackward,

@@ -14,9 +14,8 @@ from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.static_documents import StaticDocuments
-from tests.ops.test_gpu_mixer import errors
-
-from .states import (
+from tests.gdn.test_gpu_mixer import errors
+from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
     backward_of,

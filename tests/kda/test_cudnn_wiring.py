@@ -15,8 +15,8 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.static_documents import StaticDocuments
+from tests.kda.test_gpu_rule import NAMES, run
 from tests.ops.delta_rule.states import documents_of
-from tests.ops.kda.test_gpu_rule import NAMES, run
 
 H, K = 2, cudnn.HEAD_DIM
 
