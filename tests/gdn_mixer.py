@@ -1,7 +1,5 @@
 """A Gated DeltaNet between its projections as one call, from its tensors."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_gdn.gdn.front import gdn_parts

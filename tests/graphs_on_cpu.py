@@ -5,8 +5,6 @@ what Megatron does around graphs: which arguments a capture sees, what is copied
 which step is refused. That a replay runs no Python is for ``tests/gpu``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees of documents, and the same sequences laid out separately: the oracle of tree packing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import accumulate

@@ -18,12 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests.frameworks import tiny_models
-from tests.frameworks.tiny_models import (
-    require_exported,
-    require_falling,
-    require_logits,
-    tokens,
-)
+from tests.frameworks.tiny_models import require_exported, require_falling, require_logits, tokens
 
 TEXT = {
     "head_dim": 64,

@@ -3,8 +3,6 @@
 Every call is bound to the signature of fla's own function first.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -3,8 +3,6 @@
 The bits are :mod:`.test_gpu_aligned`'s.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashQLA's stages with held kernels against its own functions: the same bits, on a Hopper GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashQLA's rule around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Heads 16/32 throughout, as in :mod:`.test_gpu_states`: every other ratio is minutes of compiling.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

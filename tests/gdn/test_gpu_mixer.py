@@ -3,8 +3,6 @@
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -137,13 +135,7 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, rule)
     check_against_fp64(RATIOS[ratio], rule, yardstick=rule, S=321, decay=decay)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "reference",
-        *HALF,
-    ],
-)
+@pytest.mark.parametrize("rule", ["reference", *HALF])
 def test_the_whole_mixer_is_as_exact_as_plain_torch(rule):
     check_against_fp64((16, 32), rule, yardstick="reference", S=777)
 

@@ -5,8 +5,6 @@ Heads 16/32 throughout: every other ratio is minutes of compiling.
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -37,11 +35,7 @@ RULES = ("flash_qla", "fla")
 # the state: what a state or its gradient may differ by, relative to its norm.
 STATE_TOLERANCE = 4 * 2 * 2**-9
 DECAYS = ("strong", "mixed", "none")
-SEGMENTS = {
-    "short": (1, 63, 64, 65, 700, 1, 130),
-    "long": (4096, 2100, 1),
-    "halves": (2500, 2500),
-}
+SEGMENTS = {"short": (1, 63, 64, 65, 700, 1, 130), "long": (4096, 2100, 1), "halves": (2500, 2500)}
 
 
 def rule_named(name: str, **options):

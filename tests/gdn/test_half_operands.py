@@ -6,8 +6,6 @@ is what the wrapper does, and one rounding to fp16 of q, k, v, d_o, o, dq, dk, d
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -5,8 +5,6 @@ fp64 to 1e-11 of the largest entry: sums of some hundred terms of 1e-16 each, th
 Legend: N sequences, G key heads, H heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

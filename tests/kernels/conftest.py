@@ -7,8 +7,6 @@ The interpreter must be switched on before triton is first imported. So a run wi
 without the switch, such as the one over all of ``tests``, leaves this folder out.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

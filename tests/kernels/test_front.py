@@ -1,7 +1,5 @@
 """The preparation kernels against their plain-torch twin in fp64, at sizes that divide nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -25,11 +25,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.fsdp_on_cpu import (
-    MeshOfCPUs,
-    fill_states_of_empty_shards,
-    one_collective_at_a_time,
-)
+from tests.fsdp_on_cpu import MeshOfCPUs, fill_states_of_empty_shards, one_collective_at_a_time
 
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local

@@ -8,12 +8,7 @@ import pytest
 
 from megatron_gdn.models import ENTRIES, find
 from megatron_gdn.models.__main__ import launch_flags, main, parse
-from megatron_gdn.models.sizes import (
-    headwise_sizes,
-    saved_bytes,
-    scheme,
-    tensor_parallel_sizes,
-)
+from megatron_gdn.models.sizes import headwise_sizes, saved_bytes, scheme, tensor_parallel_sizes
 from megatron_gdn.ops.layout import SizeError
 from tests.examples.commands import commands_of, launches_of
 

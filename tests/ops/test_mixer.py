@@ -3,8 +3,6 @@
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

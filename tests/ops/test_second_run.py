@@ -1,7 +1,5 @@
 """The front and the rule run again in the backward: the same bits, and what is then kept."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -103,9 +103,7 @@ def documents(width):
 def test_a_document_keeps_its_bits_among_others():
     width = planted.SIZES.value_heads * planted.SIZES.value_dim
     found = check_batch_invariance(
-        packed_run(planted.Mixer()),
-        [planted.rows(n, seed=n) for n in LENGTHS],
-        documents(width),
+        packed_run(planted.Mixer()), [planted.rows(n, seed=n) for n in LENGTHS], documents(width)
     )
     assert found == []
 

@@ -3,8 +3,6 @@
 Legend: N segments, B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ a few hundred terms.
 Legend: N sequences, G key heads, H value heads, K key dim, V value dim.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

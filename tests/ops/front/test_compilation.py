@@ -4,8 +4,6 @@ Nobody sees these properties in results. They are lost by a harmless-looking cha
 in the first minutes of somebody's training.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton", minversion="3.6")
