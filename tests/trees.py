@@ -15,10 +15,7 @@ from megatron_gdn.ops.trees import TreeDocuments
 
 
 class Tree(NamedTuple):
-    """Documents of ``lengths`` tokens; each continues its parent.
-
-    ``multiple``: of tokens, to which the documents' slots are filled up.
-    """
+    """Documents of ``lengths`` tokens in slots of a ``multiple``; each continues its parent."""
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]

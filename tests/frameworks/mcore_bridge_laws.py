@@ -1,9 +1,5 @@
-"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call.
-
-`make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
-environment of its own. mcore-bridge asks for "cuda" by name, which here is the CPU; where its own
-settings ask for a fused kernel of a GPU, the plain one is taken.
-"""
+"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call,
+without a GPU's fused kernels (`make test-frameworks`, behind `te_on_cpu.py`)."""
 
 import re
 import sys

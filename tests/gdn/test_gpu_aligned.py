@@ -1,7 +1,4 @@
-"""An aligned rule on a GPU: a token's bits depend on its sequence alone, and on no call's cut.
-
-Heads 16/32 throughout, as in :mod:`.test_gpu_states`: every other ratio is minutes of compiling.
-"""
+"""An aligned rule on a GPU: a token's bits depend on its sequence alone, and on no call's cut."""
 
 import pytest
 import torch

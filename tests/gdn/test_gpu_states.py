@@ -1,9 +1,5 @@
-"""GPU rules with states in and out, FlashQLA's batch invariance: bf16 against the fp64 chunk rule.
-
-Heads 16/32 throughout: every other ratio is minutes of compiling.
-
-Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
-"""
+"""GPU rules with states in and out, bf16 against the fp64 chunk rule. Heads 16/32 throughout: every
+other ratio is minutes of compiling."""
 
 import pytest
 import torch
@@ -54,11 +50,8 @@ def rule_named(name: str, **options):
 
 
 def make_inputs(S, B=1, decay="mixed", seed=0):
-    """bf16 inputs of the rule, and d_o.
-
-    Decay: "strong" is A = 16 with a softplus around 3; "none" forgets nothing; "mixed" has heads
-    of every kind, from a half-life of 10^5 tokens to one of less than a token.
-    """
+    """bf16 inputs of the rule, and d_o. "mixed" decays have half-lives from 10^5 tokens to less
+    than one."""
     make = torch.Generator(device="cuda").manual_seed(seed)
     G, H = HEADS
 
@@ -210,10 +203,7 @@ def test_states_and_their_gradients_of_batch_rows(name):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("way", [run_in_segments, run_on_ranks], ids=["documents", "ranks"])
 def test_fp16_operands_pass_states_more_exactly(way, name):
-    """At most half of what bf16 operands cost, which have three bits less.
-
-    From the same values, which both dtypes hold. The first segments' own gradients are tiny.
-    """
+    """At most half of what bf16 operands cost for the same values, which have three bits less."""
     rule, lengths = rule_named(name), [700, 65, 2100]
     inputs, d_o = make_inputs(sum(lengths), decay="none")
     d_o[:, :765] *= 2.0**-8

@@ -1,8 +1,5 @@
-"""What the cuDNN rule makes of its kernels' results: layouts, boundaries, state maps.
-
-The kernels run on Hopper alone. Here two functions with their signatures and layouts stand for
-them, made of the plain rule in fp64, so that equality is to fp64's rounding.
-"""
+"""What the cuDNN rule makes of its kernels' results; for these, which run on Hopper alone, stand
+functions with their layouts, made of the plain rule in fp64."""
 
 from types import SimpleNamespace
 

@@ -1,7 +1,4 @@
-"""The kernel that follows chains of affine maps against its plain-torch twin in fp64.
-
-Legend as in the module.
-"""
+"""The kernel that follows chains of affine maps against its plain-torch twin in fp64."""
 
 import pytest
 import torch

@@ -236,10 +236,8 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
 
 
 def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
-    """What chunkwise context parallelism asks at the edges of a piece: fp32 rows, fp16 the rest.
-
-    The outputs are those of fp16 rows before their rounding, the gradient keeps fp32's digits.
-    """
+    """At the edges of chunkwise pieces: fp32 rows beside fp16 parameters give fp16 rows' outputs
+    before their rounding."""
     case = Case(device, S=12, lengths=(6, 2, 4), dtype=torch.float16, bias=True)
     parts = {"documents": case.documents, "parts": "qkv"}
     rows = case.proj.float()

@@ -1,7 +1,4 @@
-"""The SSD recurrence token by token in fp64: what every implementation is held to.
-
-Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
-"""
+"""The SSD recurrence token by token in fp64: what every implementation is held to."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Sequences run in segments, states and their gradients carried by hand; shared by the tests.
-
-Legend: N segments, B batch, S seq, G key heads, H value heads, K key dim, V value dim.
-"""
+"""Sequences run in segments, states and their gradients carried by hand; shared by the tests."""
 
 import torch
 from torch import Tensor
@@ -57,10 +54,7 @@ class InHalfBackward(PlainBackward):
 
 
 class Oracle:
-    """The chunk rule of plain torch over sequences of these lengths: the oracle.
-
-    Batch rows when there are several; else documents in the one row.
-    """
+    """The chunk rule of plain torch over batch rows, or over documents in the one row."""
 
     def __init__(self, inputs: RuleInputs, lengths) -> None:
         self.inputs, self.offsets = inputs, torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -101,10 +95,8 @@ class Oracle:
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
-    """Sums the value heads that share a key head in dq and dk, where a core left that to us.
-
-    Likewise takes out a factor.
-    """
+    """dq and dk summed over the value heads of a key head, and a factor taken out, where a core
+    left these to us."""
     dq, dk, dv, dg, dbeta = grads[:5]
     summed = []
     for grad in (dq, dk):
@@ -181,10 +173,8 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
 def forwards_from(
     rule, inputs: RuleInputs, documents: Documents | None, initial: Tensor
 ) -> list[tuple[Tensor, RuleOutput]]:
-    """Every way to a final state, beside the states that it started from.
-
-    From zero and from ``initial``, the map asked for before or not, a backward to come or not.
-    """
+    """Every way to a final state, beside the states that it started from: zero or ``initial``, the
+    map asked for before or not, a backward to come or not."""
     found = []
     for start in (None, initial):
         for map_first in (False, True):

@@ -1,8 +1,5 @@
-"""When causal-conv1d computes a plain front's convolution, and what is said where it cannot.
-
-Without a GPU: whether the package can be imported is replaced, none of its results is. The results
-are in ``tests/gpu/test_conv_package.py``.
-"""
+"""When causal-conv1d computes a plain front's convolution, and what is said where it cannot; its
+results are in ``tests/gpu/test_conv_package.py``."""
 
 import sys
 from types import ModuleType, SimpleNamespace
