@@ -28,7 +28,7 @@ WITHOUT_GPU = """
 
 
 class MakeOnCPU(TorchFunctionMode):
-    """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to(device)``, stays on a CPU."""
+    """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to()``, stays on a CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
