@@ -66,7 +66,7 @@ bits() {
 case $part in
 check)
   kernels=tests/kernels prepare=tests/kernels/test_front.py
-  mixer=tests/ops/test_gpu_mixer.py
+  mixer=tests/gdn/test_gpu_mixer.py
   # fla tunes sixty kernels for each number of heads, and needs nothing that is compiled here.
   fla='fla and not flash_qla and not fp16' ratios='(-1-fla or -3-fla or -4-fla)'
   beside laws fla 560 $mixer -k "$fla and not $ratios"
@@ -83,7 +83,7 @@ check)
   pids=("${slow[@]}")
   beside laws fp16 310 $mixer -k fp16
   beside laws mixer 310 $mixer -k "not fp16 and not ($fla)"
-  beside laws states 310 tests/ops/delta_rule/test_gpu_states.py
+  beside laws states 310 tests/gdn/test_gpu_states.py
   beside laws one-gpu 310 tests/gpu/test_determinism.py tests/gpu/test_padding.py tests/gpu/test_exact_resume.py
   finish
   ;;
@@ -112,7 +112,7 @@ shapes)
 grid)
   compile compile 240 16:32 --parts aligned cut || failed=1
   laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py \
-    tests/ops/delta_rule/test_gpu_aligned.py || failed=1
+    tests/gdn/test_gpu_aligned.py || failed=1
   bench grid 120 bench_grid || failed=1
   step shared-prefix 120 python3 benchmarks/bench_shared_prefix.py || failed=1
   ;;
@@ -127,7 +127,7 @@ fp8)
   bench curves 150 fp8_curves --seconds 120 || failed=1
   ;;
 kda)
-  laws kda 240 tests/ops/kda/test_gpu_rule.py || failed=1
+  laws kda 240 tests/kda/test_gpu_rule.py || failed=1
   bench kda 320 bench_kda --backends fla cudnn --lower-bound -5 --configurations 2 --seconds 300 || failed=1
   ;;
 repeats)

@@ -1,11 +1,5 @@
-"""A front and a rule from differentiable functions: a start for a new mixer, and its oracle.
-
-Backwards run the function again under autograd. They repeat bit for bit if the function does.
-Kernels are compared with them.
-
-Legend: B batch, S seq, P projection width, N sequences, H heads with a state, K rows of a state,
-V columns.
-"""
+"""A front and a rule from differentiable functions, run again under autograd in a backward: a start
+for a new mixer, and the oracle of its kernels."""
 
 from __future__ import annotations
 
@@ -23,16 +17,8 @@ from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
 class AutogradFront:
-    """A ``Front`` (``megatron_gdn/ops/front/base.py``) made of one function.
-
-    Args:
-        layout: the columns of a projection row.
-        make: ``(proj, parameters, documents)`` to the rule's inputs, a NamedTuple. It gets fp32
-            (fp64 for fp64 rows). Results named in ``convolved`` are rounded to the projection's
-            dtype; the others are not.
-        inputs: the NamedTuple's type.
-        convolved: names of the inputs that the convolution makes.
-    """
+    """A ``Front`` of ``make(proj, parameters, documents)``, which gives the rule's ``inputs`` in
+    fp32 or wider; those named in ``convolved`` are rounded to the projection's dtype."""
 
     again: tuple[str, ...] = ()
 
@@ -89,15 +75,9 @@ class AutogradFront:
 
 
 class AutogradRule:
-    """A ``Rule`` of ``megatron_gdn.ops.rules.base`` whose recurrence decays a state by factors.
-
-    Args:
-        name: as errors call it.
-        run: ``(inputs, initial, documents)`` to output ``[B, S, H, V]`` and final states
-            ``[N, H, K, V]``, from ``initial`` or, where None, from zero.
-        through: ``(inputs, documents)`` to ``[N, H, K, 1]``, the factors of an initial state.
-        inputs: type of the inputs, and of their gradients.
-    """
+    """A ``Rule`` of ``run(inputs, initial, documents)``, which gives output and final states, and
+    of ``through(inputs, documents)``, the factors ``[N, H, K, 1]`` by which an initial state
+    decays."""
 
     batch_invariant = True
     operand_dtype = None

@@ -1,15 +1,8 @@
-"""Products as another machine's libraries might give them: their bits depend on their shape.
-
-A library takes its kernel of a product by the shapes of the operands, and kernels add up in
-different orders. Which shapes share a kernel differs from machine to machine, so a law of equal
-bits between products of two shapes holds on one machine and fails on another. In this mode it
-fails on every machine: each product adds up the first c of its inner dimension and then the rest,
-with c from the shape, and rounds once more. One shape gives one result; a sum that is exact stays
-exact.
-
-The kernels of the CPU are replaced, so the mode holds in autograd, in inference mode and inside
-`einsum` and `linear`. It cannot be switched off again in a process.
-"""
+"""Products as another machine's libraries might give them: their bits depend on their shape. Which
+shapes share a library's kernel differs by machine, so a law of equal bits between products of two
+shapes may hold on one alone. In this mode it fails on every machine: a product adds up a part of
+its inner dimension that its shape says, and then the rest. It replaces the CPU's kernels, and
+cannot be switched off again."""
 
 import os
 import warnings

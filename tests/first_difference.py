@@ -1,7 +1,4 @@
-"""The first module of a model whose outputs have other bits in one of two runs.
-
-Legend: T tokens of all calls of a run, B rows.
-"""
+"""The first module of a model whose outputs have other bits in one of two runs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,11 +15,8 @@ from megatron_gdn.testing.generation import RowByRow
 
 
 def outputs_of(model: nn.Module, calls: Sequence[tuple[int, Callable[[], Any]]]):
-    """The outputs ``[T, ...]`` of every module, in the order in which they end.
-
-    Args:
-        calls: of the model; how many tokens a call runs, and the call.
-    """
+    """The outputs ``[T, ...]`` of every module in the order in which they end; of each of the
+    ``calls`` there is how many tokens it runs."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     # Hooks on other modules inside a mixer would change how the mixer calls these.
     inside = [m.named_children() for m in model.modules() if isinstance(m, GeneratingMixer)]

@@ -1,8 +1,5 @@
-"""Linears that compute in FP8 on the CPU, as Transformer Engine's do on a GPU (tensorwise).
-
-Operands are rounded to torch's float8 dtypes and back, products are in fp32. Attributes that
-Megatron reads on Transformer Engine's linears have the same names and meanings.
-"""
+"""Linears in FP8 on the CPU, as Transformer Engine's on a GPU (tensorwise): operands are rounded,
+products are in fp32."""
 
 from contextlib import contextmanager
 

@@ -17,11 +17,8 @@ class MeshOfCPUs(dist.DeviceMesh):
 
 
 def one_collective_at_a_time(coalesce: Callable) -> Callable:
-    """``coalesce``, but its collectives have ended when it ends.
-
-    Megatron-FSDP orders collectives and freed buffers by CUDA streams. A CPU has none, and gloo
-    runs two collectives of a group at once.
-    """
+    """``coalesce``, but its collectives have ended when it ends: gloo, without streams, would run
+    two of a group at once."""
 
     @contextmanager
     def in_turn(*args: Any, **kwargs: Any):
@@ -33,11 +30,8 @@ def one_collective_at_a_time(coalesce: Callable) -> Callable:
 
 
 def fill_states_of_empty_shards(adam: torch.optim.Optimizer) -> None:
-    """torch's Adam gets a state for every parameter, as Transformer Engine's FusedAdam has.
-
-    It has none for a parameter of which a rank holds no element. Megatron gathers the shapes of
-    the states one by one, so ranks with other states wait for each other.
-    """
+    """torch's Adam gets a state for every parameter, as FusedAdam has: Megatron gathers their
+    shapes one by one, and ranks with other states would wait for each other."""
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         return
     counts = [state["step"] for state in adam.state.values()] or [torch.tensor(0.0)]

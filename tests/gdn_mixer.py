@@ -1,7 +1,5 @@
 """A Gated DeltaNet between its projections as one call, from its tensors."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_gdn.gdn.front import gdn_parts
@@ -33,21 +31,7 @@ def gated_delta_mixer(
     refilled: RefilledOutput | None = None,
     kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`mix` of :func:`gdn_parts`.
-
-    Args:
-        norm: the gated output norm; None stops before it.
-        documents: boundaries of documents packed into the one batch row, resolved beforehand.
-        neighbours: takes the place of ``documents``.
-
-    Returns:
-        ``[S, B, H * V]``; without ``norm`` o and z, both ``[B, S, H, V]`` (z is a view of
-        ``proj``).
-
-    Raises:
-        ValueError: as :func:`gdn_parts`; packed documents with B > 1; ``refilled`` without
-            ``norm``.
-    """
+    """:func:`mix` of :func:`gdn_parts`; without ``norm`` o and z, both ``[B, S, H, V]``."""
     if norm is None and refilled is not None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gate, heads = sizes.layout.gate_columns, sizes.value_heads

@@ -1,11 +1,5 @@
-"""Megatron's local CUDA graphs of layers without a GPU: its own code, and graphs that run again.
-
-A capture runs the layer, and a replay runs it again on the graph's tensors. So what holds here is
-what Megatron does around graphs: which arguments a capture sees, what is copied before a replay,
-which step is refused. That a replay runs no Python is for ``tests/gpu``.
-"""
-
-from __future__ import annotations
+"""Megatron's local CUDA graphs of layers without a GPU: a capture runs the layer, and a replay runs
+it again on the graph's tensors. That a replay runs no Python is for ``tests/gpu``."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Fails when the host reads what a device holds: a GPU would make the host wait there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,4 @@
-"""Counts the bytes of tensors that are alive, on any device.
-
-With it a law about memory needs no GPU: it sees what operations return, not how they compute it.
-"""
+"""Counts the bytes of tensors that are alive, so that a law about memory needs no GPU."""
 
 import weakref
 

@@ -1,7 +1,4 @@
-"""Mamba2 mixers to be held to laws: how they are built, shared out, and written out in fp64.
-
-Legend: S seq, B batch, D hidden, H heads, G groups, V head dim, K state dim.
-"""
+"""Mamba2 mixers to be held to laws: how they are built, shared out, and written out in fp64."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +7,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.init import take_share
-from tests.ops.ssd.oracle import SSDInputs, token_by_token
+from tests.mamba2.oracle import SSDInputs, token_by_token
 from tests.parallel import group_of_one, make_config
 
 D = 20
@@ -66,10 +63,8 @@ def share_of(name: str, whole: torch.Tensor, mixer: Mamba2Mixer) -> torch.Tensor
 
 
 def written_out(mixer: Mamba2Mixer, x, lengths, added=None) -> torch.Tensor:
-    """The whole mixer token by token in fp64, differentiable; ``lengths`` of the documents.
-
-    ``added(y, z)`` is added to what the norm gives.
-    """
+    """The whole mixer token by token in fp64, differentiable; ``added(y, z)`` is added to what the
+    norm gives."""
     p = {name: t.detach().clone().requires_grad_() for name, t in mixer.named_parameters()}
     layout, groups = mixer.layout, mixer.ngroups
     outputs = []

@@ -52,11 +52,8 @@ def make_config(**changes) -> TransformerConfig:
 def parallel(
     tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234, **sizes: int
 ) -> Iterator[None]:
-    """Megatron's parallel state over the world, gone afterwards.
-
-    Over gloo a few such states stay, for the next who asks for the same: to make and end all the
-    groups takes longer than most of what is done between.
-    """
+    """Megatron's parallel state over the world, gone afterwards; over gloo a few stay for who asks
+    for the same, since making and ending groups takes long."""
     torch.manual_seed(seed)
     blank, key = _globals(), (tp, cp, pp, *sorted(sizes.items()))
     kept = _kept.pop(key, None)

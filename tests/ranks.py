@@ -1,10 +1,6 @@
-"""Runs test functions on real processes joined by gloo (or, on GPUs, nccl).
-
-Importing torch and Megatron takes seconds. So gloo ranks are forked from a server that has imported
-them, and a pool is started once per test session and handed function after function. A function
-sent to the pool is a plain module-level function; what it returns comes back, one value per rank,
-and what it raises is raised in the test, with the rank's traceback.
-"""
+"""Runs module-level functions on real processes joined by gloo (or, on GPUs, nccl). gloo's are
+forked from a server that has imported Megatron; a pool starts once per session. What a function
+returns comes back, one value per rank, and what it raises is raised in the test."""
 
 import contextlib
 import faulthandler
@@ -54,11 +50,8 @@ def _end_with_parent() -> None:
 
 
 def _share_one_device() -> None:
-    """All gloo groups of this process listen on one device.
-
-    Each device has a thread that wakes up every 10 ms, and without this each group has a device:
-    Megatron's parallel state makes dozens, which cost a rank 5 % of a core while nobody calls.
-    """
+    """All gloo groups of this process listen on one device: each has a thread that wakes up every
+    10 ms, and Megatron makes dozens of groups."""
     from torch.distributed import distributed_c10d as c10d
 
     with_own_device = c10d.ProcessGroupGloo
@@ -79,11 +72,8 @@ def _share_one_device() -> None:
 
 
 def _write_in_this_process() -> None:
-    """Megatron's writers of checkpoints hand over what they wrote in a queue of this process.
-
-    They run in it, and are done when `save` returns. Megatron's own queue is for writers in other
-    processes: each rank that writes starts one more process, which imports torch.
-    """
+    """Megatron's writers of checkpoints run in this process, not in one more per rank, which
+    imports torch."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if getattr(filesystem_async, "_results_queue", queue) is None:
@@ -91,11 +81,8 @@ def _write_in_this_process() -> None:
 
 
 def _store(rank: int, size: int, pipe, timeout: timedelta):
-    """Where ranks find each other: rank 0 serves it at a free port, which the others are told.
-
-    A file would do too, but those who wait for a key in it sleep and look again, and Megatron's
-    parallel state makes dozens of groups.
-    """
+    """Where ranks find each other: rank 0 serves it at a free port. Those who wait for a key in a
+    file would sleep and look again."""
     from torch.distributed import TCPStore
 
     if rank == 0:
@@ -143,12 +130,8 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world (or one nccl world, a GPU each).
-
-    Args:
-        timeout_s: for an answer of all ranks to one call, and for a collective between them; None
-            takes the backend's of ``TIMEOUT_S``. Ranks that take longer are killed.
-    """
+    """``size`` processes in one gloo world (or one nccl world, a GPU each), killed if a call or a
+    collective takes longer than ``timeout_s``."""
 
     def __init__(self, size: int, backend: str = "gloo", timeout_s: float | None = None) -> None:
         self.size, self.backend = size, backend

@@ -1,7 +1,5 @@
 """Trees of documents, and the same sequences laid out separately: the oracle of tree packing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import accumulate
@@ -17,10 +15,7 @@ from megatron_gdn.ops.trees import TreeDocuments
 
 
 class Tree(NamedTuple):
-    """Documents of ``lengths`` tokens; each continues its parent.
-
-    ``multiple``: of tokens, to which the documents' slots are filled up.
-    """
+    """Documents of ``lengths`` tokens in slots of a ``multiple``; each continues its parent."""
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]

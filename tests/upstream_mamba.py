@@ -1,9 +1,5 @@
-"""megatron-core's own MambaMixer, made to run on the CPU, and transformers' torch path.
-
-mamba-ssm's two pieces that it calls need a GPU: the recurrence is stood in for by the one token by
-token, the gated norm by its three lines. All between (projection, convolution, splits, order) and
-the checkpoint is Megatron's.
-"""
+"""megatron-core's own MambaMixer on the CPU: for mamba-ssm's two pieces stand the recurrence token
+by token and the gated norm's three lines; all between, and the checkpoint, is Megatron's."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -14,7 +10,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from tests.ops.ssd.oracle import SSDInputs, token_by_token
+from tests.mamba2.oracle import SSDInputs, token_by_token
 
 
 class PlainGatedNorm(nn.Module):

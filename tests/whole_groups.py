@@ -9,11 +9,8 @@ from megatron_gdn.ops.rules import chunk_table
 
 @contextmanager
 def whole_groups(chunk_heads: int = 256) -> Iterator[None]:
-    """Every group of chunks is filled up to one size, which is small: rows here are few.
-
-    Without it the last group on a CPU has as many chunks as the batch leaves for it, and a library
-    that takes its kernels by shape may give a document other bits among other documents.
-    """
+    """Every group of chunks is filled up to one small size: a library that takes its kernels by
+    shape may give a document other bits among other documents."""
     with (
         patch.object(chunk_table, "fills_up", lambda device: True),
         patch.object(chunk_table, "_AT_ONCE", chunk_heads),

@@ -65,7 +65,8 @@ def _with_upstream_bias(load: Callable) -> Callable:
         @cache
         def whole(key: str) -> Tensor:
             """Read by this rank alone."""
-            state = {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)}
+            about: Any = saved[key]
+            state = {key: torch.empty(about.size, dtype=about.properties.dtype)}
             load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
             return state[key]
 

@@ -40,7 +40,8 @@ def _examine(options: argparse.Namespace) -> Iterator[Finding]:
     from ..ops.delta_rule.base import HeadSizes
     from .checks import kernels, machine, packages, rules
 
-    sizes = HeadSizes(*options.heads, options.head_dim, options.head_dim)
+    key, value = options.heads
+    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
     yield from chain(machine(), packages(), kernels(), rules(sizes, options.tokens))
 
 

@@ -13,8 +13,8 @@ from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
 from tests.distributed.mixer_laws import groups_of_megatron, in_a_shared_folder
 from tests.examples.spec_laws import _leaves
 from tests.host_reads import no_host_reads
+from tests.mamba2.oracle import SSDInputs, token_by_token
 from tests.mamba_mixers import LOCAL, D, alone, build, mamba_config, randomise_
-from tests.ops.ssd.oracle import SSDInputs, token_by_token
 from tests.parallel import assert_close, parallel
 from tests.upstream_mamba import megatron_mixer, without_mamba_ssm
 

@@ -17,11 +17,7 @@ _MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 class Block(NamedTuple):
-    """A block of code on a page.
-
-    Args:
-        language: what follows the fence; None for an indented block.
-    """
+    """A block of code on a page; ``language`` follows the fence, None for an indented block."""
 
     page: Path
     language: str | None
@@ -56,11 +52,8 @@ def blocks_of(*of: Path, language: str | None = "any") -> list[Block]:
 
 
 def commands_of(*of: Path) -> list[str]:
-    """Every command of pages in the order in which they stand, without comments.
-
-    A command is a line that starts with a program's name (after assignments of variables), in a
-    block that is no Python, or between backticks in the text. Lines that end in a backslash go on.
-    """
+    """Every command of pages in order: a line that starts with a program's name, in a block that is
+    no Python or between backticks, with its continuation and without comments."""
     return [line for page in of for line in _shell_of(page) if _PROGRAM.match(line)]
 
 

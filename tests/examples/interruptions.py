@@ -1,8 +1,5 @@
-"""Ways in which a run ends before its time, each at a random moment.
-
-Every function starts the run with these flags, ends it, and checks what it said. What has to hold
-of all of them together is said in `test_interrupted_runs.py`.
-"""
+"""Ways in which a run ends before its time, each at a random moment; each function starts the run,
+ends it, and checks what it said."""
 
 import re
 import signal

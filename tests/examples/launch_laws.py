@@ -29,11 +29,8 @@ WITHOUT_GPU = """
 
 
 def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
-    """Parse, build and take one packed step of a launch with context parallelism over two ranks.
-
-    Returns:
-        class names of the layers' mixers, the loss, and how many parameters got no gradient.
-    """
+    """Parse, build and take one packed step of a launch over two context-parallel ranks: the
+    layers' mixers, the loss, and how many parameters got no gradient."""
     from megatron.training import argument_utils, arguments
 
     config_of = {

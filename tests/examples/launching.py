@@ -1,9 +1,5 @@
-"""Ranks of the example, started cheaply, to be signalled and killed.
-
-Importing torch and Megatron takes most of a tiny run's time. So ranks are forked from the server of
-`tests/ranks.py`, which has imported them, and run the example's `main` as torchrun's ranks do: with
-its environment variables, each in a session of its own, all ended when one fails.
-"""
+"""Ranks of the example, to be signalled and killed: forked from the server of `tests/ranks.py`,
+which has imported torch and Megatron, they run the example's `main` as torchrun's ranks do."""
 
 import contextlib
 import json
@@ -34,12 +30,7 @@ TINY = [
 
 
 class Launch:
-    """``size`` ranks that run the example with these flags.
-
-    Args:
-        cwd: their working directory; what they print goes to ``cwd/printed-N.txt``.
-        limit: called on each rank before the run.
-    """
+    """``size`` ranks that run the example with these flags; ``limit`` is called on each before."""
 
     _started: ClassVar[list["Launch"]] = []
 

@@ -1,8 +1,5 @@
-"""Outside the repository, in environments that hold the package and what it depends on alone.
-
-The dependencies are those of the environment that runs the tests, lent by a path file: what is
-tried is the package, not the network.
-"""
+"""Outside the repository, in environments with the package and what it depends on alone, which is
+lent by a path file: what is tried is the package, not the network."""
 
 import os
 import shutil

@@ -39,10 +39,8 @@ def untrained_model(family: str, **changes):
 
 @pytest.fixture(scope="module")
 def way_round(text, tmp_path_factory) -> Path:
-    """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and ``back``.
-
-    The model has every kind of layer: Gated DeltaNet, attention, experts and a dense MLP.
-    """
+    """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and ``back``, of
+    a model with every kind of layer."""
     at = tmp_path_factory.mktemp("way_round")
     untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(at / "hf")
     assert main(["import", str(at / "hf"), str(at / "imported")]) == 0

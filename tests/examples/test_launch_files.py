@@ -1,7 +1,5 @@
-"""The shell files of examples/launch start all processes of a script, here on a CPU.
-
-Slurm's two programs are stood in for: `srun` runs a task for each of two nodes, on this machine.
-"""
+"""The shell files of examples/launch start all processes of a script, on a CPU and with stand-ins
+for Slurm's two programs."""
 
 import os
 import socket

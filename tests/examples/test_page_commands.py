@@ -1,8 +1,5 @@
-"""Every command of every page runs: here, tiny, in the tests named here, or in `make nightly`.
-
-`RUN_BY` is the table. A command that is on a page and not here fails, and so does a row whose
-command is gone. Rows of commands that need a GPU are marked so; the flags of those are looked up.
-"""
+"""Every command of every page is run by what `RUN_BY` says; a command that is not in there fails,
+and so does a row whose command is gone."""
 
 import ast
 import os

@@ -1,7 +1,5 @@
-"""The launches of the pages run as far as megatron-core's wheel has them.
-
-The scripts themselves run in tests/launches.
-"""
+"""The launches of the pages run as far as megatron-core's wheel has them; the scripts run in
+tests/launches."""
 
 import math
 

@@ -1,9 +1,5 @@
-"""The Python of every page runs as printed, in a fresh process and an empty folder.
-
-What is filled in is what the page says that a reader has: a folder of weights, or the model of "A
-model in Python", below which the blocks that say so are pasted. On a machine without a GPU what a
-block asks of CUDA is stood in for.
-"""
+"""The Python of every page runs as printed, in a fresh process and an empty folder, with what the
+page says that a reader has and, without a GPU, stand-ins for what is asked of CUDA."""
 
 import os
 import subprocess

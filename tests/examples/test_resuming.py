@@ -137,14 +137,8 @@ def test_going_back_is_refused_where_it_would_overwrite(refused):
 @pytest.mark.parametrize(
     "content, words",
     [
-        (
-            None,
-            "There is no .*latest_checkpointed_iteration.txt. .* the steps 8, 12; name one",
-        ),
-        (
-            "",
-            "is empty: its writing was cut off.* the steps 8, 12; name one with --ckpt-step",
-        ),
+        (None, "There is no .*latest_checkpointed_iteration.txt. .* the steps 8, 12; name one"),
+        ("", "is empty: its writing was cut off.* the steps 8, 12; name one with --ckpt-step"),
         ("release", "holds 'release', which is not a step's number.* steps 8, 12"),
         ("7", "no complete checkpoint of step 7; complete are the steps 8, 12"),
     ],

@@ -1,8 +1,5 @@
-"""Megatron-Bridge builds, loads and exports our layer after one call.
-
-`make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
-environment of its own.
-"""
+"""Megatron-Bridge builds, loads and exports our layer after one call (`make test-frameworks`,
+behind `te_on_cpu.py`)."""
 
 import re
 from pathlib import Path

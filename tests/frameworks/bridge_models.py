@@ -1,7 +1,4 @@
-"""Tiny models that Megatron-Bridge builds.
-
-Where Bridge's own settings ask for a fused kernel of a GPU, the plain one is taken.
-"""
+"""Tiny models that Megatron-Bridge builds, without fused kernels of a GPU."""
 
 import torch
 from megatron.bridge import AutoBridge
@@ -23,11 +20,8 @@ def published(name: str, folder, dtype: torch.dtype = torch.float32, **changes):
 
 
 def bridged(folder, dtype: torch.dtype, **changes):
-    """Bridge's model of that folder, with its weights, and the bridge.
-
-    Args:
-        changes: settings of Bridge's provider.
-    """
+    """Bridge's model of that folder, with its weights, and the bridge; ``changes`` are of its
+    provider."""
     bridge = AutoBridge.from_hf_pretrained(folder, torch_dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=True)
     half = dtype == torch.bfloat16

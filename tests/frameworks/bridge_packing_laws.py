@@ -1,8 +1,5 @@
-"""Documents that Megatron-Bridge has packed give the losses of the documents alone.
-
-Its own packers, collate functions and forward step run, on a CPU: `.cuda()` gives the tensor back,
-and `thd_get_partitioned_indices`, which Transformer Engine has for a GPU alone, is written here.
-"""
+"""Documents that Megatron-Bridge's own packers have packed give, in its forward step, the losses of
+the documents alone; `thd_get_partitioned_indices`, which needs a GPU, is written here."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch

@@ -1,9 +1,5 @@
-"""mbridge's Qwen3.5 builds, loads and exports our layer after one call.
-
-`make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
-environment of its own. Where mbridge's own settings ask for a fused kernel of a GPU, the plain one
-is taken.
-"""
+"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, without fused kernels of a
+GPU (`make test-frameworks`, behind `te_on_cpu.py`)."""
 
 import re
 from pathlib import Path
@@ -18,12 +14,7 @@ from megatron.core.transformer.moe import moe_utils
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests.frameworks import tiny_models
-from tests.frameworks.tiny_models import (
-    require_exported,
-    require_falling,
-    require_logits,
-    tokens,
-)
+from tests.frameworks.tiny_models import require_exported, require_falling, require_logits, tokens
 
 TEXT = {
     "head_dim": 64,

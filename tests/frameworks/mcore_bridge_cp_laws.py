@@ -1,7 +1,5 @@
-"""mcore-bridge's model on two context-parallel ranks, which its own loader cut the documents for.
-
-All layers are Gated DeltaNet: the stand-in's attention has no context parallelism.
-"""
+"""mcore-bridge's model of linear layers alone on two context-parallel ranks, for which its own
+loader cut the documents."""
 
 import torch
 from mcore_bridge import get_mcore_model, split_cp_inputs

@@ -1,9 +1,5 @@
-"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call.
-
-`make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
-environment of its own. mcore-bridge asks for "cuda" by name, which here is the CPU; where its own
-settings ask for a fused kernel of a GPU, the plain one is taken.
-"""
+"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call,
+without a GPU's fused kernels (`make test-frameworks`, behind `te_on_cpu.py`)."""
 
 import re
 import sys
@@ -114,10 +110,7 @@ def test_our_rows_are_theirs_in_another_order_and_undo_gives_theirs_back(tmp_pat
     assert type(mixer(theirs)) is Theirs
     expected = dict(mixer(theirs).named_parameters())
     layout = mixer(ours).dims.layout
-    rows = {
-        "in_proj.weight": by_key_head(layout),
-        "conv1d.weight": by_key_head(layout, conv=True),
-    }
+    rows = {"in_proj.weight": by_key_head(layout), "conv1d.weight": by_key_head(layout, conv=True)}
     for name, parameter in mixer(ours).named_parameters():
         reordered = parameter[rows[name]] if name in rows else parameter
         assert torch.equal(reordered, expected.pop(name)), name
@@ -131,8 +124,7 @@ def test_it_trains(tmp_path):
     megatron_gdn.patch_megatron()
     model, _ = bridged(tmp_path)
     require_falling(
-        lambda: logits(model, tokens(), labels=tokens()).mean(),
-        language_model(model).parameters(),
+        lambda: logits(model, tokens(), labels=tokens()).mean(), language_model(model).parameters()
     )
 
 

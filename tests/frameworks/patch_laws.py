@@ -1,7 +1,5 @@
-"""Megatron's own specs build our layers after one call. Run behind the stand-in, by test_patch.py.
-
-The specs are imported, and in part made, before the call.
-"""
+"""Megatron's own specs, imported and in part made before, build our layers after one call. Run
+behind the stand-in, by test_patch.py."""
 
 import copy
 import pickle

@@ -1,9 +1,5 @@
-"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone.
-
-`make test-frameworks` runs it, behind the stand-in for Transformer Engine (`te_on_cpu.py`), in an
-environment of its own. Of SGLang there are three names that slime imports and no law calls. Where
-slime or Megatron ask for "cuda", the CPU is named.
-"""
+"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone (`make
+test-frameworks`, behind `te_on_cpu.py`; three names of SGLang are stood in for)."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,8 +1,5 @@
-"""slime's loader, packing and converter with our layer, on two tensor- or context-parallel ranks.
-
-The stand-in for Transformer Engine has neither. So with tensor parallelism there is the layer
-alone, of Megatron's own linears; with context parallelism there is a model without attention.
-"""
+"""slime's loader, packing and converter with our layer on two ranks: the layer alone with tensor
+parallelism, linear layers alone with context parallelism, which the stand-in does not have."""
 
 import pytest
 import torch

@@ -1,10 +1,6 @@
-"""A stand-in for Transformer Engine on the CPU: the modules that a dense model is built from.
-
-Transformer Engine has no CPU build. Megatron's own specs, and frameworks that build models by them,
-name its linears, norms and attention. ``install()``, before Megatron is imported, puts modules of
-these names in ``sys.modules``: the same parameters, in plain torch, at a tensor parallel size of 1.
-Every other name of Transformer Engine is a class that says so when it is called.
-"""
+"""A stand-in for Transformer Engine on the CPU: ``install()``, before Megatron is imported, puts
+plain torch modules under the names of its linears, norms and attention, at a tensor parallel size
+of 1. Every other name is a class that says so when it is called."""
 
 import sys
 from importlib import import_module

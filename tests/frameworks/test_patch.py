@@ -101,8 +101,7 @@ def is_ours(cls: type) -> bool:
 
 
 @pytest.mark.parametrize(
-    "given, replaced",
-    [("", [True, False]), ("mamba", [False, True]), ("gdn, mamba", [True, True])],
+    "given, replaced", [("", [True, False]), ("mamba", [False, True]), ("gdn, mamba", [True, True])]
 )
 def test_importing_enable_is_the_call(given, replaced):
     assert enable(given) == replaced

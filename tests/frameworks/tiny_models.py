@@ -34,12 +34,8 @@ MODELS = {
 def published(
     name: str, folder, dtype: torch.dtype = torch.float32, *, vision: bool = True, **changes
 ):
-    """A tiny model of transformers' class, saved with weights of ``dtype``.
-
-    Args:
-        vision: Qwen3.5 as it is published, with a model of images.
-        changes: of the text model's settings.
-    """
+    """A tiny model of transformers' class, saved in ``dtype``; ``vision``: with a model of images,
+    as Qwen3.5 is published. ``changes`` are of the text model."""
     family, more = MODELS[name]
     text = {**SIZES, **more, **changes}
     torch.manual_seed(0)
@@ -81,12 +77,8 @@ def require_exported(
     gates_in_fp32: bool = False,
     one_by_one: bool = False,
 ) -> None:
-    """Every tensor of the folder, bit for bit and in its dtype, and no other.
-
-    Args:
-        gates_in_fp32: ``A_log`` and ``dt_bias`` are, whatever the folder has.
-        one_by_one: experts are, whatever the folder has.
-    """
+    """Every tensor of the folder, bit for bit and in its dtype, and no other; gates in fp32 and
+    experts one by one where that is asked."""
     saved = load_file(folder / "model.safetensors")
     if one_by_one:
         saved = dict(_experts_one_by_one(saved))

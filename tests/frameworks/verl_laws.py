@@ -1,7 +1,5 @@
-"""verl itself finds the plugin, and a model that Megatron's spec builds in its process is ours.
-
-Each law imports verl in a process of its own, behind the stand-in for Transformer Engine.
-"""
+"""verl finds the plugin in a process of its own, and a model that Megatron's spec builds there is
+ours."""
 
 import os
 import subprocess

@@ -1,8 +1,5 @@
-"""Documents that verl packs and cuts for one or two context-parallel ranks have their own logits.
-
-verl's engine calls these two functions around its model. All layers here are Gated DeltaNet: the
-attention of the stand-in for Transformer Engine has no context parallelism.
-"""
+"""Documents that verl packs and cuts for one or two context-parallel ranks have their own logits,
+in a model of linear layers alone."""
 
 import pytest
 import torch

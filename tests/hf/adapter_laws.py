@@ -86,10 +86,8 @@ def in_fp32(folder: Path, target: Path) -> Path:
 def merged_export_agrees(
     source: Path, target: Path, bridge: str | None, tp: int = 1, first: bool = False
 ) -> dict[str, float]:
-    """How far logits of the export, by transformers, are from those of the adapted model.
-
-    ``first``: the adapters are there before the weights are loaded.
-    """
+    """How far logits of the export, by transformers, are from the adapted model's; ``first``: it
+    was adapted before it was loaded."""
     config = read_hf_config(source)
     torch.manual_seed(5)
     tokens = torch.randint(config.vocab_size, (2, TOKENS))

@@ -1,8 +1,5 @@
-"""A transformers GDN layer's own equation in float64, token by token, from its own parameters.
-
-It settles who is right where two fp32 implementations differ: transformers' chunk rule loses
-digits in the gradients of A_log and dt_bias.
-"""
+"""A transformers layer's own equation in float64, token by token, which settles who is right:
+transformers' chunk rule loses digits in the gradients of A_log and dt_bias."""
 
 import torch
 import torch.nn.functional as F

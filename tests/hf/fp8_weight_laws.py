@@ -27,11 +27,8 @@ E4M3_MAX = 448.0
 
 
 class StoredInFP8(Tensor):
-    """Values in e4m3 with one scale, under the dtype of the weight that they were made from.
-
-    As Transformer Engine's tensors: without bytes of its own, ``detach`` keeps the class, ``copy_``
-    quantises, and other functions compute with the values.
-    """
+    """Values in e4m3 with one scale, as Transformer Engine's tensors: ``detach`` keeps the class,
+    ``copy_`` quantises, and other functions compute with the values."""
 
     @staticmethod
     def __new__(cls, weight: Tensor):

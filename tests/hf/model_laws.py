@@ -49,12 +49,8 @@ def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, f
 
 
 def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits.
-
-    The norm after the delta rule divides by the output's length, so a head whose query happens to
-    meet its key at a right angle magnifies rounding a thousandfold. Such tokens are in every
-    random model, and no two implementations agree on them.
-    """
+    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits: a
+    head whose query meets its key at a right angle magnifies rounding a thousandfold."""
     embeddings = model.get_input_embeddings()(tokens)
     # About ten roundings in each of two blocks of four layers; errors add in squares.
     roundings = 80**0.5
@@ -82,11 +78,8 @@ def _compare_logits(
 
 
 def layer_agrees(folder: Path, tp: int = 1) -> dict[str, tuple[float, float, float]]:
-    """One GDN layer: output, input gradient and every parameter's gradient (this rank's share).
-
-    Returns, for each, the largest difference over the largest entry: ours from float64, ours from
-    transformers, transformers from float64.
-    """
+    """Output, input gradient and every parameter's: the largest difference over the largest entry
+    of ours from float64, ours from transformers, transformers from float64."""
     config = read_hf_config(folder)
     their_model = hf_model(folder).model
     theirs = getattr(their_model, "language_model", their_model).layers[0].linear_attn
@@ -216,10 +209,8 @@ def load_and_save(
     change: tuple[str, float] = ("", 0.0),
     **sizes: int,
 ) -> None:
-    """A run of ``dtype`` that loads a checkpoint and saves it again, as Megatron saves.
-
-    ``change`` names one parameter and what is added to it in between.
-    """
+    """A run of ``dtype`` loads a checkpoint, adds to a parameter (``change``), and saves as
+    Megatron saves."""
     from megatron.core import dist_checkpointing
 
     tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))

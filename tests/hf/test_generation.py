@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("next", "hybrid"), ("dense", "hybrid"), ("dense", "gpt")],
+    ("name", "kind"), [("next", "hybrid"), ("dense", "hybrid"), ("dense", "gpt")]
 )
 def test_greedy_tokens_are_those_of_transformers(pools, hf_folder, name, kind):
     ((ours, theirs, margin),) = pools(1).run(continuations, hf_folder(name), kind)

@@ -19,11 +19,8 @@ MOE = ["next", "next dense layer", "next ratio 4", "moe", "moe packed", "vision 
 
 @pytest.mark.parametrize("name", DENSE + MOE)
 def test_an_imported_layer_has_the_outputs_and_gradients_of_transformers(pools, hf_folder, name):
-    """fp32 and the same equation in another order: 1e-5 of the largest entry.
-
-    Transformers' own gradients of A_log and dt_bias are up to 4e-5 off the float64 ones; what it
-    errs by is no difference of ours.
-    """
+    """fp32, 1e-5 of the largest entry, beside what transformers itself errs by, in A_log and
+    dt_bias up to 4e-5."""
     assert_layer_agrees(pools(1).run(layer_agrees, hf_folder(name)))
 
 
@@ -40,11 +37,8 @@ def assert_layer_agrees(ranks):
 
 
 def assert_logits_agree(found, noisy=False):
-    """Within 1e-4 of the largest logit; ``noisy`` excepts tokens that one rounding moves further.
-
-    A router decides by comparing, and some random experts magnify what is left of a near-zero
-    delta-rule output: two of the eleven models have tokens like that.
-    """
+    """Within 1e-4 of the largest logit; ``noisy`` excepts tokens that one rounding moves further,
+    as routers of two of the models do."""
     assert found["beyond noise" if noisy else "largest"] < 1e-4, found
     assert found["median"] < 1e-5, found
     assert found["cosine"] > 0.99999, found

@@ -89,10 +89,8 @@ VISION = {
 
 
 def model_class(family: str):
-    """A transformers class that computes in plain torch.
-
-    transformers picks Triton kernels at import where fla is installed, which no CPU runs.
-    """
+    """A transformers class in plain torch: where fla is installed, transformers picks its kernels
+    at import."""
     import transformers
 
     hidden = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}

@@ -1,13 +1,6 @@
-"""The kernels of this folder run compiled on a GPU, or in Triton's interpreter without one.
-
-    make test-kernels                             all of them
-    TRITON_INTERPRET=1 pytest tests/kernels       likewise, or one by its node id
-
-The interpreter must be switched on before triton is first imported. So a run without a GPU and
-without the switch, such as the one over all of ``tests``, leaves this folder out.
-"""
-
-from __future__ import annotations
+"""The kernels of this folder run compiled on a GPU, or in Triton's interpreter under
+``TRITON_INTERPRET=1`` (make test-kernels), which must be set before triton is first imported;
+without either the folder is left out."""
 
 import os
 

@@ -1,7 +1,4 @@
-"""Inputs and comparisons shared by the kernel tests.
-
-Legend: S seq, B batch, P projection width, G key heads, H value heads, K key dim, V value dim.
-"""
+"""Inputs and comparisons shared by the kernel tests."""
 
 from __future__ import annotations
 

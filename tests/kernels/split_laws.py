@@ -1,7 +1,5 @@
 """Run on two ranks: the mixer over pieces of sequences, by the kernels and by their twins."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

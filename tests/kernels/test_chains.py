@@ -1,18 +1,9 @@
-"""The kernel that follows chains of affine maps against its plain-torch twin in fp64.
-
-Legend as in the module.
-"""
-
-from __future__ import annotations
+"""The kernel that follows chains of affine maps against its plain-torch twin in fp64."""
 
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.map_exchange import (
-    Nodes,
-    _by_place,
-    _steps_of_share,
-)
+from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, _by_place, _steps_of_share
 from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
 from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts

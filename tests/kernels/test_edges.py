@@ -1,9 +1,5 @@
-"""The first tokens of pieces on their kernels against the plain way in fp64.
-
-The routes are those of real layouts; what another rank would send is random.
-
-Legend: R rows of history, B batch, C conv channels.
-"""
+"""The first tokens of pieces on their kernels against the plain way in fp64, by the routes of real
+layouts; what another rank would send is random."""
 
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """The preparation kernels against their plain-torch twin in fp64, at sizes that divide nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -37,19 +35,43 @@ def case(request, device):
     return Case(device, **CASES[request.param])
 
 
+def forward(module, case, rows=None, **options):
+    rows = case.proj if rows is None else rows
+    given = {"documents": case.documents, **options}
+    return module.prepare_forward(rows, *case.parameters, case.sizes, **given)
+
+
+def backward(module, case, grads, rows=None, d_rows=None, **options):
+    """The rows' gradient, NaN where nothing was written, and the parameters'."""
+    rows = case.proj if rows is None else rows
+    d_rows = torch.full_like(rows, torch.nan) if d_rows is None else d_rows
+    if rows.dtype == torch.float64:
+        grads = [x.double() for x in grads]
+    given = {"documents": case.documents, **options}
+    return d_rows, module.prepare_backward(
+        rows, *case.parameters, case.sizes, *grads, d_rows, **given
+    )
+
+
+def assert_rows_close(case, d_rows, exact) -> None:
+    """Of q, k, v and the gates; the columns between belong to the gated norm."""
+    z, rest = case.sizes.z_column, case.sizes.beta_column
+    assert d_rows[..., z:rest].isnan().all() and exact[..., z:rest].isnan().all()
+    assert_close("d_proj qkv", d_rows[..., :z], exact[..., :z])
+    assert_close("d_proj gates", d_rows[..., rest:], exact[..., rest:])
+
+
+def assert_all_close(got, exact) -> None:
+    for name in got._fields:
+        if getattr(exact, name) is not None:
+            assert_close(name, getattr(got, name), getattr(exact, name))
+
+
 @pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
 def test_forward_equals_the_twin(case, tile):
-    got = prepare.prepare_forward(
-        case.proj, *case.parameters, case.sizes,
-        documents=case.documents, batch_invariant=tile is not None, tile=tile,
-    )  # fmt: skip
-    twin = case.double()
-    exact = prepare_torch.prepare_forward(
-        twin.proj, *twin.parameters, twin.sizes, documents=twin.documents
-    )
-    for name in got._fields:
-        assert getattr(got, name).is_contiguous()
-        assert_close(name, getattr(got, name), getattr(exact, name))
+    got = forward(prepare, case, batch_invariant=tile is not None, tile=tile)
+    assert all(x.is_contiguous() for x in got)
+    assert_all_close(got, forward(prepare_torch, case.double()))
 
 
 @pytest.mark.parametrize(
@@ -61,66 +83,32 @@ def test_every_gradient_equals_autograd_through_the_twin(
     case, per_value_head, batch_invariant, tile
 ):
     grads = case.grads(per_value_head)
-    d_proj = torch.full_like(case.proj, float("nan"))
-    got = prepare.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj,
-        documents=case.documents, batch_invariant=batch_invariant, tile=tile,
-    )  # fmt: skip
-    twin = case.double()
-    exact_d_proj = torch.full_like(twin.proj, float("nan"))
-    exact = prepare_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
-        documents=twin.documents,
-    )  # fmt: skip
-    z, rest = case.sizes.z_column, case.sizes.beta_column
-    assert d_proj[..., z:rest].isnan().all(), "z's columns belong to the gated norm"
-    assert_close("d_proj qkv", d_proj[..., :z], exact_d_proj[..., :z])
-    assert_close("d_proj gates", d_proj[..., rest:], exact_d_proj[..., rest:])
-    for name in got._fields:
-        if getattr(exact, name) is not None:
-            assert_close(name, getattr(got, name), getattr(exact, name))
+    d_proj, got = backward(prepare, case, grads, batch_invariant=batch_invariant, tile=tile)
+    exact_d_proj, exact = backward(prepare_torch, case.double(), grads)
+    assert_rows_close(case, d_proj, exact_d_proj)
+    assert_all_close(got, exact)
     assert (got.conv_bias is None) == (case.conv_bias is None)
 
 
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
-    options = {"documents": case.documents, "allow_neg_eigval": True}
-    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes, **options)
-    grads, twin = case.grads(per_value_head=False), case.double()
-    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
-    prepare.prepare_backward(case.proj, *case.parameters, case.sizes, *grads, d_proj, **options)
-    exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes, **options)
-    prepare_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
-        **options,
-    )  # fmt: skip
+    options, twin = {"allow_neg_eigval": True}, case.double()
+    got, exact = forward(prepare, case, **options), forward(prepare_torch, twin, **options)
     raw = twin.proj[..., case.sizes.beta_column :][..., : case.sizes.value_heads]
     assert_close("the twin's beta", exact.beta, 2 * raw.transpose(0, 1).sigmoid())
     assert_close("beta", got.beta, exact.beta)
-    assert_close("d_proj", d_proj, exact_d_proj)
+    grads = case.grads(per_value_head=False)
+    d_proj, _ = backward(prepare, case, grads, **options)
+    assert_rows_close(case, d_proj, backward(prepare_torch, twin, grads, **options)[0])
 
 
 @pytest.mark.parametrize("boundary", [29, 30, 64, 66, 67])
 def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
     """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
     case = Case(device, S=96, lengths=(boundary, 96 - boundary))
-    got = prepare.prepare_forward(
-        case.proj, *case.parameters, case.sizes, documents=case.documents, tile=SMALL_WALK
-    )
     grads, twin = case.grads(per_value_head=False), case.double()
-    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
-    prepare.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj,
-        documents=case.documents, tile=SMALL_WALK,
-    )  # fmt: skip
-    exact = prepare_torch.prepare_forward(
-        twin.proj, *twin.parameters, twin.sizes, documents=twin.documents
-    )
-    prepare_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
-        documents=twin.documents,
-    )  # fmt: skip
-    assert_close("q", got.q, exact.q)
-    assert_close("d_proj", d_proj, exact_d_proj)
+    assert_close("q", forward(prepare, case, tile=SMALL_WALK).q, forward(prepare_torch, twin).q)
+    d_proj, _ = backward(prepare, case, grads, tile=SMALL_WALK)
+    assert_rows_close(case, d_proj, backward(prepare_torch, twin, grads)[0])
 
 
 def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
@@ -128,83 +116,57 @@ def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
     *grads, dg, dbeta = case.grads(per_value_head=True)
     grads = [*(x.half() for x in grads), dg, dbeta]
-    d_proj = torch.full_like(case.proj, float("nan"))
-    options = {"documents": case.documents, "factor": factor}
-    got = prepare.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj, tile=SMALL_WALK, **options
-    )
-    twin = case.double()
-    exact_d_proj = torch.full_like(twin.proj, float("nan"))
-    exact = prepare_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
-        **options,
-    )  # fmt: skip
+    d_proj, got = backward(prepare, case, grads, tile=SMALL_WALK, factor=factor)
+    exact_d_proj, exact = backward(prepare_torch, case.double(), grads, factor=factor)
     # Head by head, since their gradients are of different sizes.
     for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
         both = (x.split(case.sizes.layout.widths, -1)[section] for x in (d_proj, exact_d_proj))
         for x, y in zip(*(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True):
             assert_close(f"d_proj of section {section}", x, y)
-    for name in got._fields:
-        if getattr(exact, name) is not None:
-            assert_close(name, getattr(got, name), getattr(exact, name))
+    assert_all_close(got, exact)
 
 
 def test_the_twin_takes_a_factor_out_of_every_gradient(case):
     """By linearity: the gradients times the factor, without one."""
     G, H = case.sizes[:2]
     factor = (2.0 ** torch.arange(3, G + 3, device=case.device)).repeat_interleave(H // G)
-    twin, results = case.double(), []
     dq, dk, dv, dg, dbeta = (x.double() for x in case.grads(per_value_head=True))
     scaled = [x * factor[:, None] for x in (dq, dk, dv)] + [x * factor for x in (dg, dbeta)]
+    results = []
     for given, grads in ((factor, (dq, dk, dv, dg, dbeta)), (None, scaled)):
-        d_proj = torch.zeros_like(twin.proj)
-        made = prepare_torch.prepare_backward(
-            twin.proj, *twin.parameters, twin.sizes, *grads, d_proj,
-            documents=twin.documents, factor=given,
-        )  # fmt: skip
+        d_proj, made = backward(prepare_torch, case.double(), grads, factor=given)
         results.append([d_proj, *(x for x in made if x is not None)])
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def test_without_l2norm(device):
-    case = Case(device, S=37)
-    grads = case.grads(per_value_head=True)
-    d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(case.double().proj)
-    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes, normalise_qk=False)
-    prepare.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj, normalise_qk=False
-    )
-    twin = case.double()
-    exact = prepare_torch.prepare_forward(
-        twin.proj, *twin.parameters, twin.sizes, normalise_qk=False
-    )
-    prepare_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *grads, exact_d_proj, normalise_qk=False
-    )
-    assert_close("q", got.q, exact.q)
-    assert_close("d_proj", d_proj, exact_d_proj)
+    case, options = Case(device, S=37), {"normalise_qk": False}
+    grads, twin = case.grads(per_value_head=True), case.double()
+    exact = forward(prepare_torch, twin, **options)
+    assert_close("q", forward(prepare, case, **options).q, exact.q)
+    d_proj, _ = backward(prepare, case, grads, **options)
+    assert_rows_close(case, d_proj, backward(prepare_torch, twin, grads, **options)[0])
 
 
 def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     case = Case(device, S=9)
-    case.proj[..., case.sizes.alpha_column :] = torch.linspace(-80, 80, 9, device=device)[
-        :, None, None
-    ]
-    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes)
-    twin = case.double()
-    exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes)
+    alpha = torch.linspace(-80, 80, 9, device=device)[:, None, None]
+    case.proj[..., case.sizes.alpha_column :] = alpha
+    got, exact = forward(prepare, case), forward(prepare_torch, case.double())
     for t in range(9):  # per token: one large g must not hide the relative error of a tiny one
         # Held where the decay is 0 in fp32.
         assert_close(f"g at {t}", got.g[:, t], exact.g[:, t].clamp(min=-104))
 
 
-@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+each_module = pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+
+
+@each_module
 @pytest.mark.parametrize("parts", ["q", "k", "v", "qk", "qkv", "kv", "vg", "g"])
 def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(parts, module, device):
     case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
-    full = module.prepare_forward(case.proj, *case.parameters, case.sizes)
-    part = module.prepare_forward(case.proj, *case.parameters, case.sizes, parts=parts)
+    full, part = forward(module, case), forward(module, case, parts=parts)
     for name in full._fields:
         if (name in parts) or (name == "beta" and "g" in parts):
             assert torch.equal(getattr(part, name), getattr(full, name)), name
@@ -214,22 +176,15 @@ def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(parts, modul
 
 
 def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
-    lengths = (5, 2, 9, 17)
     grads = Case(device, S=33).grads(per_value_head=True)
 
     def run(change: bool):
-        case = Case(device, S=33, lengths=lengths)
+        case = Case(device, S=33, lengths=(5, 2, 9, 17))
         if change:
             case.proj[5:7] += 1
-        out = prepare.prepare_forward(
-            case.proj, *case.parameters, case.sizes, documents=case.documents
-        )
-        d_proj = torch.zeros_like(case.proj)
-        prepare.prepare_backward(
-            case.proj, *case.parameters, case.sizes, *grads, d_proj,
-            documents=case.documents, tile=SMALL_WALK,
-        )  # fmt: skip
-        return [*(x.transpose(0, 1) for x in out), d_proj]
+        zeros = torch.zeros_like(case.proj)
+        d_proj, _ = backward(prepare, case, grads, d_rows=zeros, tile=SMALL_WALK)
+        return [*(x.transpose(0, 1) for x in forward(prepare, case)), d_proj]
 
     others = torch.tensor([t for t in range(33) if not 5 <= t < 7])
     for before, after in zip(run(False), run(True), strict=True):
@@ -238,33 +193,22 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
 
 
 def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
-    """What chunkwise context parallelism asks at the edges of a piece: fp32 rows, fp16 the rest.
-
-    The outputs are those of fp16 rows before their rounding, the gradient keeps fp32's digits.
-    """
+    """At the edges of chunkwise pieces: fp32 rows beside fp16 parameters give fp16 rows' outputs
+    before their rounding."""
     case = Case(device, S=12, lengths=(6, 2, 4), dtype=torch.float16, bias=True)
-    parts = {"documents": case.documents, "parts": "qkv"}
     rows = case.proj.float()
-    wide = prepare.prepare_forward(rows, *case.parameters, case.sizes, **parts)
-    half = prepare.prepare_forward(case.proj, *case.parameters, case.sizes, **parts)
+    wide = forward(prepare, case, rows, parts="qkv")
+    half = forward(prepare, case, parts="qkv")
     for name in "qkv":
         assert getattr(wide, name).dtype == torch.float32
         assert torch.equal(getattr(wide, name).half(), getattr(half, name)), name
 
     grads = [x.half() for x in case.grads(per_value_head=True)[:3]]
     gates = [x.new_zeros(x.shape, dtype=torch.float32) for x in case.grads(True)[3:]]
-    d_rows = torch.full_like(rows, float("nan"))
-    got = prepare.prepare_backward(
-        rows, *case.parameters, case.sizes, *grads, *gates, d_rows, documents=case.documents
-    )
-    twin = case.double()
-    exact_d_rows = torch.zeros_like(twin.proj)
-    prepare_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in (*grads, *gates)),
-        exact_d_rows, documents=twin.documents,
-    )  # fmt: skip
+    d_rows, got = backward(prepare, case, [*grads, *gates], rows)
+    exact, _ = backward(prepare_torch, case.double(), [*grads, *gates])
     z = case.sizes.z_column
-    assert_close("d_rows", d_rows[..., :z], exact_d_rows[..., :z])
+    assert_close("d_rows", d_rows[..., :z], exact[..., :z])
     assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
 
 
@@ -279,20 +223,15 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
         return room.as_strided(rows.shape, (stride, rows.shape[2], 1)).copy_(rows)
 
     narrow, wide = case.proj.contiguous(), spread(case.proj)
-    made = [prepare.prepare_forward(x, *case.parameters, case.sizes) for x in (narrow, wide)]
+    made = [forward(prepare, case, rows) for rows in (narrow, wide)]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
     grads, tile = case.grads(per_value_head=True), Walk(rows=2, steps=16, warps=4)
     # One of the two at a time: either stride must be minded.
-    for proj, d_proj in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
-        got = prepare.prepare_backward(
-            proj, *case.parameters, case.sizes, *grads, d_proj, tile=tile
-        )
-        exact_d_proj = torch.zeros_like(narrow)
-        exact = prepare.prepare_backward(
-            narrow, *case.parameters, case.sizes, *grads, exact_d_proj, tile=tile
-        )
+    for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
+        _, got = backward(prepare, case, grads, rows, d_rows, tile=tile)
+        exact_d_rows, exact = backward(prepare, case, grads, narrow, tile=tile)
         for start, end in ((0, case.sizes.z_column), (case.sizes.beta_column, None)):
-            assert torch.equal(d_proj[..., start:end], exact_d_proj[..., start:end])
+            assert torch.equal(d_rows[..., start:end], exact_d_rows[..., start:end])
         for name in ("conv_weight", "A_log", "dt_bias"):
             # Rounded to the parameter's type, after sums in tiles of another size.
             tolerance = 2**-10 if name == "conv_weight" else 1e-5
@@ -302,9 +241,7 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
 def test_half_precision_rounds_once(device):
     """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per element."""
     case = Case(device, S=40, dtype=torch.float16)
-    got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes)
-    twin = case.double()
-    exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes)
+    got, exact = forward(prepare, case), forward(prepare_torch, case.double())
     for name in "qkv":
         assert getattr(got, name).dtype == torch.float16
         error = (getattr(got, name).double() - getattr(exact, name)).abs()
@@ -312,14 +249,12 @@ def test_half_precision_rounds_once(device):
     assert got.g.dtype == torch.float32 and got.beta.dtype == torch.float32
 
 
-@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+@each_module
 @pytest.mark.parametrize("parts", ["q", "qkvg"])
 def test_another_dtype_of_q_k_and_v_is_one_rounding_away(parts, module, device):
     case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
-    wide = module.prepare_forward(case.proj, *case.parameters, case.sizes, parts=parts)
-    half = module.prepare_forward(
-        case.proj, *case.parameters, case.sizes, parts=parts, dtype=torch.float16
-    )
+    wide = forward(module, case, parts=parts)
+    half = forward(module, case, parts=parts, dtype=torch.float16)
     for name in parts.rstrip("g"):
         assert getattr(half, name).dtype == torch.float16 and getattr(half, name).is_contiguous()
         assert torch.equal(getattr(half, name), getattr(wide, name).half()), name
@@ -332,43 +267,31 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     """In fp32 on both sides: in fp64 log-decays are held at another bound."""
     case = Case(device, S=37)
     case.A_log[1:3] = A_log
-    case.proj[:5, :, case.sizes.beta_column + case.sizes.value_heads :] = -200  # softplus is 0
-    case.proj[5, :, case.sizes.beta_column + case.sizes.value_heads :] = 3e38
-    arguments = (case.proj, *case.parameters, case.sizes)
-    got, twin = prepare.prepare_forward(*arguments), prepare_torch.prepare_forward(*arguments)
+    case.proj[:5, :, case.sizes.alpha_column :] = -200  # softplus is 0
+    case.proj[5, :, case.sizes.alpha_column :] = 3e38
+    got, twin = (forward(module, case) for module in (prepare, prepare_torch))
     torch.testing.assert_close(got.g, twin.g, rtol=1e-5, atol=0, equal_nan=True)
-    grads, d_projs = case.grads(per_value_head=False), torch.zeros(2, *case.proj.shape).to(device)
     if A_log != A_log:
         return
-    got, twin = (
-        rule.prepare_backward(*arguments, *grads, d_proj)
-        for rule, d_proj in zip((prepare, prepare_torch), d_projs, strict=True)
-    )
-    gates = d_projs[..., case.sizes.beta_column :]
+    grads = case.grads(per_value_head=False)
+    (d_got, got), (d_twin, twin) = (backward(m, case, grads) for m in (prepare, prepare_torch))
+    gates = [x[..., case.sizes.beta_column :] for x in (d_got, d_twin)]
     close = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
-    torch.testing.assert_close(gates[0], gates[1], **close)
+    torch.testing.assert_close(*gates, **close)
     torch.testing.assert_close(got.A_log, twin.A_log, **close)
     torch.testing.assert_close(got.dt_bias, twin.dt_bias, **close)
-    assert gates.isfinite().all() and twin.A_log.isfinite().all()
+    assert all(x.isfinite().all() for x in (*gates, twin.A_log))
 
 
-@pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+@each_module
 def test_gates_beside_the_rows_give_the_bits_of_gates_in_the_rows(case, module):
-    rest = case.sizes.beta_column
+    rest, grads = case.sizes.beta_column, case.grads(per_value_head=False)
     main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
-    given = {"documents": case.documents}
-    whole = module.prepare_forward(case.proj, *case.parameters, case.sizes, **given)
-    apart = module.prepare_forward(main, *case.parameters, case.sizes, gates=gates, **given)
+    whole, apart = forward(module, case), forward(module, case, main, gates=gates)
     assert all(torch.equal(x, y) for x, y in zip(whole, apart, strict=True))
-    grads = case.grads(per_value_head=False)
     d_proj, d_main = torch.zeros_like(case.proj), torch.zeros_like(main)
     d_gates = torch.full_like(gates, float("nan"))
-    whole = module.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj, **given
-    )
-    apart = module.prepare_backward(
-        main, *case.parameters, case.sizes, *grads, d_main, gates=gates, d_gates=d_gates, **given
-    )
+    _, whole = backward(module, case, grads, d_rows=d_proj)
+    _, apart = backward(module, case, grads, main, d_main, gates=gates, d_gates=d_gates)
     assert torch.equal(d_proj, torch.cat([d_main, d_gates], dim=-1))
-    found = zip(whole, apart, strict=True)
-    assert all(x is None or torch.equal(x, y) for x, y in found)
+    assert all(x is None or torch.equal(x, y) for x, y in zip(whole, apart, strict=True))

@@ -1,7 +1,5 @@
 """The kernels of the readout per head against their plain twin in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

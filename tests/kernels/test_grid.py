@@ -1,7 +1,5 @@
 """Batch-invariant mode through the Triton kernels: any cut has the bits of training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

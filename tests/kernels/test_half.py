@@ -1,7 +1,5 @@
 """The kernels that bring gradients to fp16 against their plain-torch twin: equal in every bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The whole mixer on its kernels, around the plain-torch rule, against fp64 without them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

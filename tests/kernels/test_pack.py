@@ -1,7 +1,5 @@
 """The packing kernels against their plain-torch twin, bit for bit: they copy, or add in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The second stage of cross-token sums: partial rows added into tensors of several dtypes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels under chunkwise context parallelism, on two ranks of gloo in the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

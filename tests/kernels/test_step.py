@@ -1,8 +1,5 @@
-"""One decode step in slots: the Triton kernels against the plain recurrence, slots left alone.
-
-fp32: sums of K <= 24 products in another order, and Triton's exp2 and rsqrt: 1e-5. In 16 bits all
-but the result is fp32; where that lies between two numbers, the two may round it apart, by a unit.
-"""
+"""One decode step in slots: the Triton kernels against the plain recurrence, to 1e-5 in fp32 (sums
+in another order, Triton's exp2 and rsqrt) and to one rounding more in 16 bits."""
 
 from functools import partial
 

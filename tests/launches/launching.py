@@ -23,13 +23,8 @@ def launched(
     script: str, processes: int, *flags: str, options: str = "", connections: str | None = "1",
     launcher: bool = False,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """``script`` with these flags; the last of two equal ones counts.
-
-    Args:
-        options: of our layers, as a launch gives them in the environment.
-        connections: CUDA_DEVICE_MAX_CONNECTIONS; torch's FSDP2 wants it unset.
-        launcher: behind ``-m megatron_gdn.launch``.
-    """
+    """``script`` with these flags, ``options`` of our layers in the environment, behind ``-m
+    megatron_gdn.launch`` where ``launcher``; torch's FSDP2 wants no ``connections`` of CUDA."""
     assert CLONE is not None
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     if connections is not None:

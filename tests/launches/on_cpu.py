@@ -1,13 +1,6 @@
-"""Run a script of a Megatron-LM clone on the CPU, unchanged:
-
-    torchrun --nproc_per_node=2 tests/launches/on_cpu.py MEGATRON_LM/pretrain_hybrid.py FLAGS
-    torchrun ... tests/launches/on_cpu.py megatron_gdn.launch MEGATRON_LM/pretrain_hybrid.py FLAGS
-
-`run_megatron_on_cpu` serves megatron.core. The functions below serve the script and
-megatron.training, which ask CUDA for tensors, streams and a device's properties. `FLAGS` end
-with `WITHOUT_GPU` and with sizes that a CPU trains in seconds: of a flag that is given twice,
-Megatron takes the last.
-"""
+"""Run a script of a Megatron-LM clone on the CPU, unchanged, behind torchrun:
+tests/launches/on_cpu.py [megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS. `FLAGS` end
+with `WITHOUT_GPU` and with sizes that a CPU trains in seconds."""
 
 import contextlib
 import functools
@@ -25,11 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.fsdp_on_cpu import (
-    MeshOfCPUs,
-    fill_states_of_empty_shards,
-    one_collective_at_a_time,
-)
+from tests.fsdp_on_cpu import MeshOfCPUs, fill_states_of_empty_shards, one_collective_at_a_time
 
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local
@@ -39,10 +28,7 @@ WITHOUT_GPU = """
 
 
 class MakeOnCPU(TorchFunctionMode):
-    """A tensor that is asked for on a GPU is made on the CPU; ``.cuda()`` returns it as it is.
-
-    ``.to(device)`` too, with which Megatron moves a model that was built on the meta device.
-    """
+    """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to()``, stays on a CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -77,11 +63,8 @@ def answer_for_a_gpu() -> None:
 
 
 def shard_on_cpus() -> None:
-    """``--use-torch-fsdp2`` and ``--use-megatron-fsdp`` ask for meshes of GPUs.
-
-    Megatron-FSDP orders collectives by streams; gloo would run two of a group at once. Its
-    checkpoints want a state of every shard, which torch's Adam lacks where a shard is empty.
-    """
+    """Meshes of both FSDPs are of CPUs, their collectives run in turn (gloo has no streams), and
+    torch's Adam has a state of every shard, which Megatron-FSDP's checkpoints want."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
@@ -101,10 +84,8 @@ def shard_on_cpus() -> None:
 
 
 def take_compiled_helpers_of_the_wheel() -> None:
-    """A clone compiles its C++ index builder into its own folder; megatron-core's wheel has it.
-
-    A clone from which something was installed calls itself a distribution of megatron-core too.
-    """
+    """A clone, which may call itself megatron-core too, compiles its C++ index builder into its own
+    folder; the wheel has it."""
     from megatron.core import datasets
     from megatron.core.datasets import utils
 
@@ -157,11 +138,7 @@ def predict_tokens_without_transformer_engine() -> None:
 
 
 def run(script: Path, flags: list[str], launcher: bool = False) -> None:
-    """Run ``script`` as ``python script *flags`` does: its folder comes first among the imports.
-
-    Args:
-        launcher: as ``python -m megatron_gdn.launch script *flags``.
-    """
+    """Run ``script`` as ``python script *flags`` does, or behind ``-m megatron_gdn.launch``."""
     sys.argv = [str(script), *flags]
     sys.path.insert(0, str(script.parent))
     from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu

@@ -48,10 +48,7 @@ def save_text(folder: Path) -> None:
 
 
 def save_chats(folder: Path) -> None:
-    """``chats.jsonl``: two chats a line, which Megatron packs into one sample.
-
-    Each has 44 tokens. With context parallelism over two, Megatron lengthens to a multiple of four.
-    """
+    """``chats.jsonl``: two chats a line, of 44 tokens each, which Megatron packs into one."""
     system = {"role": "system", "content": "Plus."}
     chats = [
         [

@@ -1,7 +1,5 @@
-"""What each launch gave in a clone: docs/launches.jsonl, and the table of docs/launching.md.
-
-A launch that is run again replaces its line of that branch.
-"""
+"""What each launch gave in a clone, the latest of each branch: docs/launches.jsonl, and the table
+of docs/launching.md."""
 
 import json
 import subprocess
@@ -46,12 +44,8 @@ class Result:
 
 @contextmanager
 def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Iterator[Result]:
-    """Within it a launch runs and its losses are compared; its line is written, if it fails too.
-
-    Args:
-        launch: the flags that tell it from others.
-        held_to: the launch whose losses are wanted.
-    """
+    """Within it a launch, told by its flags, runs and is held to another; its line is written, if
+    it fails too."""
     result = Result()
     try:
         yield result

@@ -1,7 +1,4 @@
-"""The benchmark of launches runs in a clone of Megatron-LM, tiny, on a CPU.
-
-make test-launches MEGATRON_LM=folder
-"""
+"""The benchmark of launches runs in a clone of Megatron-LM, tiny, on a CPU."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""``pretrain_gpt.py`` of a clone builds our layers by a function that ``--spec`` names.
-
-The branches call the function in different places, with the model's config or the transformer's.
-"""
+"""``pretrain_gpt.py`` of a clone builds our layers by a function that ``--spec`` names."""
 
 import pytest
 

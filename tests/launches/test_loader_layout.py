@@ -1,7 +1,5 @@
-"""``pretrain_hybrid.py`` of a Megatron-LM clone under context parallelism, as its own loader cuts.
-
-Documents of 32 tokens: every layout can cut them over two ranks, so that a wrong one is silent.
-"""
+"""``pretrain_hybrid.py`` of a clone under context parallelism, as its own loader cuts documents of
+32 tokens, which every layout can cut: a wrong one would be silent."""
 
 import subprocess
 
@@ -46,12 +44,8 @@ def documents(tmp_path_factory) -> str:
 
 
 def trained(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess[str]:
-    """The script over so many context-parallel ranks, with these options of the layer.
-
-    Before it builds the model Megatron draws numbers for a rank's share of a micro-batch, to warm
-    fused functions up. On a CPU they come from the generator of the initial weights, so each rank
-    is given as many tokens of a micro-batch, whatever the ranks.
-    """
+    """The script over so many context-parallel ranks, each with as many tokens of a micro-batch:
+    for them Megatron draws numbers, on a CPU from the generator of the initial weights."""
     return launched(
         "pretrain_hybrid.py", ranks, *FLAGS.split(), f"--context-parallel-size={ranks}",
         f"--micro-batch-size={ranks}", f"--data-path={documents}",

@@ -1,7 +1,4 @@
-"""The flags that `python -m megatron_gdn.models NAME --flags` prints, in a clone of Megatron-LM.
-
-MEGATRON_LM=folder pytest tests/launches/test_models.py
-"""
+"""The flags that `python -m megatron_gdn.models NAME --flags` prints, in a clone of Megatron-LM."""
 
 import math
 from pathlib import Path

@@ -1,9 +1,5 @@
-"""``pretrain_gpt.py`` of a Megatron-LM clone runs two micro-batches' layers in parts, by turns.
-
-The parts of ``--overlap-moe-expert-parallel-comm`` are attention, dispatch, experts and combine,
-forward and backward. The weight gradients that ``--delay-wgrad-compute`` adds need Transformer
-Engine: tests/gpu/test_delayed_weight_gradients.py.
-"""
+"""``pretrain_gpt.py`` of a clone runs two micro-batches' layers in parts, by turns; weight
+gradients apart need Transformer Engine: tests/gpu/test_delayed_weight_gradients.py."""
 
 from tests.launches.launching import held_out_losses, in_a_clone, launched, losses
 from tests.launches.record import recorded

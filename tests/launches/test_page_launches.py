@@ -1,9 +1,5 @@
-"""The whole launches of the pages run in a clone of Megatron-LM.
-
-    make test-launches MEGATRON_LM=folder
-
-As they stand on the page, bf16 and parallel sizes included, but on a CPU and with a tiny model.
-"""
+"""The whole launches of the pages run in a clone of Megatron-LM as they stand there, but on a CPU
+and with a tiny model."""
 
 import math
 
@@ -32,10 +28,7 @@ ONE = "--tensor-model-parallel-size 1 --context-parallel-size 1"
 
 
 def trained(script: str, processes: int, changed: str = "") -> list[float]:
-    """The losses of the page's launch of ``script`` at small sizes, with some flags changed.
-
-    An untrained model knows nothing of the tokens.
-    """
+    """The losses of the page's launch of ``script`` at small sizes, with some flags changed."""
     with recorded(script, processes, f"as printed {changed}") as result:
         flags = [*launches_of(ROOT)[script], *changed.split(), *TINY.split()]
         steps = losses(launched(script, processes, *flags))

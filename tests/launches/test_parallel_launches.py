@@ -1,11 +1,7 @@
-"""Scripts of a Megatron-LM clone go on from one checkpoint in every arrangement.
-
-One process trains five steps and saves the second. From there each arrangement takes the steps that
-the one process took, and so does the model with Megatron's own layer. The optimizer's state comes
-from the checkpoint. Experts begin on two ranks, since Megatron loads no optimizer of experts at
-another expert-parallel size. fp32; the log has seven digits, and three steps multiply rounding by
-less than ten.
-"""
+"""Scripts of a clone go on from one process's second step in every arrangement, optimizer included,
+and take the steps that it took; so does Megatron's own layer. Experts begin on two ranks, since
+Megatron loads no optimizer of experts at another size. Three steps multiply fp32's rounding by less
+than ten."""
 
 from pathlib import Path
 

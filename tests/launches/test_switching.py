@@ -1,7 +1,5 @@
-"""``pretrain_hybrid.py`` of a Megatron-LM clone goes on from a checkpoint with another layer.
-
-Megatron's own Gated DeltaNet and ours, mid-run and back, optimizer included, in every format.
-"""
+"""``pretrain_hybrid.py`` of a clone goes on with Megatron's layer or ours, mid-run and back, in
+every format of checkpoints."""
 
 import subprocess
 
@@ -29,10 +27,8 @@ BUFFERS = {
 
 
 def rounding(flags: str) -> float:
-    """Of a loss of 5.5, the mean over 128 tokens.
-
-    bf16 keeps 8 bits: each logit is rounded to 2^-9. fp32: sums over 64 channels, to 2^-24 each.
-    """
+    """Of a loss of 5.5, the mean over 128 tokens: bf16 rounds each logit to 2^-9, fp32 64 channels
+    to 2^-24."""
     return 2.0**-9 if "--bf16" in flags else 64 * 2.0**-24
 
 
@@ -46,10 +42,8 @@ def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_run_goes_on_with_our_layer_and_back_with_megatrons(tmp_path, kind):
-    """Steps 1-2 upstream, 3-4 ours, 5-6 upstream: the losses of upstream's with the same stops.
-
-    The same stops, since Megatron logs the second step after a load averaged with the first.
-    """
+    """Steps 1-2 upstream, 3-4 ours, 5-6 upstream, beside upstream's with the same stops, after each
+    of which Megatron logs a mean."""
     flags = FORMATS[kind]
     first, theirs, ours = (tmp_path / name for name in ("first", "theirs", "ours"))
     losses(trained("upstream", 2, f"{flags} --save {first}"))
@@ -70,10 +64,7 @@ def test_a_run_goes_on_with_our_layer_and_back_with_megatrons(tmp_path, kind):
 def test_a_file_of_buffers_is_refused_and_the_flags_are_named_that_make_one_that_loads(
     tmp_path, kind, writer, reader, precision
 ):
-    """The layer that wrote it loads it and saves it again with these flags; the other goes on.
-
-    Our layer says so: when it refuses such a file of Megatron's, and when it saves one.
-    """
+    """The layer that wrote it loads and saves it again with these flags, and the other goes on."""
     first, second, third = (tmp_path / name for name in "123")
     of_kind, again = BUFFERS[kind]
     flags = f"{precision} {SHARDED}"

@@ -1,7 +1,5 @@
 """What the mixer's backward has read is freed while it runs, unless a second backward may come."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

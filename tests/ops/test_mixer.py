@@ -1,9 +1,4 @@
-"""The mixer as one autograd function against the plain composition of its parts, in fp64 on CPU.
-
-Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
-"""
-
-from __future__ import annotations
+"""The mixer as one autograd function against the plain composition of its parts, in fp64 on CPU."""
 
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
-"""Every requirement of fla is checked when a rule is chosen, by the layer and by the function.
-
-Without a GPU: what torch would say of one is replaced, fla itself is the installed one.
-"""
+"""Every requirement of the installed fla is checked when a rule is chosen; what torch would say of
+a GPU is replaced."""
 
 import pytest
 import torch

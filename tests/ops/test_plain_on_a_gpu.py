@@ -1,7 +1,5 @@
-"""``backend="auto"`` that ends in plain torch on a GPU is told once, with what mends it.
-
-A stand-in says that there is a Hopper GPU; flash-qla and tilelang are not installed with the tests.
-"""
+"""``backend="auto"`` that ends in plain torch on a GPU (a stand-in) is told once, with what mends
+it."""
 
 import importlib
 import sys

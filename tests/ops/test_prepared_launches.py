@@ -1,7 +1,5 @@
 """Prepared launches: what they are kept by, and on a GPU the same bits as ordinary ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,10 +8,7 @@ pytest.importorskip("triton")
 from megatron_gdn.ops.kernels import launch as launches
 from megatron_gdn.ops.kernels.launch import Launch, key_of
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 class At:

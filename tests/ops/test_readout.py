@@ -1,7 +1,4 @@
-"""The readout per head, written out in fp64: output and every gradient, at odd sizes.
-
-Legend: S seq, B batch, H heads, V columns of a state.
-"""
+"""The readout per head, written out in fp64: output and every gradient, at odd sizes."""
 
 import pytest
 import torch

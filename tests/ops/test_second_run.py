@@ -1,7 +1,5 @@
 """The front and the rule run again in the backward: the same bits, and what is then kept."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 
@@ -15,9 +13,9 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
+from tests.gdn import test_flash_qla_wiring as wiring
 from tests.gdn_mixer import gated_delta_mixer
 
-from .delta_rule import test_flash_qla_wiring as wiring
 from .test_mixer import CASES, gradients, make_inputs
 
 ROOT = Path(__file__).parents[2]

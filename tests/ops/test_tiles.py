@@ -1,8 +1,6 @@
 """Tiles of the walking kernels: as many tokens as 32-bit offsets reach and as many stages as shared
 memory holds, and the table's where they do."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_gdn.ops.kernels.tiles import (

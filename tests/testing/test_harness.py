@@ -26,11 +26,8 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
 
 
 def in_a_fresh_process(function):
-    """What ``function()`` returns where malloc has no holes that other tests left.
-
-    On the CPU the memory to poison is malloc's, and which of it the next tensor gets depends on
-    the history of the heap; a new process has the same history every time.
-    """
+    """What ``function()`` returns in a new process, whose heap has the same history every time: of
+    malloc's holes that other tests left, any may be the next tensor."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function).result()
 
@@ -103,9 +100,7 @@ def documents(width):
 def test_a_document_keeps_its_bits_among_others():
     width = planted.SIZES.value_heads * planted.SIZES.value_dim
     found = check_batch_invariance(
-        packed_run(planted.Mixer()),
-        [planted.rows(n, seed=n) for n in LENGTHS],
-        documents(width),
+        packed_run(planted.Mixer()), [planted.rows(n, seed=n) for n in LENGTHS], documents(width)
     )
     assert found == []
 

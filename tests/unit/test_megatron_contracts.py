@@ -1,7 +1,5 @@
-"""What Megatron's layers pass to a mixer and call on it, read from their source.
-
-MEGATRON_LM=folder pytest tests/unit/test_megatron_contracts.py     a clone's branch, too
-"""
+"""What Megatron's layers pass to a mixer and call on it, read from their source; with
+MEGATRON_LM=folder from a clone's branch, too."""
 
 import ast
 import inspect

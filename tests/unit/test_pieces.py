@@ -1,7 +1,5 @@
-"""Tables of chunkwise context parallelism against their definition, for all lengths and sizes.
-
-The exchanges are played out on the host, all ranks in one process.
-"""
+"""Tables of chunkwise context parallelism against their definition, the exchanges played out on the
+host."""
 
 from itertools import pairwise
 

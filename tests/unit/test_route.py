@@ -1,7 +1,5 @@
 """Routes of the head exchange: pure tables, checked against the definition of the layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

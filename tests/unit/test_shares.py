@@ -1,7 +1,5 @@
 """Shares of heads, and the plain-torch packing, against their definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The script that measures users' shapes in one call runs from end to end, small, on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,5 @@
-"""What runs on the ranks: patched models over a context-parallel mesh, against one rank.
-
-Everything is float64, where the orders in which ranks add differ by 1e-15. transformers' own norms
-and rotations round to fp32 inside a float64 model, so models agree to some 1e-7 of that.
-"""
+"""What runs on the ranks: patched models in float64 over a mesh, against one rank. transformers'
+own norms and rotations round to fp32 in there, so models agree to some 1e-7."""
 
 import copy
 import re

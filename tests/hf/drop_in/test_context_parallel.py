@@ -84,10 +84,7 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
     "family", [NEXT, pytest.param(MOE, marks=pytest.mark.slow), VISION, OLMO, KIMI]
 )
 def test_other_models_equal_one_rank(pools, family):
-    cases = [
-        ("zigzag_buffer", "auto", None, None),
-        ("contiguous", "auto", ANY, "offsets"),
-    ]
+    cases = [("zigzag_buffer", "auto", None, None), ("contiguous", "auto", ANY, "offsets")]
     pools(2).run(laws.models_equal_one_rank, family, cases)
 
 

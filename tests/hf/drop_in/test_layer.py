@@ -77,11 +77,8 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
-    """A model in float64 through the same mixer is the truth: fp32 may err as transformers does.
-
-    Its error is the largest of four runs, three with embeddings moved by a rounding: a random model
-    has tokens that magnify roundings, and one run shows one draw of them.
-    """
+    """fp32 may err as transformers does, in the worst of four runs, three with embeddings moved by
+    a rounding: a random model has tokens that magnify roundings."""
     theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
     for model in (ours, truth):
         patch(model, unpacked="fused")

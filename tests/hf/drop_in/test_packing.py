@@ -60,10 +60,7 @@ class RowByRow(torch.nn.Linear):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
 def test_a_packed_document_has_the_bits_of_the_document_alone(fresh, family, recompute):
-    """Output and input gradient, of conv, gates, norm, and the rule in groups of one size.
-
-    Only the linears are left to a library that picks kernels by shape.
-    """
+    """Of all but the linears, which are left to a library that picks kernels by shape."""
     model = fresh(family)
     patch(model, unpacked="fused", recompute_qkv=recompute)
     layer = mixer_of(model)

@@ -1,7 +1,5 @@
-"""transformers' own forward on a CPU, in an environment that has fla: a process with its kernels.
-
-The other tests hide fla while they import transformers' models, so this one starts afresh.
-"""
+"""transformers' own forward on a CPU in an environment that has fla, which other tests hide as they
+import transformers' models."""
 
 import subprocess
 import sys

@@ -1,7 +1,5 @@
-"""What torchrun runs: Trainer over context-parallel ranks against a plain loop on one rank.
-
-python -m torch.distributed.run --nproc_per_node=4 -m tests.hf.drop_in.trainer_script REPLICAS
-"""
+"""What torchrun runs (-m tests.hf.drop_in.trainer_script REPLICAS): Trainer over context-parallel
+ranks against a plain loop on one rank."""
 
 import copy
 import re

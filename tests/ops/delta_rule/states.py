@@ -1,9 +1,4 @@
-"""Sequences run in segments, states and their gradients carried by hand; shared by the tests.
-
-Legend: N segments, B batch, S seq, G key heads, H value heads, K key dim, V value dim.
-"""
-
-from __future__ import annotations
+"""Sequences run in segments, states and their gradients carried by hand; shared by the tests."""
 
 import torch
 from torch import Tensor
@@ -59,10 +54,7 @@ class InHalfBackward(PlainBackward):
 
 
 class Oracle:
-    """The chunk rule of plain torch over sequences of these lengths: the oracle.
-
-    Batch rows when there are several; else documents in the one row.
-    """
+    """The chunk rule of plain torch over batch rows, or over documents in the one row."""
 
     def __init__(self, inputs: RuleInputs, lengths) -> None:
         self.inputs, self.offsets = inputs, torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -103,10 +95,8 @@ class Oracle:
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
-    """Sums the value heads that share a key head in dq and dk, where a core left that to us.
-
-    Likewise takes out a factor.
-    """
+    """dq and dk summed over the value heads of a key head, and a factor taken out, where a core
+    left these to us."""
     dq, dk, dv, dg, dbeta = grads[:5]
     summed = []
     for grad in (dq, dk):
@@ -119,17 +109,32 @@ def by_key_head(grads, groups: int) -> list[Tensor]:
     return [*(x * of_key_head for x in summed), dv * factor[:, None], dg * factor, dbeta * factor]
 
 
-def read_again(rule, inputs: RuleInputs) -> RuleInputs:
-    """The inputs as a backward gets them: None where the rule says that it reads none."""
+def backward_of(rule, inputs, d_o: Tensor, saved: Saved, documents=None) -> RuleBackward:
+    """A backward that has begun, without the inputs that the rule says it does not read."""
     kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
-    return RuleInputs(*kept)
+    return rule.begin_backward(d_o, type(inputs)(*kept), saved, documents)
 
 
-def backward_of(
-    rule, inputs: RuleInputs, d_o: Tensor, saved: Saved, documents=None
-) -> RuleBackward:
-    """A backward that has begun."""
-    return rule.begin_backward(d_o, read_again(rule, inputs), saved, documents)
+def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, Tensor]:
+    """All that a rule gives, by name, the map of states included; no states are zeros."""
+    begun = rule.begin(inputs, documents)
+    maps, made = begun.state_map(), begun.run(initial if initial.any() else None, final=True)
+    d_local = backward_of(rule, inputs, d_o.clone(), made.saved, documents).d_initial()
+    backward = backward_of(rule, inputs, d_o.clone(), made.saved, documents)
+    grads = backward.run(*(x if x.any() else None for x in (initial, d_final)))
+    return {
+        "o": made.o, "final": made.final, "final by the map": maps.apply(initial),
+        "d_initial": maps.transposed(d_local).apply(d_final),
+        **dict(zip(inputs._fields, grads, strict=False)),
+    }  # fmt: skip
+
+
+def root_mean_square_errors(found: dict, exact: dict) -> dict[str, float]:
+    """Of each tensor, over its own root mean square."""
+    return {
+        name: ((found[name] - b).square().mean() / b.square().mean()).sqrt().item()
+        for name, b in exact.items()
+    }
 
 
 def run_whole(rule, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
@@ -183,10 +188,8 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
 def forwards_from(
     rule, inputs: RuleInputs, documents: Documents | None, initial: Tensor
 ) -> list[tuple[Tensor, RuleOutput]]:
-    """Every way to a final state, beside the states that it started from.
-
-    From zero and from ``initial``, the map asked for before or not, a backward to come or not.
-    """
+    """Every way to a final state, beside the states that it started from: zero or ``initial``, the
+    map asked for before or not, a backward to come or not."""
     found = []
     for start in (None, initial):
         for map_first in (False, True):
@@ -201,13 +204,12 @@ def forwards_from(
     return found
 
 
-def assert_rows_equal_one_row(run, rule, inputs: RuleInputs, d_o: Tensor, documents) -> None:
+def assert_rows_equal_one_row(run, rule, inputs, d_o: Tensor, documents) -> None:
     """Documents that lie over several batch rows, end to end, have the bits of those in one."""
 
     def in_two_rows(x: Tensor) -> Tensor:
         return x.reshape(2, x.shape[1] // 2, *x.shape[2:])
 
-    rows = RuleInputs(*map(in_two_rows, inputs))
-    got = run(rule, rows, in_two_rows(d_o), documents)
-    for name, a, b in zip(NAMES, got, run(rule, inputs, d_o, documents), strict=True):
-        assert a.shape[0] == 2 and torch.equal(a.reshape(b.shape), b), name
+    got = run(rule, type(inputs)(*map(in_two_rows, inputs)), in_two_rows(d_o), documents)
+    for number, (a, b) in enumerate(zip(got, run(rule, inputs, d_o, documents), strict=True)):
+        assert a.shape[0] == 2 and torch.equal(a.reshape(b.shape), b), number

@@ -1,10 +1,4 @@
-"""What compiling the preparation kernels costs, on any machine: Triton needs no GPU for it.
-
-Nobody sees these properties in results. They are lost by a harmless-looking change, and found again
-in the first minutes of somebody's training.
-"""
-
-from __future__ import annotations
+"""What compiling the preparation kernels costs, which no result shows; it needs no GPU."""
 
 import pytest
 
@@ -37,11 +31,8 @@ def test_one_compilation_serves_every_length_and_every_choice_of_parts(compilati
 
 
 def test_no_stage_of_the_compiler_runs_away(compilations):
-    """The stages before LLVM take 0.8 to 1.4 times as long as LLVM and ptxas.
-
-    A walk that is inlined into its kernel, or masks and addresses made anew in every step, let
-    Triton's coalescing pass take four times as long and more.
-    """
+    """Those before LLVM take 0.8 to 1.4 times as long as LLVM and ptxas; a walk inlined into its
+    kernel, or masks made anew in every step, take four times as long and more."""
     for one in compilations:
         after = sum(one.stages[stage] for stage in ("llir", "ptx", "cubin"))
         assert one.stages["ttgir"] < 2.5 * after, one

@@ -1,8 +1,5 @@
-"""When causal-conv1d computes a plain front's convolution, and what is said where it cannot.
-
-Without a GPU: whether the package can be imported is replaced, none of its results is. The results
-are in ``tests/gpu/test_conv_package.py``.
-"""
+"""When causal-conv1d computes a plain front's convolution, and what is said where it cannot; its
+results are in ``tests/gpu/test_conv_package.py``."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -18,7 +15,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import conv_package
 from megatron_gdn.ops.front.conv_package import why_not_conv_package
 from megatron_gdn.ops.obstacles import say_once
-from tests.ops.test_mamba2_front_and_norm import LAYOUT
+from tests.mamba2.test_front_and_norm import LAYOUT
 
 SIZES = HeadSizes(2, 4, 64, 64)
 

@@ -1,7 +1,5 @@
 """Sequences cut into parts: where the cuts lie, and the maps of parts chained into the whole's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,12 +1,5 @@
-"""fp16 operands in a layer of another dtype: the powers of two around a rule, on a CPU.
-
-The rule inside is the plain rule, which computes in fp32 from whatever it is given; so what is seen
-is what the wrapper does, and one rounding to fp16 of q, k, v, d_o, o, dq, dk, dv and no other.
-
-Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
-"""
-
-from __future__ import annotations
+"""fp16 operands in a layer of another dtype: the powers of two around a rule, here the plain one in
+fp32, so that one rounding of q, k, v, d_o, o, dq, dk, dv is all that is seen."""
 
 import weakref
 
@@ -23,8 +16,7 @@ from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.plain import PlainReadout
 from tests.gdn_mixer import gated_delta_mixer
-
-from .states import (
+from tests.ops.delta_rule.states import (
     NAMES,
     InHalf,
     InHalfBackward,

@@ -1,7 +1,5 @@
 """Fences before bulk stores: put where a writing thread signals without one, and nowhere else."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace

@@ -1,13 +1,10 @@
-"""The SSD recurrence token by token in fp64: what every implementation is held to.
-
-Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
-"""
+"""The SSD recurrence token by token in fp64: what every implementation is held to."""
 
 import torch
 from torch import Tensor
 
 from megatron_gdn.mamba2.plain import SSDInputs
-from megatron_gdn.ops.documents import Documents
+from tests.ops.delta_rule.states import documents_of  # noqa: F401 - for those beside
 
 G, H, K, V = 2, 6, 5, 3
 
@@ -30,11 +27,6 @@ def random_inputs(S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool =
     wide = torch.promote_types(dtype, torch.float32)
     inputs = inputs._replace(**{n: getattr(inputs, n).to(wide) for n in ("dt", "g", "D")})
     return inputs, randn(B, S, heads, v).to(dtype)
-
-
-def documents_of(lengths) -> Documents:
-    offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    return Documents.from_cu_seqlens(offsets, offsets[-1], device="cpu")
 
 
 def token_by_token(

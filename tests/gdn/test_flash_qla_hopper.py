@@ -1,7 +1,5 @@
 """FlashQLA's stages with held kernels against its own functions: the same bits, on a Hopper GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +12,8 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import RuleInputs
+from tests.ops.delta_rule.states import backward_of, documents_of
 
-from .states import backward_of, documents_of
 from .test_flash_qla_wiring import forget_plans
 
 HEADS = (16, 32)

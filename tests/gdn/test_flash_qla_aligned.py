@@ -3,8 +3,6 @@
 The bits are :mod:`.test_gpu_aligned`'s.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -13,9 +11,16 @@ import torch
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.rules.base import kept_to_run_again, run_again
+from tests.ops.delta_rule.states import (
+    NAMES,
+    Oracle,
+    backward_of,
+    by_key_head,
+    documents_of,
+    run_whole,
+)
 
 from . import test_flash_qla_wiring as wiring
-from .states import NAMES, Oracle, backward_of, by_key_head, documents_of, run_whole
 
 stand_ins = wiring.rule  # the fixture
 aligned = pytest.mark.parametrize("stand_ins", [(False, (0, 64, 128))], indirect=True)

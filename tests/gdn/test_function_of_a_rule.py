@@ -1,7 +1,5 @@
-"""The gated delta rule as a function, run by the stages of a rule that a layer has too.
-
-fp64 against the plain chunk rule's own autograd function, which has another backward.
-"""
+"""The rule as a function, by the stages of a layer's rule, against the plain rule's own autograd
+function, which has another backward."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.readout.plain import PlainReadout, grouped_rms_norm
 
-from .ssd.oracle import documents_of
+from .oracle import documents_of
 
 H, G, V, K, W = 4, 2, 3, 5, 4
 LAYOUT = Layout(

@@ -3,8 +3,6 @@
 Every call is bound to the signature of fla's own function first.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -15,8 +13,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.rules import fla_functions
 from megatron_gdn.ops.rules.base import Saved, kept_to_run_again
 from megatron_gdn.ops.static_documents import StaticDocuments
-
-from .states import (
+from tests.ops.delta_rule.states import (
     Oracle,
     backward_of,
     by_key_head,
@@ -24,6 +21,7 @@ from .states import (
     run_in_segments,
     run_whole,
 )
+
 from .test_flash_qla_wiring import (
     FILLS,
     FINALS,

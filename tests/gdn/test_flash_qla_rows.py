@@ -1,7 +1,5 @@
 """How FlashQLA's rule runs a batch of several rows: flattened and cut, or side by side."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Which delta rule the mixer takes, and what it says when one cannot be had."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,18 +1,13 @@
-"""An aligned rule on a GPU: a token's bits depend on its sequence alone, and on no call's cut.
-
-Heads 16/32 throughout, as in :mod:`.test_gpu_states`: every other ratio is minutes of compiling.
-"""
-
-from __future__ import annotations
+"""An aligned rule on a GPU: a token's bits depend on its sequence alone, and on no call's cut."""
 
 import pytest
 import torch
 
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from tests.ops.delta_rule.states import documents_of, run_whole
 
-from ..test_gpu_mixer import errors
-from .states import documents_of, run_whole
+from .test_gpu_mixer import errors
 from .test_gpu_states import DECAYS, NEIGHBOURS, exact_run, make_inputs, part, rule_named
 
 pytestmark = [

@@ -1,7 +1,5 @@
 """FlashQLA's rule around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,8 +17,7 @@ from megatron_gdn.ops.rules.base import kept_to_run_again
 from megatron_gdn.ops.rules.base import run_again as run_the_rule_again
 from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
 from megatron_gdn.ops.static_documents import StaticDocuments
-
-from .states import (
+from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
     assert_rows_equal_one_row,
@@ -359,7 +356,7 @@ def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
 
 
 def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
-    """As :func:`.states.run_whole`, with nothing of the forward kept but what it says."""
+    """As ``run_whole``, with nothing of the forward kept but what it says."""
     begun = rule.begin(inputs, documents)
     if map_first:
         begun.state_map()

@@ -1,9 +1,4 @@
-"""The mixer in bf16 on a GPU: as close to the fp64 truth as plain torch in bf16 is, and repeatable.
-
-Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
-"""
-
-from __future__ import annotations
+"""The mixer in bf16 on a GPU: as close to fp64 as plain torch in bf16 is, and repeatable."""
 
 import sys
 
@@ -93,13 +88,9 @@ def errors(got, exact):
 
 
 def check_against_fp64(heads, rule_name, yardstick, seeds=4, allow_neg_eigval=False, **shape):
-    """At most 1.2 times the error of plain torch in bf16, over fp64 from the same bf16 inputs.
-
-    Plain torch is the same mixer with the twins instead of our kernels, around the delta rule
-    ``yardstick``. Errors are pooled over several draws. The gradients of A_log and dt_bias are
-    still as few numbers as there are heads and draws, n, and the ratio of two independent root
-    mean squares of n numbers has a standard deviation of 1 / sqrt(n): two of those are allowed.
-    """
+    """At most 1.2 times the error of the twins around the rule ``yardstick``, in bf16 over several
+    draws; of n numbers pooled, the ratio of two errors has a standard deviation of 1 / sqrt(n), of
+    which two are allowed."""
     squares = {"got": torch.zeros(len(NAMES)), "plain": torch.zeros(len(NAMES))}
     for seed in range(seeds):
         sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
@@ -137,13 +128,7 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, rule)
     check_against_fp64(RATIOS[ratio], rule, yardstick=rule, S=321, decay=decay)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "reference",
-        *HALF,
-    ],
-)
+@pytest.mark.parametrize("rule", ["reference", *HALF])
 def test_the_whole_mixer_is_as_exact_as_plain_torch(rule):
     check_against_fp64((16, 32), rule, yardstick="reference", S=777)
 
@@ -211,11 +196,8 @@ def test_recomputing_keeps_every_bit(shape, rule):
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed", "long"])
 @pytest.mark.parametrize("rule", ["fla", "flash_qla", *HALF])
 def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
-    """fla's second run is its first one. FlashQLA's gives the backward states of another kernel.
-
-    Both kernels round the same products to the operands' dtype, so their errors are of one size,
-    up to what :func:`check_against_fp64` allows for few numbers.
-    """
+    """fla's second run is its first one. FlashQLA's gives the backward states of another kernel,
+    which rounds the same products."""
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     chosen = rule_named(rule, sizes)
     saved = run(sizes, leaves, d_out, documents, chosen)

@@ -11,7 +11,11 @@ import torch
 from megatron_gdn.kda.rule import PlainKDA, resolve_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
-from tests.ops.delta_rule.states import backward_of, documents_of
+from tests.ops.delta_rule.states import (
+    documents_of,
+    root_mean_square_errors,
+    run_everything,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +23,6 @@ pytestmark = [
 ]
 G, H, K, V = 32, 32, 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
-NAMES = ("o", "final", "final by the map", "d_initial", "q", "k", "v", "g", "beta")
 GATES = {
     "still": (lambda u: -1e-6 * u, None),
     "slow": (lambda u: -1e-3 * u, None),
@@ -28,16 +31,6 @@ GATES = {
     "fast": (lambda u: -5 - 0 * u, None),
     "faster": (lambda u: -20 * u, None),
 }
-
-
-def run(rule, inputs, d_o, documents, initial, d_final):
-    begun = rule.begin(inputs, documents)
-    maps, got = begun.state_map(), begun.run(initial, final=True)
-    d_initial = maps.transposed(
-        backward_of(rule, inputs, d_o.clone(), got.saved, documents).d_initial()
-    ).apply(d_final)
-    grads = backward_of(rule, inputs, d_o.clone(), got.saved, documents).run(initial, d_final)
-    return (got.o, got.final, maps.apply(initial), d_initial, *grads[:5])
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -68,15 +61,12 @@ def test_kernels_give_what_fp64_gives(backend, rows, gates):
         backend, device="cuda", dtype=torch.bfloat16, key_dim=K,
         lower_bound=bound if backend == "fla" else -5.0,
     ).rule  # fmt: skip
-    found = run(rule, inputs, d_o, documents, initial, d_final)
-    exact = run(
-        PlainKDA(), RuleInputs(*(x.double() for x in inputs)), d_o.double(), documents,
-        initial.double(), d_final.double(),
-    )  # fmt: skip
-    errors = {
-        name: ((a - b).square().mean() / b.square().mean()).sqrt().item()
-        for name, a, b in zip(NAMES, found, exact, strict=True)
-    }
+    found = run_everything(rule, inputs, d_o, documents, initial, d_final)
+    wide = RuleInputs(*(x.double() for x in inputs))
+    exact = run_everything(
+        PlainKDA(), wide, d_o.double(), documents, initial.double(), d_final.double()
+    )
+    errors = root_mean_square_errors(found, exact)
     print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
     bounds = {name: 2**-6 if name == "g" else 2**-7 for name in errors}
     assert all(errors[name] < bounds[name] for name in errors), errors

@@ -1,11 +1,5 @@
-"""GPU rules with states in and out, FlashQLA's batch invariance: bf16 against the fp64 chunk rule.
-
-Heads 16/32 throughout: every other ratio is minutes of compiling.
-
-Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
-"""
-
-from __future__ import annotations
+"""GPU rules with states in and out, bf16 against the fp64 chunk rule. Heads 16/32 throughout: every
+other ratio is minutes of compiling."""
 
 import pytest
 import torch
@@ -14,9 +8,8 @@ from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.static_documents import StaticDocuments
-from tests.ops.test_gpu_mixer import errors
-
-from .states import (
+from tests.gdn.test_gpu_mixer import errors
+from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
     backward_of,
@@ -38,11 +31,7 @@ RULES = ("flash_qla", "fla")
 # the state: what a state or its gradient may differ by, relative to its norm.
 STATE_TOLERANCE = 4 * 2 * 2**-9
 DECAYS = ("strong", "mixed", "none")
-SEGMENTS = {
-    "short": (1, 63, 64, 65, 700, 1, 130),
-    "long": (4096, 2100, 1),
-    "halves": (2500, 2500),
-}
+SEGMENTS = {"short": (1, 63, 64, 65, 700, 1, 130), "long": (4096, 2100, 1), "halves": (2500, 2500)}
 
 
 def rule_named(name: str, **options):
@@ -61,11 +50,8 @@ def rule_named(name: str, **options):
 
 
 def make_inputs(S, B=1, decay="mixed", seed=0):
-    """bf16 inputs of the rule, and d_o.
-
-    Decay: "strong" is A = 16 with a softplus around 3; "none" forgets nothing; "mixed" has heads
-    of every kind, from a half-life of 10^5 tokens to one of less than a token.
-    """
+    """bf16 inputs of the rule, and d_o. "mixed" decays have half-lives from 10^5 tokens to less
+    than one."""
     make = torch.Generator(device="cuda").manual_seed(seed)
     G, H = HEADS
 
@@ -217,10 +203,7 @@ def test_states_and_their_gradients_of_batch_rows(name):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("way", [run_in_segments, run_on_ranks], ids=["documents", "ranks"])
 def test_fp16_operands_pass_states_more_exactly(way, name):
-    """At most half of what bf16 operands cost, which have three bits less.
-
-    From the same values, which both dtypes hold. The first segments' own gradients are tiny.
-    """
+    """At most half of what bf16 operands cost for the same values, which have three bits less."""
     rule, lengths = rule_named(name), [700, 65, 2100]
     inputs, d_o = make_inputs(sum(lengths), decay="none")
     d_o[:, :765] *= 2.0**-8

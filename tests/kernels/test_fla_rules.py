@@ -1,0 +1,98 @@
+"""fla's kernels as the rules of KDA and Mamba2, in Triton's interpreter, against fp64.
+
+A GPU has them in bf16 only, see tests/kda/test_gpu_rule.py. Here they run in fp32, so that a wrong
+scale, base of the logarithm, boundary or state shows in the last digits.
+"""
+
+import builtins
+import operator
+import sys
+
+import pytest
+import torch
+
+from megatron_gdn.kda.fla import FlaKDA
+from megatron_gdn.kda.rule import PlainKDA
+from megatron_gdn.mamba2.fla import FlaSSD
+from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.elementwise import l2norm
+from tests.mamba2.oracle import random_inputs
+from tests.ops.delta_rule.states import documents_of, run_everything
+
+from .conftest import INTERPRETED
+from .kernel_cases import assert_close
+
+pytest.importorskip("fla.ops.kda.chunk")
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="on a GPU fla would round fp32 to tf32"),
+    # Decays between tokens of the wrong order, which a mask then drops.
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
+H, K, V = 2, 16, 16
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> None:
+    """fla's kernels, with what the interpreter cannot do: time them, gather, count in tensors."""
+    import fla.ops.simple_gla.chunk  # noqa: F401
+    import triton.language as tl
+    from fla.ops.cp import chunk_fwd
+    from fla.ops.kda import chunk_intra
+
+    monkeypatch.setattr(chunk_fwd, "_check_cp_device", lambda device: None)
+    monkeypatch.setattr(chunk_intra, "IS_GATHER_SUPPORTED", False)
+    monkeypatch.setattr(chunk_intra, "SAFE_GATE_DOT_PRECISION", tl.constexpr("ieee"))
+
+    def tensors(*bounds):
+        """``range``, whose numbers have the methods of tensors, as compiled ones have."""
+        return (tl.full((), i, tl.int32) for i in builtins.range(*map(operator.index, bounds)))
+
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("fla.ops"):
+            continue
+        for kernel in list(vars(module).values()):
+            while hasattr(kernel, "fn") and not hasattr(kernel, "configs"):
+                kernel = kernel.fn
+            if isinstance(getattr(kernel, "configs", None), list) and len(kernel.configs) > 1:
+                monkeypatch.setattr(kernel, "configs", kernel.configs[:1])
+        if name.endswith(("chunk_delta_h", "common.chunk_h")):
+            monkeypatch.setattr(module, "range", tensors, raising=False)
+
+
+def kda(rows, tokens, bound):
+    shape = (rows, tokens, H)
+    q, k, v = torch.randn(3, *shape, K)
+    g, beta = -(5 if bound else 1) * torch.rand(*shape, K), torch.rand(shape)
+    return RuleInputs(l2norm(q), l2norm(k), v, g, beta), torch.randn(*shape, V)
+
+
+def ssd(rows, tokens, per_channel_D):
+    return random_inputs(tokens, rows, torch.float32, per_channel_D, G=1, H=H, K=K, V=V)
+
+
+DOCUMENTS = (1, 64, 0, 65)
+CASES = {
+    "KDA, rows": (FlaKDA(None), PlainKDA(), (kda, 2, 65, None), None, True),
+    "KDA, documents": (FlaKDA(None), PlainKDA(), (kda, 1, 130, None), DOCUMENTS, True),
+    "KDA, bounded": (FlaKDA(-5.0), PlainKDA(), (kda, 1, 130, -5.0), DOCUMENTS, True),
+    "Mamba2, rows": (FlaSSD(), PlainSSD(), (ssd, 2, 65, False), None, False),
+    "Mamba2, documents": (FlaSSD(), PlainSSD(), (ssd, 1, 130, True), DOCUMENTS, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_give_what_the_plain_rule_gives_in_fp64(kernels, case):
+    torch.manual_seed(0)
+    rule, plain, (draw, *sizes), lengths, with_states = CASES[case]
+    inputs, d_o = draw(*sizes)
+    documents = None if lengths is None else documents_of(lengths)
+    initial, d_final = torch.randn(2, 2 if lengths is None else 3, H, K, V) * with_states
+    found = run_everything(rule, inputs, d_o, documents, initial, d_final)
+    wide = type(inputs)(*(x.double() for x in inputs))
+    exact = run_everything(plain, wide, d_o.double(), documents, initial.double(), d_final.double())
+    for name, tensor in exact.items():
+        assert_close(name, found[name], tensor)
+    maps = rule.begin(inputs, documents).state_map()
+    assert {x.dtype for x in (found["final"], *maps, found["d_initial"])} == {torch.float32}

@@ -1,0 +1,177 @@
+"""Every plain rule with states in and out, against autograd through its token recurrence.
+
+fp64 to 1e-11 of the largest entry: sums of some hundred terms of 1e-16 each, that partly cancel.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.kda.rule import PlainKDA, recurrent_kda
+from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.elementwise import l2norm
+from megatron_gdn.ops.rules import chunk_table
+from tests.mamba2 import oracle as ssd
+from tests.ops.delta_rule.states import (
+    assert_rows_equal_one_row,
+    backward_of,
+    documents_of,
+    forwards_from,
+    run_in_segments,
+    run_whole,
+)
+from tests.parallel import assert_close
+
+G, H, K, V = 2, 4, 5, 7
+PACKED = (3, 0, 70, 1, 0, 65, 11)
+LONG = (1, 63, 64, 0, 65, 130)
+# Log-decays of KDA's channels from uniform numbers in (0, 1).
+CHANNELS = {
+    "none": lambda u: -0.0 * u,
+    "slow": lambda u: -1e-4 * u,
+    "bounded": lambda u: -5 * u,
+    "fast": lambda u: torch.full_like(u, -5.0),
+    "faster": lambda u: -50 * u,
+    "a decay of 0": lambda u: torch.where(u < 0.1, -torch.inf, -u),
+    # Channels of one head that forget at once beside channels that forget nothing.
+    "unequal": lambda u: -torch.logspace(-6, 1.5, K, dtype=u.dtype) * u,
+}
+
+
+def delta_inputs(gates, B, T) -> RuleInputs:
+    """``gates``: how strong decays of whole heads are, or a name of `CHANNELS`."""
+    torch.manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(B, T, *size, dtype=torch.float64)
+
+    q, k, v, beta = l2norm(normal(G, K)), l2norm(normal(G, K)), normal(H, V), normal(H).sigmoid()
+    if gates in CHANNELS:
+        g = CHANNELS[gates](torch.rand(B, T, H, K, dtype=torch.float64))
+    else:
+        g = -gates * normal(H).abs()
+    return RuleInputs(q, k, v, g, beta)
+
+
+def delta_recurrence(inputs, documents, initial):
+    kept = None if documents is None else documents.cu_seqlens
+    return recurrent_gated_delta_rule(*inputs, initial, True, cu_seqlens=kept)
+
+
+def ssd_inputs(per_channel_D, B, T):
+    return ssd.random_inputs(T, B, per_channel_D=per_channel_D)[0]
+
+
+def ssd_recurrence(inputs, documents, initial):
+    B, T = inputs.x.shape[:2]
+    lengths = (T,) * B if documents is None else tuple(n for n in documents.lengths if n)
+    return ssd.token_by_token(inputs, lengths, initial)
+
+
+class Kind(NamedTuple):
+    rule: Any
+    inputs: Callable[..., Any]
+    recurrence: Callable[..., Any]
+    state: tuple[int, int, int] = (H, K, V)
+    diagonal: bool = False
+
+
+DELTA = Kind(PlainRule(), delta_inputs, delta_recurrence)
+KDA = Kind(PlainKDA(), delta_inputs, recurrent_kda)
+SSD = Kind(PlainSSD(), ssd_inputs, ssd_recurrence, (ssd.H, ssd.K, ssd.V), True)
+CASES = {
+    "delta rule, batch": (DELTA, 1.0, (2, 70), None),
+    "delta rule, documents": (DELTA, 1.0, (1, 150), PACKED),
+    "delta rule, no decay": (DELTA, 0.0, (1, 66), None),
+    "delta rule, strong decay": (DELTA, 40.0, (1, 66), None),
+    **{f"KDA, {gates}": (KDA, gates, (1, 150), PACKED) for gates in CHANNELS},
+    "KDA, batch": (KDA, "unequal", (2, 70), None),
+    "SSD, batch": (SSD, False, (2, 150), None),
+    "SSD, batch, D of channels": (SSD, True, (2, 150), None),
+    "SSD, documents": (SSD, False, (1, 323), LONG),
+    "SSD, documents, D of channels": (SSD, True, (1, 323), LONG),
+}
+
+
+def states(kind, count):
+    make = torch.Generator().manual_seed(count)
+    return torch.randn(count, *kind.state, generator=make, dtype=torch.float64)
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """A kind, its inputs, the documents and initial states."""
+    kind, gates, (B, T), lengths = CASES[request.param]
+    documents = None if lengths is None else documents_of(lengths)
+    count = B if lengths is None else sum(n > 0 for n in lengths)
+    return kind, kind.inputs(gates, B, T), documents, states(kind, count)
+
+
+@pytest.fixture(params=[False, True], ids=["one group", "many groups"])
+def groups(request, monkeypatch):
+    """Many: of two chunks, so that states are carried from group to group."""
+    if request.param:
+        monkeypatch.setattr(chunk_table, "_AT_ONCE", 2 * max(H, ssd.H))
+
+
+def close(name, got, exact):
+    assert got.dtype == exact.dtype
+    assert_close(name, got, exact, 1e-11)
+
+
+def test_output_states_and_maps_are_the_recurrences(case, groups):
+    kind, inputs, documents, initial = case
+    for start, made in forwards_from(kind.rule, inputs, documents, initial):
+        o, final = kind.recurrence(inputs, documents, start)
+        close("o", made.o, o)
+        close("final", made.final, final)
+    maps = kind.rule.begin(inputs, documents).state_map()
+    close("final by the map", maps.apply(initial), final)
+    assert maps.is_diagonal == kind.diagonal
+    kept = maps.through * initial if kind.diagonal else maps.through @ initial
+    close("the map written out", kept + maps.local, final)
+
+
+def test_gradients_flow_through_both_ends(case, groups):
+    kind, inputs, documents, initial = case
+    forward = kind.rule.begin(inputs, documents)
+    maps = forward.state_map()
+    for first, last in ((initial, torch.randn_like(initial)), (None, None)):
+        entering = torch.zeros_like(initial) if first is None else first
+        leaves = [x.clone().requires_grad_() for x in (*inputs, entering)]
+        o, final = kind.recurrence(type(inputs)(*leaves[:-1]), documents, leaves[-1])
+        d_o, d_final = torch.randn_like(o), torch.zeros_like(final) if last is None else last
+        *expected, d_initial = torch.autograd.grad((o, final), leaves, (d_o, d_final))
+        for d_initial_first in (True, False):
+            saved = forward.run(first).saved
+            backward = backward_of(kind.rule, inputs, d_o, saved, documents)
+            if d_initial_first:
+                found = maps.transposed(backward.d_initial()).apply(d_final)
+                close("d_initial", found, d_initial)
+            grads = backward.run(first, last)
+            for name, got, exact in zip(inputs._fields, grads, expected, strict=False):
+                close(name, got, exact)
+
+
+def output_and_gradients(rule, inputs, d_o, documents):
+    o, _, saved = rule.begin(inputs, documents).run()
+    return [o, *backward_of(rule, inputs, d_o, saved, documents).run()[: len(inputs)]]
+
+
+# In the first a document ends where the first of two rows does, in the second it lies over both.
+@pytest.mark.parametrize("lengths", [(3, 0, 30, 42, 65, 0, 10), (30, 50, 0, 70)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "gates", "run"),
+    [(DELTA, 1.0, run_whole), (DELTA, 1.0, run_in_segments), (KDA, "unequal", run_whole),
+     (SSD, False, output_and_gradients)],
+    ids=["delta rule", "delta rule in segments", "KDA", "SSD"],
+)  # fmt: skip
+def test_documents_over_batch_rows_equal_one_row(kind, gates, run, lengths):
+    inputs = kind.inputs(gates, 1, 150)
+    o, _ = kind.recurrence(inputs, None, states(kind, 1))
+    assert_rows_equal_one_row(run, kind.rule, inputs, torch.randn_like(o), documents_of(lengths))
