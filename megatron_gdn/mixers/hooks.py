@@ -88,8 +88,8 @@ def require_plain_conv(conv: nn.Module) -> None:
     """
     own = vars(conv)
     plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
-    if any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__):
-        plain = plain or not any(part.is_enabled for part in conv.children())
+    if not plain and any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__):
+        plain = not any(part.is_enabled for part in conv.children())
     if not plain or not conv.dilation == conv.stride == (1,):
         raise NotImplementedError(
             f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "

@@ -15,14 +15,8 @@ class ColumnBlock(NamedTuple):
     own: int  # and in the rank's row
     width: int
     copies: int
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.whole, self.whole + self.width)
-
-    @property
-    def own_columns(self) -> slice:
-        return slice(self.own, self.own + self.width)
+    columns: slice  # of the whole row
+    own_columns: slice
 
 
 class HeadShares(NamedTuple):
@@ -67,7 +61,9 @@ class HeadShares(NamedTuple):
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
     blocks, whole, own = [], 0, 0
     for section, width, copies in zip(shares.sections, shares.widths, shares.copies, strict=True):
-        blocks.append(ColumnBlock(whole + rank // copies * width, own, width, copies))
+        first = whole + rank // copies * width
+        columns, own_columns = slice(first, first + width), slice(own, own + width)
+        blocks.append(ColumnBlock(first, own, width, copies, columns, own_columns))
         whole, own = whole + section, own + width
     return tuple(blocks)
 
@@ -91,7 +87,7 @@ class Strip(NamedTuple):
 def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
     """A rank's columns in blocks of at most ``most`` columns, so that kernels need no masks."""
     cut = []
-    for whole, own, width, copies in shares.blocks(0):
+    for whole, own, width, copies, *_ in shares.blocks(0):
         done, block = 0, most
         while done < width:
             while block > width - done:
