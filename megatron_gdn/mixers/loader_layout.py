@@ -56,13 +56,7 @@ class _Said(NamedTuple):
 
 
 class LoaderLayout:
-    """The layout of every micro-batch that a layer is given.
-
-    Args:
-        option: ``cp_layout`` as the user gave it, ``"auto"`` or one of
-            :class:`..context_parallel.SequenceLayout`; others are refused.
-        config: Megatron's; may be replaced.
-    """
+    """The layout of every micro-batch that a layer is given; ``option`` is its ``cp_layout``."""
 
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
         self.config = config
