@@ -146,17 +146,17 @@ def refuse_config(config: TransformerConfig, mixer: str) -> None:
     """Refuse FP4, and weights that are cut further than tensor parallelism cuts them."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
-            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
-            f"products, and the recurrence compounds their error. Switch fp4 off; fp8 keeps "
-            f"the gates of GatedDeltaNet and Mamba2Mixer in bf16."
+            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
+            f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
+            f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
-            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} "
-            f"cuts each weight further than tensor_model_parallel_size="
+            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "
+            f"each weight further than tensor_model_parallel_size="
             f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
-            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares "
-            f"optimizer states, and fully_shard or Megatron-FSDP the weights."
+            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares optimizer states, "
+            f"and fully_shard or Megatron-FSDP the weights."
         )
 
 

@@ -164,9 +164,7 @@ def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
     return TreeDocuments(documents.offsets, documents.device, parents, tuple(lengths))
 
 
-def _fitting(
-    documents: StaticDocuments, total_tokens: int, device: torch.device
-) -> StaticDocuments:
+def _fitting(documents: StaticDocuments, total_tokens: int, device: torch.device) -> Documents:
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "

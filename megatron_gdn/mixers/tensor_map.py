@@ -81,10 +81,7 @@ class TensorMap:
         return full + self.shift if self.shift else full
 
     def to_hf(
-        self,
-        full: Tensor,
-        dtypes: Sequence[torch.dtype],
-        original: Sequence[Tensor] | None = None,
+        self, full: Tensor, dtypes: Sequence[torch.dtype], original: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """The Hugging Face tensors, each in its file's dtype.
 

@@ -129,9 +129,8 @@ def _is_plain(value: Any) -> bool:
 class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
-    New parameters under the same names are marked again when the module is moved or cast, loaded,
-    copied or unpickled, and before any code iterates over its modules or parameters: optimizers,
-    data-parallel wrappers and ``finalize_model_grads`` call ``named_parameters()`` of the model.
+    New parameters are marked again when the module is moved or cast, loaded, copied or unpickled,
+    and before any code (such as optimizers) iterates over its modules or parameters.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
