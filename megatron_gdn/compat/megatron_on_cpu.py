@@ -24,8 +24,7 @@ _installed = False
 def run_megatron_on_cpu() -> None:
     """Let Megatron-Core run on the CPU; does nothing when a GPU is present or when called again.
 
-    Call it before the first `parallel_state.initialize_model_parallel`. It changes this process
-    only: a child started with ``spawn`` calls it again.
+    Each process calls it, before its first `parallel_state.initialize_model_parallel`.
     """
     global _installed
     if _installed or torch.cuda.is_available():
@@ -49,7 +48,7 @@ class _HostEvent:
     def record(self, stream: object = None) -> None:
         self._at = perf_counter()
 
-    def wait(self, stream: object = None) -> None: ...
+    def wait(self, *args: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -197,8 +196,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
     """HybridStack's final norm is `TorchRMSNorm` when Transformer Engine is absent.
 
-    hybrid_block.py builds ``TENorm`` for every spec. Can go when HybridStackSubmodules has a field
-    for it. Useful on a GPU without Transformer Engine too.
+    Can go when HybridStackSubmodules has a field for it. Useful on a GPU too.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.hybrid import hybrid_block
@@ -213,8 +211,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     distrib_optimizer.py expects a fused Adam: it reads one common step from the state of every
     rank, also of one whose optimizer is fresh or whose shares are all empty; copies "step" from the
     loaded tensors, which never hold it; and hands every parameter the same step tensor, so that one
-    update counts once per parameter. Can go when load_state_dict builds a step per parameter.
-    Useful on a GPU without fused Adam too.
+    update counts once per parameter. Can go when it does not. Useful on a GPU too.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -265,13 +262,6 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     optimizer_class.load_state_dict = load_state_dict_with_own_steps
 
 
-class _Done:
-    """The work of a collective that has ended."""
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-
 def gather_tensors_of_different_sizes() -> None:
     """``torch.distributed.all_gather`` takes them over gloo too: each rank broadcasts its own.
 
@@ -288,6 +278,6 @@ def gather_tensors_of_different_sizes() -> None:
             if rank == dist.get_rank(group):
                 received.copy_(tensor)
             dist.broadcast(received, dist.get_global_rank(members, rank), group)
-        return _Done() if async_op else None
+        return _HostEvent() if async_op else None  # has a wait()
 
     dist.all_gather = all_gather

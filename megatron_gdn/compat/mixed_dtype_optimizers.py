@@ -1,6 +1,7 @@
 """Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit parameters.
 
-A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of megatron-core 0.19:
+A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of megatron-core 0.19, and
+those of :mod:`.optimizer_checkpoints`:
 
 1. ``DistributedOptimizer`` saves and loads another parameter's state under a name: it records
    places in the order of the gradient buffers, and Adam gets the fp32 parameters first
@@ -14,16 +15,13 @@ A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of mega
 5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, which no parameter
    has under torch's FSDP2; 16-bit ones may have ``grad`` alone.
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
-7. Those of :mod:`.optimizer_checkpoints`.
 
-The layer installs the wrappers when it first marks a parameter, before any optimizer of it exists.
-Each does nothing in models of one dtype and in a repaired Megatron. A parameter group of its own
-for fp32 parameters would have to be set in every script, and its files load in no other run.
+A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. It does nothing in
+models of one dtype and in a repaired Megatron. (Parameter groups of their own for fp32 parameters
+would have to be set in every script, and their files load in no other run.)
 
 In a file an fp32 parameter is its own master, under the keys of a 16-bit one's. So checkpoints of
 layers with a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
-
-A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``.
 """
 
 from __future__ import annotations
@@ -57,6 +55,7 @@ _MASTERS = "fp32_params"
 _LIST = "fp32_from_fp16_params"  # Megatron's list of masters
 _PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
+_flat = chain.from_iterable
 _originals: list[tuple[type, str, Callable]] = []
 
 
@@ -122,7 +121,7 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
     """Model parameter -> (group, index in group) of the shard that Adam updates for it.
 
-    None for optimizers that shard nothing, or keep other tensors than they were given.
+    None if the optimizer shards nothing, or keeps other tensors than it was given.
     """
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
@@ -141,10 +140,6 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
             if id(shard) in place:
                 places[model] = place[id(shard)]
     return places if places.keys() == optimizer.model_param_group_index_map.keys() else None
-
-
-def _flat(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
-    return chain.from_iterable(groups)
 
 
 @torch.no_grad()
@@ -169,7 +164,7 @@ def _gather_fp32_parameters(optimizer: Any) -> None:
     if len({buffer.param_dtype for buffer in buffers}) == 1:
         return
     group = optimizer.data_parallel_group
-    for bucket in chain.from_iterable(b.buckets for b in buffers if b.param_dtype == torch.float32):
+    for bucket in _flat(b.buckets for b in buffers if b.param_dtype == torch.float32):
         mine = bucket.param_data.chunk(group.size())[group.rank()]
         dist.all_gather_into_tensor(bucket.param_data, mine.clone(), group=group)
 
@@ -205,16 +200,17 @@ def _store_all_parameters(
         return state
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
     native = {id(parameter) for parameter in natives}
-    is_native = [id(p) in native for g in optimizer.optimizer.param_groups for p in g["params"]]
-    masters = list(_flat(state[_LIST]))
-    state[_MASTERS] = {
-        # The model's entry is loaded into the parameter; the master needs its own memory.
-        index: replace(master, data=master.data.clone()) if is_loading else master
-        for index, master in enumerate(masters)
-        if is_native[index]
-    }
-    others = (master for index, master in enumerate(masters) if not is_native[index])
-    state[_LIST] = [[next(others) for _ in group] for group in optimizer.fp32_from_float16_groups]
+    parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
+    state[_MASTERS], others = {}, []
+    for index, (parameter, master) in enumerate(zip(parameters, _flat(state[_LIST]), strict=True)):
+        if id(parameter) not in native:
+            others.append(master)
+        elif is_loading:  # the model's entry is loaded into the parameter, this into other memory
+            state[_MASTERS][index] = replace(master, data=master.data.clone())
+        else:
+            state[_MASTERS][index] = master
+    rest = iter(others)
+    state[_LIST] = [[next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups]
     return state
 
 
@@ -242,11 +238,7 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
 
 
 def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """List an fp32 parameter as its own master, in Adam's order.
-
-    So layers with a 16-bit ``A_log`` and with an fp32 one write one list and read it.
-    ``sharded_state_dict`` lists others.
-    """
+    """List an fp32 parameter as its own master, in Adam's order, as layers with 16-bit ones do."""
     state = state_dict(optimizer, *args, **kwargs)
     if not getattr(optimizer, "_in_sharded_state_dict", False) and _LIST in state:
         state[_LIST] = [list(group["params"]) for group in optimizer.param_groups]
@@ -254,14 +246,7 @@ def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kw
 
 
 def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Remove the masters of fp32 parameters from the list of ``state``.
-
-    Returns:
-        Index of a parameter in Adam -> its master; empty for a list without them.
-
-    Raises:
-        ValueError: the list is neither that of all parameters nor that of the 16-bit ones.
-    """
+    """Take the masters of fp32 parameters out of the list of ``state``, by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
         return [[p.shape for p in group] for group in groups]
@@ -288,8 +273,8 @@ def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Ten
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
     """Send fp32 parameters of a 16-bit model from their ranks one by one; the others as ever.
 
-    Each rank updates whole parameters. Megatron flattens those of a rank into one tensor to gather
-    them, which is fp32 where an fp32 parameter is among them, and 16-bit on another rank.
+    Megatron gathers the parameters that a rank updates as one flat tensor, which is fp32 where an
+    fp32 parameter is among them, and 16-bit on another rank.
     """
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
@@ -327,19 +312,18 @@ def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    single = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))
-    half = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))
-    adam = torch.optim.Adam([single, half])
-    for parameter in (single, half):
+    named = {
+        name: torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+        for name, dtype in (("single", torch.float32), ("half", torch.bfloat16))
+    }
+    adam = torch.optim.Adam(named.values())
+    for parameter in named.values():
         adam.state[parameter] = {"exp_avg": torch.zeros(1, device=device)}
     config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
     no_scaler = cast(Any, None)  # legal in bf16
     probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
     cast(Any, probe)._in_sharded_state_dict = True
-    model = {
-        name: ShardedTensor.from_rank_offsets(name, parameter)
-        for name, parameter in (("single", single), ("half", half))
-    }
+    model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}
     try:
         state = sharded(probe, model)["optimizer"]["state"]
     except (AssertionError, ValueError):

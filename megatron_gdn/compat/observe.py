@@ -22,11 +22,7 @@ def span(mixer: object, name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _range(message: str) -> Iterator[None]:
-    """The range is closed also when the body raises.
-
-    Megatron checks that ranges close in the order in which they were opened, so one that stays open
-    would make a later, unrelated one fail.
-    """
+    """Closed also when the body raises: an open range would make Megatron's later ones fail."""
     nvtx_range_push(msg=message)
     try:
         yield

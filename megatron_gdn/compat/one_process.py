@@ -16,9 +16,6 @@ def start_one_process(seed: int = 1234) -> torch.device:
 
     All parallel sizes are 1. On a machine without a GPU `run_megatron_on_cpu` is called first.
 
-    Args:
-        seed: of the random numbers that new parameters and dropout are drawn from.
-
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
 

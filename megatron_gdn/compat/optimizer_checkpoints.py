@@ -37,7 +37,8 @@ def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwarg
     try:
         return sharded(optimizer, *args, **kwargs)
     except (AssertionError, IndexError):  # IndexError where python -O skips the assertion
-        if not _has_empty_share(optimizer):
+        of_buffers = (buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values())
+        if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
             raise
     state_of = optimizer.get_parameter_state_dp_reshardable
     optimizer.get_parameter_state_dp_reshardable = lambda: _listed(optimizer, state_of())
@@ -52,15 +53,6 @@ def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwarg
     return state
 
 
-def _has_empty_share(optimizer: Any) -> bool:
-    return any(
-        not bucket["param_map"]
-        for ranges in optimizer.gbuf_ranges
-        for buckets in ranges.values()
-        for bucket in buckets
-    )
-
-
 def _listed(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
     """The state with an entry for every share."""
     group = optimizer.data_parallel_group
@@ -72,13 +64,12 @@ def _listed(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
                     share = bucket.grad_data.numel() // group.size()
                     covered = bucket.numel_unpadded - group.rank() * share
                     size = max(0, min(share, covered))
-                    entries.append(_entry_of_padding(optimizer, known, size, bucket))
+                    device = bucket.grad_data.device
+                    entries.append(_entry_of_padding(optimizer, known, size, device))
     return state
 
 
-def _entry_of_padding(
-    optimizer: Any, known: dict[str, Any], size: int, bucket: Any
-) -> dict[str, Any]:
+def _entry_of_padding(optimizer: Any, known: dict[str, Any], size: int, device: Any) -> dict:
     """``size`` zeros for the parameter and each state of it, in the dtypes of the entry ``known``.
 
     Without one they are fp32, as in every buffer of fp32 parameters.
@@ -88,7 +79,6 @@ def _entry_of_padding(
         for key, value in known.items()
         if isinstance(value, Tensor) and key != "step"  # a number, not a share
     } or dict.fromkeys(("param", *optimizer.optimizer_state_keys), torch.float32)
-    device = bucket.grad_data.device
     zeros = {key: torch.zeros(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
     # A file cannot hold an empty tensor, so a share of padding alone has none.
     place = {"gbuf_local_start": 0, "gbuf_local_end": size, "padding": True}
@@ -123,11 +113,7 @@ def _padded_between_buckets(buffer: Any) -> bool:
 
 
 def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
-    """Put each bucket of the gathered states ``[numel_unpadded]`` at its offset in the buffer.
-
-    Args:
-        state: buffer number -> dtypes -> name -> tensor; None on ranks that gather nothing.
-    """
+    """Put each bucket of the gathered states ``[numel_unpadded]`` at its offset in the buffer."""
     if state is None:
         return None
     for index, buffer in enumerate(buffers):
@@ -156,23 +142,18 @@ def _cuts_at_padded(sharded: Callable) -> bool:
         SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=size, offset=offset)
         for size, offset in ((1, 0), (2, 2))
     ]
-    buffer = SimpleNamespace(
-        buckets=buckets,
-        numel=4,
-        numel_unpadded=3,
-        param_index_map={first: (0, 1, 0), second: (2, 4, 1)},
-    )
+    places = {first: (0, 1, 0), second: (2, 4, 1)}
+    buffer = SimpleNamespace(buckets=buckets, numel=4, numel_unpadded=3, param_index_map=places)
     kind = (torch.float32, torch.float32)
+    # Longer than the buffer: Megatron warns of parameters that end behind it.
+    gathered = {0: {kind: {"param": torch.arange(8.0)}}}
     probe = SimpleNamespace(
         buffers=[buffer],
         gbuf_ranges=[{kind: [{"param_map": {}}, {"param_map": {}}]}],
-        # Longer than the buffer: Megatron warns of parameters that end behind it.
-        get_parameter_state_dp_zero=lambda **_: {0: {kind: {"param": torch.arange(8.0)}}},
+        get_parameter_state_dp_zero=lambda **_: gathered,
     )
-    model = {
-        name: ShardedTensor.from_rank_offsets(name, parameter)
-        for name, parameter in (("first", first), ("second", second))
-    }
+    named = {"first": first, "second": second}
+    model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}
     state = sharded(probe, model, metadata={})
     return state[1]["param"].data.tolist() != [1.0, 2.0]
 

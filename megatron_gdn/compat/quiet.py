@@ -1,7 +1,4 @@
-"""What importing Megatron says: its notes hidden, a version that was not tested warned of.
-
-This file imports no Megatron.
-"""
+"""What importing Megatron says: its notes hidden, a version that was not tested warned of."""
 
 import logging
 import re
@@ -12,10 +9,9 @@ OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installe
 
 
 def hide_import_notes() -> None:
-    """Hide what Megatron and fla print about absent packages and GPUs.
+    """Hide what importing Megatron and fla says about absent packages and GPUs.
 
-    Call it before they are imported. The library itself never calls it: whoever starts the process
-    decides.
+    Whoever starts the process decides: the library itself never calls it.
     """
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
@@ -24,10 +20,7 @@ def hide_import_notes() -> None:
 
 @cache
 def warn_of_untested(version: str) -> None:
-    """Warn if ``version`` of Megatron-Core lies outside the tested range, once.
-
-    Releases before the range lack what the layer is built from; later ones rename and rebuild it.
-    """
+    """Warn if ``version`` of Megatron-Core lies outside the tested range, once."""
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if OLDEST <= numbers < UNTESTED_FROM:
         return

@@ -1,11 +1,10 @@
 """Loads the projection's bias, and adapters of it, from checkpoints of Megatron's own layer.
 
 megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-end to end, each ``[query | key | value | z | beta | alpha]`` of that rank: at any other size it
-loads scrambled, without an error. Megatron-Bridge stores the tensor of a LoRA adapter that has the
-projection's rows (``in_proj.adapter.linear_out.weight``) in the same way. Here both are stored
-section by section, like the weight. If a file has the one tensor and not the sections, the wrapper
-below reads it; the shards in the file give the order of its rows.
+end to end: at any other size it loads scrambled, without an error. So does Megatron-Bridge's tensor
+of a LoRA adapter that has the projection's rows (``in_proj.adapter.linear_out.weight``). Here both
+are stored section by section, like the weight. If a file has the one tensor and not the sections,
+the wrapper below reads it; the shards in the file give the order of its rows.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _with_upstream_bias(load: Callable) -> Callable:
 
         if not any(map(is_section, nested_values(sharded_state_dict))):
             return load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        saved = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+        saved: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
         foreign, others = extract_matching_values(
             sharded_state_dict,
             lambda v: is_section(v) and v.key not in saved and _section_of[v.key][0] in saved,

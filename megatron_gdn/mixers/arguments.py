@@ -53,15 +53,9 @@ def require_causal(
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
             the same with True everywhere, which forbids a token even itself and so can only mean
             "no mask" (Megatron's own tests pass it); or a 2-D mask of ones, ``[b, S]`` or
-            ``[b, s]``, which keeps every token. A 4-D mask of ones in another dtype may mean the
-            opposite, and is refused.
-        rows: b, the rows of the batch.
-        tokens: S, the tokens of all ranks.
+            ``[b, s]``, which keeps every token.
+        rows, tokens: b, of the batch; S, of all ranks.
         local_positions: gives the sequence positions of the s tokens of this rank.
-
-    Raises:
-        TypeError: the mask is not a tensor.
-        NotImplementedError: the mask is not causal, or of another shape.
     """
     if mask is None or is_graph_capturing():
         return
@@ -89,10 +83,12 @@ def require_causal(
         is_bool = fits and mask.dtype == torch.bool
         legal = is_bool and bool((mask == future).all() or mask.all())
     if not legal:
-        why = f"is not a causal mask{_of_other_tokens(mask, positions)}" if fits else (
+        why = (
             f"does not fit {rows} rows of {tokens} tokens, {local} of them on this rank: it must "
             f"be [{rows} or 1, 1, {local}, {tokens}] and causal, or [{rows}, {tokens}] of ones"
-        )  # fmt: skip
+        )
+        if fits:
+            why = f"is not a causal mask{_of_other_tokens(mask, positions)}"
         raise NotImplementedError(
             f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_HELP}"
         )
@@ -150,17 +146,17 @@ def refuse_config(config: TransformerConfig, mixer: str) -> None:
     """Refuse FP4, and weights that are cut further than tensor parallelism cuts them."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
-            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
-            f"products, and the recurrence compounds their error. Switch fp4 off; fp8 keeps "
-            f"the gates of GatedDeltaNet and Mamba2Mixer in bf16."
+            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
+            f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
+            f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
-            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} "
-            f"cuts each weight further than tensor_model_parallel_size="
+            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "
+            f"each weight further than tensor_model_parallel_size="
             f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
-            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares "
-            f"optimizer states, and fully_shard or Megatron-FSDP the weights."
+            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares optimizer states, "
+            f"and fully_shard or Megatron-FSDP the weights."
         )
 
 
@@ -200,10 +196,10 @@ GDN_FIELDS = ConfigFields(
 
 # Names of `--recompute-modules`, and what is computed again here for them.
 _RECOMPUTED = {
-    "gdn": ("whole",),
-    "gdn_norm_out": ("norm_out",),
-    "gdn_qkv": ("qkv",),
-    "gdn_in_proj_conv": ("qkv",),
+    "gdn": "whole",
+    "gdn_norm_out": "norm_out",
+    "gdn_qkv": "qkv",
+    "gdn_in_proj_conv": "qkv",
 }
 _KEEPS_PROJECTION = ("gdn_in_proj", "gdn_in_proj_conv", "gdn_qkv")
 # Names of `--offload-modules` for parts of attention.
@@ -247,15 +243,11 @@ def allows_neg_eigval(given: bool | None, config: TransformerConfig) -> bool:
 
 
 def recomputed_parts(config: TransformerConfig) -> set[str]:
-    """Which of ``whole``, ``qkv`` and ``norm_out`` ``--recompute-modules`` asks for.
-
-    A name that means more than is computed again here is named in the log, also if it is new.
-    """
+    """Which of ``whole``, ``qkv`` and ``norm_out`` ``--recompute-modules`` asks for."""
     if config.recompute_granularity != "selective":
         return set()
-    parts = set()
-    for name in config.recompute_modules or ():
-        parts.update(_RECOMPUTED.get(name, ()))
+    modules = config.recompute_modules or ()
+    for name in modules:
         if name in _KEEPS_PROJECTION:
             again = "query, key and value are" if name in _RECOMPUTED else "nothing is"
             log_once(
@@ -264,7 +256,7 @@ def recomputed_parts(config: TransformerConfig) -> set[str]:
             )
         elif name.startswith("gdn") and name not in _RECOMPUTED:
             log_once(f"GatedDeltaNet: --recompute-modules {name} has no effect: it is not known.")
-    return parts
+    return {_RECOMPUTED[name] for name in modules if name in _RECOMPUTED}
 
 
 def name_ignored_offloads(config: TransformerConfig, mixer: str = "GatedDeltaNet") -> None:

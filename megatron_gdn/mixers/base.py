@@ -6,6 +6,7 @@ of the projection, p where the mixer runs, H heads with a state, V columns of a 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -63,9 +64,6 @@ class RecurrentMixer(
             projection row, the ``state`` of its heads, the ``in_proj_layout`` if :meth:`project`
             makes rows of other columns. ``shard(n)`` gives those of one of n ranks.
         layer_number, pg_collection, pp_layer_offset, cp_layout: see `megatron_gdn.GatedDeltaNet`.
-
-    Attributes:
-        global_dims, dims: of the whole mixer, and of this tensor-parallel rank.
     """
 
     in_proj: Any
@@ -96,7 +94,7 @@ class RecurrentMixer(
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of one rank
         # A recipe decides by module, and may keep these columns out of FP8.
         if config.fp8 and config.quant_recipe is None:
             from megatron.core.fp8_utils import get_fp8_align_size
@@ -136,8 +134,7 @@ class RecurrentMixer(
 
         Raises:
             ValueError: lengths, boundaries or head counts that do not fit; a rounded parameter.
-            NotImplementedError: a mask that is not causal, a context of another kind, packed
-                documents inside Megatron's CUDA graph of the layer.
+            NotImplementedError: a mask, a context or a CUDA graph that the mixer cannot honour.
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
@@ -153,13 +150,9 @@ class RecurrentMixer(
         # Without a gradient of its input a checkpoint would give the parameters none either.
         trains = self.training and hidden_states.requires_grad
         if self.recompute_whole and trains and context is None and not is_checkpointing():
-            return checkpoint(
-                lambda x: self.forward(
-                    x, attention_mask, packed_seq_params=packed_seq_params,
-                    pg_collection=pg_collection,
-                ),
-                False, hidden_states,
-            )  # fmt: skip
+            given = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
+            again = partial(self.forward, attention_mask=attention_mask, **given)
+            return checkpoint(again, False, hidden_states)
         gates = None
         with span(self, "in_proj"):
             if context is None and self.takes_gates_apart and isinstance(self.in_proj, GatesApart):
@@ -322,21 +315,18 @@ class RecurrentMixer(
         config: Any = self.config
         if not config.perform_initialization:
             return
-        in_weight = getattr(self.in_proj, "weight", None)
-        out_weight = getattr(self.out_proj, "weight", None)
-        init(in_weight, config.init_method, 0, layout_of_in_proj(self.global_dims).widths)
-        if out_weight is not None:
-            columns = out_weight.shape[1] * self.tp_size
-            init(out_weight, config.output_layer_init_method, 1, (columns,))
+        state, widths = self.global_dims.state, layout_of_in_proj(self.global_dims).widths
+        init(getattr(self.in_proj, "weight", None), config.init_method, 0, widths)
+        columns = (state.heads * state.columns,)
+        init(getattr(self.out_proj, "weight", None), config.output_layer_init_method, 1, columns)
 
     @property
     def norm_group(self) -> Any:
         """The group over which our backward sums the norm's gradients; None if it does not sum.
 
-        All ranks hold the norm whole, and each sees its own heads only. With sequence parallelism
-        Megatron sums the gradients of parameters with the mark ``sequence_parallel``; without, it
-        expects the whole gradient of a replicated parameter from the backward. (megatron-core
-        0.19's own layer does not sum then, and its norm weights drift apart.)
+        All ranks hold the norm whole, and each sees its own heads only. Megatron sums gradients
+        with the mark ``sequence_parallel`` itself; without, the backward must give whole ones.
+        (megatron-core 0.19's own layer does not, and its norm weights drift apart.)
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 

@@ -109,11 +109,7 @@ class ShardedBySections:
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys.
-
-        Raises:
-            ValueError: ``gdn_whole_bias`` with tensor parallelism, a mixer under torch's FSDP2.
-        """
+        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys."""
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
         layout = layout_of_in_proj(self.dims)
@@ -178,8 +174,7 @@ _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpo
 class SaysStoredRows(nn.Module):
     """Mixin of a mixer: under Megatron-FSDP its state dict says how ``in_proj`` is stored.
 
-    The entry is the tensor-parallel size, or 0 by section. Files without it (of Megatron's own
-    layer) load as they did.
+    The entry is the tensor-parallel size, or 0 by section. Files without it load as they did.
     """
 
     tp_size: int

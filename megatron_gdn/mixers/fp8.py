@@ -5,11 +5,9 @@
 
 FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds a decay over the
 sequence. The width without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16,
-12352 / 8 is not. Megatron's quantization recipe (``--te-precision-config-file``) switches linears
-on and off by their names, so each call asks.
-
-The weight stays one parameter. For the call alone the linear holds a view of its first rows, and a
-view of its rows in ``main_grad``.
+12352 / 8 is not. Megatron's quantization recipe switches linears on and off by their names, so each
+call asks. The weight stays one parameter: for the call alone the linear holds a view of its first
+rows, and a view of its rows in ``main_grad``.
 """
 
 from __future__ import annotations
@@ -32,12 +30,7 @@ from .gate_product import GateProduct
 
 
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
-    """Let ``in_proj`` compute the gates by themselves whenever it runs in FP8.
-
-    Args:
-        layout: the columns on this rank.
-        group: the tensor-parallel group.
-    """
+    """Let ``in_proj``, of the columns ``layout`` on this rank, compute the gates by themselves."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they compute in the "
@@ -61,8 +54,7 @@ def quantises(config: Any) -> bool:
 def wide_parameters(config: Any) -> AbstractContextManager[Any]:
     """Inside, linears are built with weights in ``params_dtype``, also under ``fp8_param``.
 
-    FP8 products quantise such a weight once a step. Rows of an FP8 weight share a scale and have
-    no bf16 values, so it could not hold the gates.
+    Rows of an FP8 weight share a scale and have no bf16 values, so it could not hold the gates.
     """
     if not getattr(config, "fp8_param", False):
         return nullcontext()
@@ -94,10 +86,8 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
     """Let ``linear`` save the very tensor that it is given, so that this can be computed again.
 
     In FP8 a linear of Transformer Engine saves a quantised copy by itself. Asked to, it saves its
-    input and quantises it again in the backward; delayed scaling cannot do that.
-
-    Returns:
-        whether the linear's backward will read its input.
+    input and quantises it again in the backward; delayed scaling cannot do that. Returns whether
+    the linear's backward will read its input.
     """
     if not quantises(config) or not hasattr(linear, "fp8_meta"):
         return True
@@ -142,14 +132,11 @@ class GatesApart(nn.Module):
                 "their weight gradient at once. Switch one of the two off."
             )
 
-    def forward(
-        self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def forward(self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any) -> Any:
         """As the linear's: ``[S, B, P]`` and no bias.
 
-        Args:
-            together: False returns the columns before the gates and, in place of the bias, the
-                gates; this saves a copy each way. Outside of FP8 it is all columns, and None.
+        ``together=False`` returns the columns before the gates and, in place of the bias, the
+        gates, which saves a copy each way. Outside of FP8 it is all columns, and None.
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
@@ -203,13 +190,11 @@ class GatesApart(nn.Module):
                 "in_proj writes the rows of its gates by themselves. Use the distributed "
                 "optimizer, or keep this layer out of FP8."
             )
-        wanted = weight.requires_grad and torch.is_grad_enabled()
-        fused = wanted and self.fuse_wgrad_accumulation
+        fused = self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
         parts = _CutRows.apply(weight, self._main_rows, fused)
         if fused:
             main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
-            grads = main_grad[: self._main_rows], main_grad[self._main_rows :]
-            for part, grad in zip(parts, grads, strict=True):
+            for part, grad in zip(parts, main_grad.tensor_split([self._main_rows]), strict=True):
                 vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
         return parts
 
@@ -223,8 +208,7 @@ def _apart(kind: type[nn.Module]) -> type[nn.Module]:
 class _CutRows(torch.autograd.Function):
     """The rows before ``first`` and the others, as views; ``added`` if their users add gradients.
 
-    The weight's hooks (of data-parallel wrappers) then run after both were added, as after the
-    linear's own backward.
+    The weight's hooks (of data-parallel wrappers) then run after both were added.
     """
 
     @staticmethod
@@ -239,15 +223,9 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         weight = ctx.weight
         if not ctx.added:
-            gradient = torch.empty_like(weight)
-            for rows, d_rows in zip(
-                gradient.tensor_split([ctx.first]), (d_main, d_gates), strict=True
-            ):
-                if d_rows is None:
-                    rows.zero_()
-                else:
-                    rows.copy_(d_rows)
-            return gradient, None, None
+            parts = zip((d_main, d_gates), weight.tensor_split([ctx.first]), strict=True)
+            own = [torch.zeros_like(rows) if d_rows is None else d_rows for d_rows, rows in parts]
+            return torch.cat(own), None, None
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None, None, None
         weight.grad_added_to_main_grad = True

@@ -21,25 +21,18 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    The norm is a factor of each token, so normed rows are neither written nor kept. Only gates and
-    their weights travel, never rows of ``x``: 64 columns against 2048. The weight's gradient is
-    summed in fp32, and added to ``weight.main_grad`` if the weight has one.
+    Normed rows are neither written nor kept. Only gates and their weights travel, never rows of
+    ``x``: 64 columns against 2048. The weight's gradient is summed in fp32, and added to
+    ``weight.main_grad`` if the weight has one.
 
     ``x`` is handed through to the linear that computes the other columns. So the linear's gradient
     of it arrives here, and the gates' share is added to it in place:
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
 
-    Args:
-        x: ``[S, B, D]``, the same on every rank; ``[s, B, D]``, this rank's tokens, with
-            ``sequence_parallel``.
-        weight: ``[p, D]``, this rank's rows.
-        gamma: ``[D]``; None leaves the norm out.
-        eps: of the norm.
-        group: the tensor-parallel group.
-
-    Returns:
-        ``[S, B, p]``, and ``x``, for the linear alone: its gradient is overwritten.
+    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` ``[p, D]`` are this
+    rank's rows, ``gamma`` ``[D]`` is None without a norm, ``group`` is the tensor-parallel group.
+    The result is ``[S, B, p]``, and ``x`` for the linear alone: its gradient is overwritten.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,15 +33,12 @@ _LEAVE_OUT = (
 _numbers = count()
 
 
-class _OfDocuments:
-    documents: StaticDocuments  # no field, so that Megatron does not compare the documents' own
-
-
 @dataclass(frozen=True, init=False, eq=False)
-class FixedBuffers(_OfDocuments):
+class FixedBuffers:
     """Documents as Megatron compares them: by the number of their buffers."""
 
     number: int
+    documents: ClassVar[Any]  # an attribute and no field: Megatron would compare its fields
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_numbers))
@@ -119,14 +116,11 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
     The host waits for nothing. One set of buffers serves one micro-batch in flight, since its
     backward reads them too. Call it on the stream of the replay, or inside the captured region with
-    a ``cu_seqlens`` that is itself a fixed buffer on the GPU.
+    a ``cu_seqlens`` that is itself a fixed buffer on the GPU, where an assertion checks it.
 
     Args:
         cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
             ``total_tokens``; padded offsets if documents have padded slots.
-
-    Raises:
-        ValueError: offsets that do not fit. Those on the GPU are checked there, by an assertion.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -182,9 +176,9 @@ def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
 def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Let layers with softmax attention run eagerly where Megatron captures layers (``local``).
 
-    Megatron has one ``cuda_graph_modules`` for all layers, and the rotation of packed documents
-    reads boundaries on the host unless ``apply_rope_fusion`` is on: no graph can be made of it.
-    Call it before the first step. It returns the layers that were left out.
+    Call it before the first step; it returns these layers. Megatron has one ``cuda_graph_modules``
+    for all layers, and without ``apply_rope_fusion`` the rotation of packed documents reads their
+    boundaries on the host.
     """
     left = [
         layer

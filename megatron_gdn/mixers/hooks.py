@@ -32,20 +32,20 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of ``module`` would run any hook, its own or torch's for all modules."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or any(_HOOKS_OF_ALL)
-    )
+    forward = module._forward_pre_hooks or module._forward_hooks
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(forward or backward) or any(_HOOKS_OF_ALL)
+
+
+def _has_other_hooks(module: nn.Module) -> bool:
+    own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or any(_HOOKS_OF_ALL)
 
 
 def only_waits_for_parameters(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs no hook but those of :func:`wait_for_parameters`."""
-    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     before = module._forward_pre_hooks.values()
-    return not any(own + _HOOKS_OF_ALL) and all(map(_waits_for_parameters, before))
+    return not _has_other_hooks(module) and all(map(_waits_for_parameters, before))
 
 
 def wait_for_parameters(module: nn.Module) -> None:
@@ -66,10 +66,9 @@ def parameters_waited_for(module: nn.Module) -> Iterator[None]:
     For calls with other tensors in place of the parameters, which these hooks do not know.
     """
     parts = [part for part in module.modules() if part._forward_pre_hooks]
-    for part in parts:
-        wait_for_parameters(part)
     hooks = [part._forward_pre_hooks for part in parts]
     for part, own in zip(parts, hooks, strict=True):
+        wait_for_parameters(part)
         others = ((key, hook) for key, hook in own.items() if not _waits_for_parameters(hook))
         part._forward_pre_hooks = OrderedDict(others)
     try:
@@ -105,8 +104,7 @@ def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
     ``rows`` makes that input. A hook that returns another one is refused.
     """
     name = type(module).__name__
-    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(own + _HOOKS_OF_ALL):
+    if _has_other_hooks(module):
         log_once(
             f"GatedDeltaNet: its {name} is computed inside the mixer and never called, so the "
             f"forward hooks and the backward hooks on it do not run, nor do those of all modules; "

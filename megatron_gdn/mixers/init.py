@@ -32,11 +32,7 @@ def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size
 
 
 def first_dt_bias(low: float, high: float, floor: float = 0.0) -> Callable[[Tensor], object]:
-    """A method that fills a tensor so that ``softplus`` of it is ``exp U(log low, log high)``.
-
-    Args:
-        floor: the least value of softplus.
-    """
+    """Fills a tensor so that its softplus is ``exp U(log low, log high)``, at least ``floor``."""
 
     def fill(x: Tensor) -> None:
         dt = x.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)

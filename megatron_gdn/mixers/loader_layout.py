@@ -56,13 +56,7 @@ class _Said(NamedTuple):
 
 
 class LoaderLayout:
-    """The layout of every micro-batch that a layer is given.
-
-    Args:
-        option: ``cp_layout`` as the user gave it, ``"auto"`` or one of
-            :class:`..context_parallel.SequenceLayout`; others are refused.
-        config: Megatron's; may be replaced.
-    """
+    """The layout of every micro-batch that a layer is given; ``option`` is its ``cp_layout``."""
 
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
         self.config = config
@@ -113,7 +107,13 @@ class LoaderLayout:
         if contiguous:
             said.append(_Said("config.cp_partition_mode='contiguous'", SequenceLayout.CONTIGUOUS))
         if mode is not None and (mode != SequenceLayout.ZIGZAG or contiguous):
-            said.append(_Said(f"packed_seq_params.cp_partition_mode={mode!r}", _parse_mode(mode)))
+            if mode not in tuple(SequenceLayout):
+                raise ValueError(
+                    f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
+                    f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
+                )
+            by_batch = f"packed_seq_params.cp_partition_mode={mode!r}"
+            said.append(_Said(by_batch, SequenceLayout(mode)))
         elif (by_launch := _said_by(arguments)) is not None:
             said.append(by_launch)
         for one in said[1:]:
@@ -147,15 +147,6 @@ class FollowsLoader:
     @cp_layout.setter
     def cp_layout(self, option: str | SequenceLayout) -> None:
         self.loader_layout.option = option
-
-
-def _parse_mode(mode: str) -> SequenceLayout:
-    if mode not in tuple(SequenceLayout):
-        raise ValueError(
-            f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
-            f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
-        )
-    return SequenceLayout(mode)
 
 
 def _said_by(arguments: tuple[Any, ...]) -> _Said | None:

@@ -12,8 +12,9 @@ width.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,14 +43,8 @@ if TYPE_CHECKING:
 _MOST_GROUPS = 16  # kept at a time
 _MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device
 _WHATEVER = SequenceLayout.ZIGZAG  # one rank holds all tokens in order in every layout
-
-
-class ChooseRule(Protocol):
-    """Chooses a rule for rows of a device and dtype and for the modes; also gives the reason."""
-
-    def __call__(
-        self, device: torch.device, dtype: torch.dtype, deterministic: bool, *, aligned: bool
-    ) -> tuple[Rule, str]: ...
+# ``choose(device, dtype, deterministic, aligned=...)`` gives the rule for such rows and the reason.
+ChooseRule = Callable[..., tuple[Rule, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +96,11 @@ class MicroBatches:
         mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
             :mod:`..context_parallel.price`; None: the config's, else auto.
         choose_rule: makes the rules.
-        cp_ranks_per_machine: ranks of ``group`` that NVLink joins; None asks the hosts, see
-            :mod:`..context_parallel.machines`.
+        cp_ranks_per_machine: ranks of ``group`` that NVLink joins; None asks the hosts.
         mixer, recurrence: their names in the log.
 
     Raises:
-        ValueError: headwise is asked for and the heads cannot be split over ``group``; what
-            ``choose_rule`` raises for the expected rows; a bad ``cp_ranks_per_machine``.
+        ValueError: headwise is asked for and the heads cannot be split over ``group``.
     """
 
     def __init__(
@@ -153,8 +146,7 @@ class MicroBatches:
     def use_group(self, group: Any) -> None:
         """Run micro-batches that do not bring their own group over this one from now on.
 
-        Raises:
-            ValueError: as the constructor; the group stays what it was.
+        If the constructor would refuse the group, it stays what it was.
         """
         alone = group is None or group.size() == 1
         layout = _WHATEVER if alone else self._loader_layout.expected()
@@ -167,17 +159,11 @@ class MicroBatches:
             rule.prepare(only.layout, _expected_dtype(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
-        """How the micro-batch of these projection rows runs.
+        """How the micro-batch of these projection rows ``[s, B, P]`` runs.
 
-        Args:
-            packed: the documents' boundaries, and maybe a group, which is used before all others.
-            proj_sBP: ``[s, B, P]``, this rank's tokens.
-            group: used if ``packed`` has none; None: the layer's.
-
-        Raises:
-            TypeError, ValueError: see :func:`.packing.resolve_packed_seq_params`,
-                :mod:`.loader_layout` and :mod:`..context_parallel.agreement`; a batch of packed
-                rows; and the constructor's errors, for a new group, device or dtype.
+        A group in ``packed`` is used before ``group``, and that before the layer's. Errors are
+        those of :func:`.packing.resolve_packed_seq_params`, :mod:`.loader_layout` and
+        :mod:`..context_parallel.agreement`, and for a new group, device or dtype the constructor's.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype

@@ -42,8 +42,8 @@ def _is_plain(module: Any) -> bool:
 def is_plain_rms_norm(module: Any) -> bool:
     """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
 
-    Not so: other classes, subclasses, parametrised weights, a replaced ``forward``, and hooks other
-    than those of :func:`wait_for_parameters`.
+    Other classes, subclasses, parametrised weights and a replaced ``forward`` are called, and so
+    are modules with hooks other than those of :func:`wait_for_parameters`.
     """
     return _is_plain(module) and only_waits_for_parameters(module)
 
@@ -53,10 +53,8 @@ def norm_of(
 ) -> GatedNorm | Apart:
     """The norm for the readout: weight and epsilon of a plain norm, or a readout that calls it.
 
-    Args:
-        group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
-        layout: of the rows with its gate.
-        activation: of the gate, ``"silu"`` or ``"sigmoid"``.
+    The gradients of its parameters are summed over ``group``. ``layout`` is of the rows with its
+    gate, ``activation`` is ``"silu"`` or ``"sigmoid"``.
     """
     plain, hooked = _is_plain(module), has_hooks(module)
     if plain and hooked and (plain := only_waits_for_parameters(module)):
@@ -73,12 +71,7 @@ def apply_gated_norm(
     norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """``norm(x) * act(gate)`` in ``x.dtype``, the product taken in fp32 (fp64 for fp64).
-
-    Args:
-        x, gate: ``[..., H, V]``.
-        group: the gradients of the norm's parameters are summed over it, see :func:`sum_gradient`.
-    """
+    """``norm(x) * act(gate)`` of ``[..., H, V]`` in ``x.dtype``, the product in fp32 or fp64."""
     with parameters_waited_for(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
-_PARENTS = "_megatron_gdn_parents"
+PARENTS = "_megatron_gdn_parents"  # of documents with qkv_format TREE
 # Layers that do not know trees must not take the documents for separate ones.
 TREE = "thd_tree"
 _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
@@ -29,21 +29,14 @@ class _Look(NamedTuple):
     """Offsets as they were."""
 
     tensor: torch.Tensor | None
-    version: int | None
+    version: int
     values: torch.Tensor | None  # None on a GPU, where comparing would wait for the device
 
-    @classmethod
-    def at(cls, tensor: torch.Tensor | None) -> _Look:
-        if tensor is None:
-            return cls(None, None, None)
-        return cls(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
 
-    def still_holds(self, tensor: torch.Tensor | None) -> bool:
-        if tensor is not self.tensor or tensor is None:
-            return tensor is self.tensor
-        if tensor._version != self.version:
-            return False
-        return self.values is None or torch.equal(tensor, self.values)
+def _look_at(tensor: torch.Tensor | None) -> _Look:
+    if tensor is None:
+        return _Look(None, 0, None)
+    return _Look(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
 
 
 class _Resolved(NamedTuple):
@@ -57,19 +50,19 @@ class _Resolved(NamedTuple):
 
     def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
         """Whether the same tensors hold the same offsets, for the same rows."""
-        documents, given = self.documents, params.__dict__.get(_PARENTS)
+        documents, given = self.documents, params.__dict__.get(PARENTS)
         if (params.qkv_format, given) != (self.layout, self.parents):
             return False
         if (tokens, device) != (documents.total_tokens, documents.device):
             return False
-        looks = zip(_BOUNDARIES, self.looks, strict=True)
-        return all(look.still_holds(getattr(params, name)) for name, look in looks)
-
-    def here(self) -> Documents:
-        stream = stream_of_tables()
-        if stream not in self.of_streams:
-            self.of_streams[stream] = replace(self.documents)
-        return self.of_streams[stream]
+        for name, (tensor, version, values) in zip(_BOUNDARIES, self.looks, strict=True):
+            if getattr(params, name) is not tensor:
+                return False
+            if tensor is not None and tensor._version != version:
+                return False
+            if tensor is not None and values is not None and not torch.equal(tensor, values):
+                return False
+        return True
 
 
 def resolve_packed_seq_params(
@@ -107,7 +100,10 @@ def resolve_packed_seq_params(
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
     if known is not None and known.still_holds(params, total_tokens, device):
-        return known.here()
+        stream = stream_of_tables()
+        if stream not in known.of_streams:
+            known.of_streams[stream] = replace(known.documents)
+        return known.of_streams[stream]
     if not _is_packed(params):
         return None
     if captured:
@@ -132,7 +128,7 @@ def resolve_packed_seq_params(
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
-    looks, parents = tuple(_Look.at(source) for source in sources), params.__dict__.get(_PARENTS)
+    looks, parents = tuple(map(_look_at, sources)), params.__dict__.get(PARENTS)
     known = _Resolved(params.qkv_format, parents, looks, documents, {stream_of_tables(): documents})
     params.__dict__[_RESOLVED] = known
     return documents
@@ -149,14 +145,9 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     return None if buffers is None else buffers.documents
 
 
-def give_parents(params: PackedSeqParams, parents: Sequence[int]) -> None:
-    """Attach the parents of the documents to ``params``, whose ``qkv_format`` is :data:`TREE`."""
-    params.__dict__[_PARENTS] = tuple(parents)
-
-
 def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
     """The documents with their parents, if they have any."""
-    parents = params.__dict__.get(_PARENTS)
+    parents = params.__dict__.get(PARENTS)
     if (parents is not None) != (params.qkv_format == TREE):
         had = "no parents" if parents is None else "parents of its documents"
         raise ValueError(
@@ -173,9 +164,7 @@ def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
     return TreeDocuments(documents.offsets, documents.device, parents, tuple(lengths))
 
 
-def _fitting(
-    documents: StaticDocuments, total_tokens: int, device: torch.device
-) -> StaticDocuments:
+def _fitting(documents: StaticDocuments, total_tokens: int, device: torch.device) -> Documents:
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "

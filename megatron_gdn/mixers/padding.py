@@ -40,8 +40,6 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """Where the tokens of a padded batch are, in the form that variable-length kernels take.
 
-    Args and errors: as in :func:`seqlens_of_mask`.
-
     Returns:
         int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the
         documents' cumulative lengths; and the longest length. The tensors are on the mask's device.
@@ -55,10 +53,9 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
     Padding is never read, so its values (NaN included) do not matter; its gradient is 0. The host
-    reads the mask once, and one gather moves the rows.
-
-    With context parallelism the packed rows are those of all ranks, and every document's slot must
-    have a multiple of ``2 * context_parallel_size`` rows. Each rank then takes its own rows:
+    reads the mask once, and one gather moves the rows. With context parallelism the packed rows are
+    those of all ranks, every slot must have a multiple of ``2 * context_parallel_size`` rows, and
+    each rank takes its own:
 
         packed, params = pack_rows(x, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
@@ -75,32 +72,27 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch of nothing but padding
         gives one empty document.
     """
-    layout = _layout(mask, multiple_of)
+    layout = _layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
             f"be [S, B, ...] (sequence first), the mask [B, S]."
         )
-    pack, unpack = layout.tables(x.device)
-    packed = TakeRows.apply(x.flatten(0, 1), pack, unpack).unsqueeze(1)
+    packed = TakeRows.apply(x.flatten(0, 1), layout.pack, layout.unpack).unsqueeze(1)
     slots = None if multiple_of == 1 else layout.slots
     return packed, params_of("thd", layout.lengths, slots, max(layout.slots), x.device)
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
-    """Move packed rows back to their places in the padded batch; padding is exactly 0.
+    """Move packed rows back to their places in the padded batch ``[S, B, ...]``; padding is 0.
 
     The inverse of :func:`pack_rows` wherever the mask is not 0, at the same cost.
 
     Args:
         packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
         mask, multiple_of: as they were given to :func:`pack_rows`.
-
-    Returns:
-        ``[S, B, ...]``.
     """
-    layout = _layout(mask, multiple_of)
-    pack, unpack = layout.tables(packed.device)
+    layout = _layout(mask, multiple_of, packed.device)
     rows = sum(layout.slots)
     if packed.shape[:2] != (rows, 1):
         raise ValueError(
@@ -108,7 +100,7 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
             f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of that the rows "
             f"were packed with, and with context parallelism the rows of all ranks."
         )
-    x = TakeRows.apply(packed.squeeze(1), unpack, pack)
+    x = TakeRows.apply(packed.squeeze(1), layout.unpack, layout.pack)
     return x.unflatten(0, mask.shape[::-1])
 
 
@@ -186,7 +178,7 @@ def params_of(
 
 
 class Take(NamedTuple):
-    """``y[i] = x[source[i]]``, and 0 for the i in ``holes``."""
+    """``y[i] = x[source[i]]``, and 0 for the i in ``holes``, where the source is -1."""
 
     source: Tensor
     holes: Tensor
@@ -204,18 +196,13 @@ class Take(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Which row goes where; -1 means no row."""
-
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
-    row_of_packed_P: Tensor  # int64: which of the S * B rows of x
-    packed_of_row_R: Tensor  # int64: the inverse, R = S * B
-
-    def tables(self, device: torch.device) -> tuple[Take, Take]:
-        return Take.along(self.row_of_packed_P, device), Take.along(self.packed_of_row_R, device)
+    pack: Take  # the packed rows from the S * B rows of x
+    unpack: Take
 
 
-def _layout(mask: Tensor, multiple_of: int) -> _Layout:
+def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no gaps).")
     token_T, document_T, lengths = read_mask(mask)
@@ -230,7 +217,8 @@ def _layout(mask: Tensor, multiple_of: int) -> _Layout:
     row_of_packed_P = torch.full((sum(slots),), -1, device="cpu")
     packed_of_row_R = torch.full((S * B,), -1, device="cpu")
     row_of_packed_P[packed_T], packed_of_row_R[row_T] = row_T, packed_T
-    return _Layout(lengths, slots, row_of_packed_P, packed_of_row_R)
+    pack, unpack = (Take.along(table, device) for table in (row_of_packed_P, packed_of_row_R))
+    return _Layout(lengths, slots, pack, unpack)
 
 
 class TakeRows(torch.autograd.Function):

@@ -76,13 +76,23 @@ class Fp32Parameters(nn.Module):
                 )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does; warn if the values of the named parameters were rounded."""
+        """Load as torch does; warn of rounded values at a load's first module that has some."""
         _metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
         given = {key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)}
         dtypes = {key: getattr(value, "dtype", torch.float32) for key, value in given.items()}
-        _warn_of_rounded({k: d for k, d in dtypes.items() if d not in wide}, missing_keys)
+        rounded = [f"{key} ({str(d)[6:]})" for key, d in dtypes.items() if d not in wide]
+        global _missing_keys_of_warned_load
+        if rounded and missing_keys is not _missing_keys_of_warned_load:
+            _missing_keys_of_warned_load = missing_keys
+            logger.warning(
+                "load_state_dict: %s: the layer keeps these in fp32, the state dict does not, so "
+                "their values are rounded; those of the layers after it are not listed. Where the "
+                "checkpoint's optimizer holds fp32 masters, "
+                "megatron_gdn.fp32_masters.load_fp32_masters(model, folder) brings them back.",
+                ", ".join(rounded),
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -108,19 +118,3 @@ def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
             f"data_parallel_sharding_strategy other than 'optim_grads_params' (for "
             f"megatron_fsdp.fully_shard: zero_dp_strategy, and no fsdp_unit_modules)."
         )
-
-
-def _warn_of_rounded(dtypes: dict[str, torch.dtype], missing_keys: list[str]) -> None:
-    """Warn once per ``load_state_dict``, at its first module with such parameters."""
-    global _missing_keys_of_warned_load
-    if not dtypes or missing_keys is _missing_keys_of_warned_load:
-        return
-    _missing_keys_of_warned_load = missing_keys
-    found = ", ".join(f"{key} ({str(dtype)[6:]})" for key, dtype in dtypes.items())
-    logger.warning(
-        "load_state_dict: %s: the layer keeps these in fp32, the state dict does not, so their "
-        "values are rounded; those of the layers after it are not listed. Where the checkpoint's "
-        "optimizer holds fp32 masters, megatron_gdn.fp32_masters.load_fp32_masters(model, folder) "
-        "brings them back.",
-        found,
-    )

@@ -28,15 +28,8 @@ def computed_again(
 ) -> frozenset[str]:
     """Of ``qkv``, ``norm_out`` and ``rule`` those that any setting asks for, or ``whole`` alone.
 
-    Args:
-        config: its ``recompute_modules`` ask too, see :func:`.arguments.recomputed_parts`.
-        recompute: one of LEVELS; None asks for nothing.
-        options: the layer's ``recompute_qkv`` and ``recompute_norm_out`` by the names of the parts;
-            None was not given.
-
-    Raises:
-        ValueError: an unknown level, an option that is no bool, settings that contradict.
-        NotImplementedError: the whole layer, under FP8.
+    ``recompute`` is one of LEVELS, or None. ``options`` are the layer's ``recompute_qkv`` and
+    ``recompute_norm_out`` by the names of the parts; None was not given.
     """
     if recompute is not None and recompute not in LEVELS:
         legal = ", ".join(repr(level) for level in LEVELS)

@@ -41,33 +41,19 @@ def concatenated(pieces: Sequence[Tensor]) -> Tensor:
 class TensorMap:
     """One Megatron tensor, the Hugging Face tensors it is made of, and its split over ranks.
 
-        megatron = join(pieces) + shift        pieces = split(megatron - shift)
-
-    Attributes:
-        names: parameter names in a Megatron model; the first is canonical (Transformer Engine,
-            norms fused into the next projection), the others are the names in local modules.
-        sources: the Hugging Face tensors, in the order `join` takes them.
-        join: Hugging Face tensors to the full Megatron tensor; None concatenates rows.
-        split: the inverse of `join`; None splits rows by the sources' shapes.
-        shard_dim: the dimension that tensor-parallel ranks share; None means every rank has all.
-        sections: sizes along ``shard_dim`` that are shared out separately, so that a rank's rows
-            are ``[section 0 of rank | section 1 of rank | ...]``; empty means one section.
-        shift: +1 or -1 where the two sides store a norm gain around different centres.
-        fp32: the Megatron tensor is fp32 even if the file has another dtype.
-        is_expert: cut over the expert-tensor-parallel group.
-        pad_rows: the full tensor may be padded with zero rows at its end (vocabulary).
+    megatron = join(pieces) + shift        pieces = split(megatron - shift)
     """
 
-    names: tuple[str, ...]
-    sources: tuple[HFRef, ...]
-    join: Callable[[Sequence[Tensor]], Tensor] | None = None
-    split: Callable[[Tensor], Sequence[Tensor]] | None = None
-    shard_dim: int | None = None
-    sections: tuple[int, ...] = ()
-    shift: float = 0.0
-    fp32: bool = False
-    is_expert: bool = False
-    pad_rows: bool = False
+    names: tuple[str, ...]  # in Megatron: the canonical (Transformer Engine's), then local modules'
+    sources: tuple[HFRef, ...]  # in the order `join` takes them
+    join: Callable[[Sequence[Tensor]], Tensor] | None = None  # None concatenates rows
+    split: Callable[[Tensor], Sequence[Tensor]] | None = None  # None splits by the sources' rows
+    shard_dim: int | None = None  # shared by tensor-parallel ranks; None means every rank has all
+    sections: tuple[int, ...] = ()  # along shard_dim, each shared out by itself; empty means one
+    shift: float = 0.0  # +1 or -1 where the two sides centre a norm gain differently
+    fp32: bool = False  # in Megatron, even if the file has another dtype
+    is_expert: bool = False  # cut over the expert-tensor-parallel group
+    pad_rows: bool = False  # zero rows may be added at the end (vocabulary)
 
     @property
     def name(self) -> str:
@@ -95,19 +81,13 @@ class TensorMap:
         return full + self.shift if self.shift else full
 
     def to_hf(
-        self,
-        full: Tensor,
-        dtypes: Sequence[torch.dtype],
-        original: Sequence[Tensor] | None = None,
+        self, full: Tensor, dtypes: Sequence[torch.dtype], original: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """The Hugging Face tensors, each in its file's dtype.
 
-        Args:
-            full: the whole Megatron tensor, in any dtype.
-            dtypes: one dtype per source.
-            original: the source tensors as imported, on any device. An element of ``full`` that is
-                unchanged since the import is exported as its original, bit for bit. Without
-                originals a shifted gain cannot come back exactly from bf16.
+        ``original`` are the sources as imported, on any device. An element of ``full`` that is
+        unchanged since the import is exported as its original, bit for bit. Without originals a
+        shifted gain cannot come back exactly from bf16.
         """
         split = self.split or self._split_rows
         unshifted = full.float() - self.shift if self.shift else full
@@ -147,10 +127,8 @@ class TensorMap:
         shards = [dequantised(shard) for shard in shards]
         if (dim := self.shard_dim) is not None:
             local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
-            by_rank = [shard.split(local, dim) for shard in shards]
-            return torch.cat(
-                [piece for section in zip(*by_rank, strict=True) for piece in section], dim
-            )
+            by_section = zip(*(shard.split(local, dim) for shard in shards), strict=True)
+            return torch.cat([piece for section in by_section for piece in section], dim)
         for rank, other in enumerate(shards[1:], start=1):
             if not torch.equal(bits_of(other), bits_of(shards[0])):
                 raise ValueError(
@@ -183,11 +161,8 @@ def ranks_from_hf(
 ) -> list[dict[str, Tensor]]:
     """Hugging Face tensors to the layer's, one dict for each tensor-parallel rank.
 
-    Args:
-        maps: of every parameter, without prefixes.
-        hf_state: exactly the tensors that the maps name.
-        tp_size: number of ranks.
-        what: the layer's name in errors.
+    ``hf_state`` are exactly the tensors that the maps of the parameters name, without prefixes.
+    ``what`` names the layer in errors.
     """
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
@@ -217,13 +192,9 @@ def hf_from_ranks(
     dtypes: Mapping[str, torch.dtype] | None = None,
     originals: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `ranks_from_hf`.
+    """The inverse of `ranks_from_hf`; ``dtypes`` are by default the tensors' own.
 
-    Args:
-        maps: as in the import.
-        ranks: one Megatron state dict for each tensor-parallel rank.
-        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
-        originals: Hugging Face tensors as imported, see `TensorMap.to_hf`.
+    ``originals`` are the Hugging Face tensors as imported, see `TensorMap.to_hf`.
     """
     dtypes, originals = dtypes or {}, originals or {}
     state: dict[str, Tensor] = {}

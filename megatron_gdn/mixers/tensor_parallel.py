@@ -26,20 +26,15 @@ from .micro_batch import MicroBatches
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     """Mark a parameter as split over tensor-parallel ranks along dimension 0, by sections."""
-    vars(parameter).update(
-        tensor_model_parallel=True,
-        partition_dim=0,
-        partition_stride=1,
-        partition_sizes=list(sections),
-    )
+    vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    vars(parameter).update(partition_sizes=list(sections))
 
 
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes`` (this rank's sizes). Its Muon orthogonalises
-    each section by itself where the marks are those of fused Q, K and V. ``use_muon=False`` gives
-    the weight to Adam in Megatrons that read it (main).
+    Megatron's resharding reads ``partition_sizes`` (this rank's). Its Muon orthogonalises sections
+    that are marked as fused Q, K and V are. ``use_muon=False`` gives the weight to Adam (main).
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
@@ -55,10 +50,7 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 
 
 def muon_reads_sections() -> bool:
-    """Whether Megatron's Muon reads a parameter's own sections, and fp32 masters copy them.
-
-    Before 0.19 it cuts every parameter marked ``is_qkv`` in the sizes of the model's attention.
-    """
+    """Whether Megatron's Muon (from 0.19 on) reads a parameter's own sections."""
     from megatron.core.tensor_parallel import layers
 
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
@@ -94,9 +86,7 @@ def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
 
-    Raises:
-        RuntimeError: something else replaced the parameters meanwhile, as ``fully_shard`` of
-            ``module`` itself does; their gradients would not be summed.
+    Nothing else may replace the parameters meanwhile, as ``fully_shard`` of ``module`` itself does.
     """
     if group is None or not torch.is_grad_enabled():
         yield
@@ -139,9 +129,8 @@ def _is_plain(value: Any) -> bool:
 class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
-    New parameters under the same names are marked again when the module is moved or cast, loaded,
-    copied or unpickled, and before any code iterates over its modules or parameters: optimizers,
-    data-parallel wrappers and ``finalize_model_grads`` call ``named_parameters()`` of the model.
+    New parameters are marked again when the module is moved or cast, loaded, copied or unpickled,
+    and before any code (such as optimizers) iterates over its modules or parameters.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
@@ -196,9 +185,8 @@ def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
 class FollowsGroups(nn.Module):
     """Mixin of a mixer that follows its ``pg_collection``.
 
-    Tensor-parallel ranks hold shares of the parameters, so these ranks cannot change. The
-    context-parallel group may change between micro-batches; all ranks of the old and of the new
-    group must change it together.
+    Tensor-parallel ranks hold shares of the parameters, so they cannot change. All ranks of the old
+    and of the new context-parallel group must change it together, between micro-batches.
     """
 
     micro_batches: MicroBatches
@@ -207,12 +195,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """Process groups; setting them sets the context-parallel group of later micro-batches.
-
-        Raises:
-            ValueError: other tensor-parallel ranks, or heads that headwise context parallelism
-                cannot split over the new group. The groups stay what they were.
-        """
+        """Process groups; setting them sets the context-parallel group of later micro-batches."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -246,13 +229,13 @@ class FollowsGroups(nn.Module):
             )
 
     def require_same_tensor_ranks(self, groups: ProcessGroupCollection) -> None:
-        tp, mine = getattr(groups, "tp", None), self.tp_group
-        if tp is None or tp is mine or _ranks(tp) == _ranks(mine):
+        tp, mine, ranks = getattr(groups, "tp", None), self.tp_group, dist.get_process_group_ranks
+        if tp is None or tp is mine or ranks(tp) == ranks(mine):
             return
         raise ValueError(
-            f"pg_collection has a tensor-parallel group of {tp.size()} ranks {_ranks(tp)}, and "
+            f"pg_collection has a tensor-parallel group of {tp.size()} ranks {ranks(tp)}, and "
             f"this layer holds its share of the parameters among {mine.size()} ranks "
-            f"{_ranks(mine)}. Only the context-parallel group of a built layer can change."
+            f"{ranks(mine)}. Only the context-parallel group of a built layer can change."
         )
 
     def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
@@ -267,6 +250,3 @@ class FollowsGroups(nn.Module):
 
     def _name_sizes(self) -> None:
         """Set the sizes that tools look up by name; a mixer with such names overrides this."""
-
-
-_ranks = dist.get_process_group_ranks

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..ops.trees import TreeDocuments
-from .packing import TREE, give_parents
+from .packing import PARENTS, TREE
 from .padding import params_of
 
 
@@ -32,9 +32,9 @@ def tree_packed_seq_params(
     continues. So its result is that of the whole sequence from its first ancestor on.
 
     `GatedDeltaNet`, `Mamba2Mixer` and the local attention of this project's specs take these
-    parameters; with context parallelism the mixers run headwise. ``qkv_format`` is ``"thd_tree"``,
-    so that attention of Transformer Engine refuses them. Megatron's own GatedDeltaNet and its MLA
-    do not look, and would read the buffer as one sequence.
+    parameters; with context parallelism the mixers run headwise. Attention of Transformer Engine
+    refuses their ``qkv_format="thd_tree"``. Megatron's own GatedDeltaNet and its MLA do not look,
+    and would read the buffer as one sequence.
 
     Args:
         lengths: tokens of each document; 0 is legal, and its children continue its parent.
@@ -59,7 +59,7 @@ def tree_packed_seq_params(
     )
     longest = -(-documents.longest_sequence // multiple_of) * multiple_of
     params = params_of(TREE, lengths, slots, longest, device)
-    give_parents(params, parents)
+    params.__dict__[PARENTS] = tuple(parents)
     return params
 
 
