@@ -4,10 +4,6 @@ For machines without Transformer Engine, and on a GPU as the slow twin of its at
 
 Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order,
 B batch (1 when packed), H query heads and G key heads of this tensor-parallel rank, D head size.
-
-What a context-parallel rank holds of a micro-batch, by document; for plain-torch attention.
-
-Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ...context_parallel.layouts import SequenceLayout, local_indices, rank_order_of_sequence
+from ...context_parallel.layouts import SequenceLayout, positions, rank_order_of_sequence
 from ...ops.documents import Documents
 from ...ops.static_documents import StaticDocuments
 from ...ops.trees import TreeDocuments
@@ -46,10 +42,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
-    and values of all ranks and attends with its own queries, document by document. The backward
-    sums the gradients of keys and values over the ranks and scatters them. So no document's values
-    enter another document, and the number of heads does not limit the number of ranks. Memory for
-    scores: what torch's ``scaled_dot_product_attention`` takes for one document.
+    and values of all ranks and attends with its own queries, document by document. So the number of
+    heads does not limit the number of ranks. Memory for scores: what torch's
+    ``scaled_dot_product_attention`` takes for one document.
 
     Constructor arguments are those of DotProductAttention, and:
 
@@ -124,20 +119,20 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
         Args:
             query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
-            key, value: likewise with G heads. With an inference context these are of all tokens so
-                far, and the queries are of the last of these tokens.
+            key, value: likewise with G heads; in generation of all tokens so far, of which the
+                queries are the last.
             attention_mask: None or causal. For a batch that is not packed, on one context-parallel
                 rank, any mask that DotProductAttention takes.
-            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
-                offsets), and the context-parallel group of this micro-batch if it has its own.
+            packed_seq_params: global boundaries of packed documents (``qkv_format="thd"``), and the
+                context-parallel group of this micro-batch if it has its own.
 
         Returns:
             ``[s, B, H * D]``, or ``[s, H * D]`` when packed, in the dtype of ``query``.
 
         Raises:
             ValueError: boundaries or lengths that do not fit.
-            NotImplementedError: packed documents with a setting that the constructor refuses with
-                context parallelism; an attention bias; a mask that is not causal.
+            NotImplementedError: packed documents with a setting that context parallelism refuses;
+                an attention bias; a mask that is not causal.
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
@@ -203,15 +198,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _attend_query_by_query(self, span: Span, query: Tensor, key: Tensor, value: Tensor):
-        """As :meth:`_attend`, for ``config.batch_invariant_mode``."""
         query = query[span.first : span.last]
         key, value = key[span.start : span.end], value[span.start : span.end]
         return self._query_by_query(query, key, value).unflatten(-1, (query.shape[2], -1))
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with one query at a time, over the keys up to its own: only these set its bits.
+        """Each query over the keys up to its own, which alone set its bits; slow.
 
-        Slow; for ``config.batch_invariant_mode``, as no kernel here promises that.
+        For ``config.batch_invariant_mode``, as no kernel here promises that.
         """
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
@@ -275,7 +269,7 @@ class Span(NamedTuple):
 
 
 class MicroBatchShare(NamedTuple):
-    """What a rank holds of a micro-batch: its documents, and the positions of its s tokens."""
+    """What a rank holds of a micro-batch."""
 
     documents: Documents | None
     group: Any
@@ -293,13 +287,8 @@ class MicroBatchShare(NamedTuple):
     ) -> MicroBatchShare:
         """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
 
-        Args:
-            layout_of: gives how a micro-batch of several ranks was cut; called with None if it is
-                not packed.
-
-        Raises:
-            ValueError: what ``layout_of`` raises.
-            RuntimeError: boundaries in fixed buffers, which the host reads here, in a capture.
+        ``layout_of`` gives how several ranks' micro-batch was cut; called with None if not packed.
+        Boundaries in fixed buffers are read by the host, which a capture refuses (RuntimeError).
         """
         group = context_parallel_group_of(packed, group)
         total = tokens * (1 if group is None else group.size())
@@ -322,7 +311,7 @@ class MicroBatchShare(NamedTuple):
     @property
     def positions(self) -> Tensor:
         """Positions in the sequence of this rank's tokens; int64 ``[s]`` on the host."""
-        return _positions(self.lengths, self.size, self.rank, self.layout)
+        return positions(self.lengths, self.size, self.layout)[self.rank]
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -333,10 +322,7 @@ class MicroBatchShare(NamedTuple):
         return spans
 
     def gather(self, x: Tensor) -> Tensor:
-        """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order.
-
-        The gradient of ``x`` is the sum of all ranks' gradients of this rank's rows.
-        """
+        """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order; gradients are summed."""
         return gather_in_order(x, self.group, self.lengths, self.layout)
 
 
@@ -352,23 +338,18 @@ def gather_in_order(
 
 
 @lru_cache(maxsize=16)
-def _positions(lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout) -> Tensor:
-    return local_indices(lengths, size, rank, layout)
-
-
-@lru_cache(maxsize=16)
 def _spans(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
     # In every layout a rank holds its tokens in sequence order, so a document's are neighbours.
-    positions = _positions(lengths, size, rank, layout)
+    held = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
-    cuts = torch.searchsorted(positions, offsets).tolist()
+    cuts = torch.searchsorted(held, offsets).tolist()
     spans = []
     for start, first, last in zip(offsets.tolist(), cuts, cuts[1:], strict=False):
         if first == last:
             continue
-        position = positions[first:last] - start
+        position = held[first:last] - start
         seen = int(position[-1]) + 1
         whole = seen == last - first
         spans.append(Span(first, last, start, start + seen, None if whole else position))

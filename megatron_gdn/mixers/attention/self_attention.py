@@ -53,17 +53,13 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 core attention runs over another group than the rotation.
             NotImplementedError: a batch that has its own context-parallel group and is not packed.
         """
+        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
         if inference_context is not None:
-            return self._generate(
-                hidden_states,
-                attention_mask,
-                inference_context=inference_context,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_seq_params,
-                **kwargs,
-            )
+            kwargs["inference_context"] = inference_context
+            return self._generate(hidden_states, rotary_pos_emb, **kwargs)
         self._require_one_group()
-        if rotary_pos_emb is not None and not self._skips_rotation():
+        skips: Any = self.config.no_rope_freq  # by layer
+        if rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1]):
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
                 rank_tokens *= self.pg_collection.tp.size()
@@ -74,52 +70,37 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 rank_tokens,
                 hidden_states.device,
             )
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             if not self._megatron_rotates_right(share):
-                first, second = (self._of_local_tokens(angles, share) for angles in pair)
+                first, second = (
+                    self._of_local_tokens(angles, share) for angles in _pair(rotary_pos_emb)
+                )
                 self._rotations = first, second
                 rotary_pos_emb = None
         try:
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_seq_params,
-                **kwargs,
-            )
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         finally:
             self._rotations = None
 
     def _generate(
         self,
         hidden_states: Tensor,
-        attention_mask: Any,
-        *,
-        inference_context: BaseInferenceContext,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Megatron's forward, with keys and values in the context; every rank has all tokens."""
         if self.pg_collection.cp.size() == 1:
-            return super().forward(
-                hidden_states, attention_mask, inference_context=inference_context,
-                rotary_pos_emb=rotary_pos_emb, **kwargs,
-            )  # fmt: skip
-        if not getattr(inference_context, "whole_on_every_rank", False):
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        if not getattr(kwargs["inference_context"], "whole_on_every_rank", False):
             raise NotImplementedError(
                 f"this layer was built with context_parallel_size={self.pg_collection.cp.size()}, "
                 f"and generation runs on whole sequences; take the context from "
                 f"megatron_gdn.inference.generate.static_context."
             )
         if rotary_pos_emb is not None:
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            first, second = (self._in_order(angles) for angles in pair)
+            first, second = (self._in_order(angles) for angles in _pair(rotary_pos_emb))
             rotary_pos_emb = first, second
         with self.core_attention.on_whole_sequences():
-            return super().forward(
-                hidden_states, attention_mask, inference_context=inference_context,
-                rotary_pos_emb=rotary_pos_emb, **kwargs,
-            )  # fmt: skip
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     def _in_order(self, angles: Tensor) -> Tensor:
         """The angles of all positions, from the zigzag share that the model cut for this rank."""
@@ -153,10 +134,6 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 f"for one and attend over the other. Set both to one group."
             )
 
-    def _skips_rotation(self) -> bool:
-        skipped: Any = self.config.no_rope_freq
-        return bool(skipped and skipped[self.layer_number - 1])
-
     def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:
         own_group = self.pg_collection.cp
         if isinstance(share.documents, TreeDocuments):
@@ -169,10 +146,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def _of_local_tokens(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
         """The angles of this rank's tokens, ``[s, 1, 1, D]``.
 
-        Args:
-            angles: as the model passes them. When packed, those of positions
-                ``0 .. max_seqlen - 1``; else those of the positions that this rank would hold in
-                zigzag.
+        ``angles``: as the model passes them. When packed, those of positions
+        ``0 .. max_seqlen - 1``; else those of the positions that this rank would hold in zigzag.
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
@@ -194,3 +169,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             )
         whole = gather_in_order(angles, share.group, share.lengths, SequenceLayout.ZIGZAG)
         return whole[positions]
+
+
+def _pair(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return angles if isinstance(angles, tuple) else (angles, angles)

@@ -28,22 +28,11 @@ from ...ops.rules.chunk_table import CHUNK
 
 
 class SlotBuffers(NamedTuple):
-    """One layer's part of a context's buffers.
+    """One layer's part of a context's buffers."""
 
-    Attributes:
-        conv: ``[M, C, W]``, the last inputs of the convolution, oldest first; ``[M, W + 64, P]`` of
-            an aligned mixer.
-        states: ``[M, H, K, V]``, or ``[M, H, V, K]``.
-        transposed: whether states are ``[M, H, V, K]``.
-    """
-
-    conv: Tensor
-    states: Tensor
-    transposed: bool
-
-    def windows(self, slots: Tensor) -> Tensor:
-        """``[N, C, W]``."""
-        return self.conv.index_select(0, slots)
+    conv: Tensor  # [M, C, W], oldest first; [M, W + 64, P] of an aligned mixer
+    states: Tensor  # [M, H, K, V]
+    transposed: bool  # states are [M, H, V, K]
 
     def carry(self, slots: Tensor, history: Tensor) -> Carry:
         """The carry of the requests in these slots, with this history."""
@@ -56,20 +45,12 @@ class SlotBuffers(NamedTuple):
         return states.mT.contiguous() if self.transposed else states
 
     def check(self, parts: Parts, dtype: torch.dtype) -> None:
-        """Refuse buffers of another layer, or of a dtype that would round their content.
-
-        Raises:
-            ValueError: wrong shapes or dtypes; the message has the right ones.
-        """
+        """Refuse, with a ValueError, other shapes, or a dtype that would round the content."""
         shape = parts.shape
         H, K, V = shape.state
-        wanted = {
-            "conv": (shape.window(shape.past + 1), dtype),
-            "states": (
-                (H, V, K) if self.transposed else (H, K, V),
-                torch.promote_types(dtype, torch.float32),
-            ),
-        }
+        states = (H, V, K) if self.transposed else (H, K, V)
+        wide = torch.promote_types(dtype, torch.float32)
+        wanted = {"conv": (shape.window(shape.past + 1), dtype), "states": (states, wide)}
         for name, (of_request, least) in wanted.items():
             buffer = getattr(self, name)
             if tuple(buffer.shape[-len(of_request) :]) != of_request:
@@ -84,9 +65,9 @@ class SlotBuffers(NamedTuple):
                     f"the context holds {name} in {buffer.dtype}, which would round them at every "
                     f"token; they must be {least}. Build the context with "
                     f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
-                    f"ssm_states_dtype={wanted['states'][1]}); in a launch: "
+                    f"ssm_states_dtype={wide}); in a launch: "
                     f"--mamba-inference-conv-states-dtype {_flag(dtype)} "
-                    f"--mamba-inference-ssm-states-dtype {_flag(wanted['states'][1])}."
+                    f"--mamba-inference-ssm-states-dtype {_flag(wide)}."
                 )
 
 
@@ -133,11 +114,11 @@ def decode_requests(
         for token, row in enumerate(proj.split(1)):
             made.append(_step_on_grid(row, parts, buffers, slots))
             if intermediate is not None:
-                _write(intermediate.conv[:, token], slots, buffers.windows(read))
+                _write(intermediate.conv[:, token], slots, buffers.conv.index_select(0, read))
                 _write(intermediate.states[:, token], slots, buffers.states.index_select(0, read))
         mixed = torch.cat(made)
     else:
-        windows = buffers.windows(read)
+        windows = buffers.conv.index_select(0, read)
         mixed, after = decode(proj, parts, buffers.carry(read, windows[..., 1:].to(rows.dtype)))
         convolved = proj[..., parts.front.layout.conv_columns].to(windows.dtype)
         for token, carry in enumerate(after):
@@ -159,7 +140,7 @@ def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor
     """
     past, read = parts.past, slots.clamp(min=0).long()
     number = torch.arange(len(slots), device=slots.device)
-    windows = buffers.windows(read)
+    windows = buffers.conv.index_select(0, read)
     place = windows[:, 0, 0].long() % CHUNK  # also in a slot that was never used
     windows[number, 1 + past + place] = row[0].to(windows.dtype)
     carry = buffers.carry(read, windows[:, 1:].to(row.dtype))
@@ -205,7 +186,7 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
         return mixed
     documents = Documents(offsets, rows.device)
     slots = metadata.batch_indices_prefill[: len(offsets) - 1].long()
-    windows, real = buffers.windows(slots), rows[: offsets[-1]]
+    windows, real = buffers.conv.index_select(0, slots), rows[: offsets[-1]]
     history = windows[:, 1:] if parts.aligned else windows[..., 1:]
     carry = buffers.carry(slots, history.to(rows.dtype))
     # An aligned mixer cuts on the host, so this waits for the device.
@@ -235,15 +216,7 @@ def _write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def refuse(context: Any, name: str) -> None:
-    """Refuse a dynamic context that has no room for what this mixer carries.
-
-    Args:
-        name: of the mixer's class.
-
-    Raises:
-        ValueError: no buffers for states.
-        NotImplementedError: prefix caching of states.
-    """
+    """Refuse a dynamic context that has no room for what a mixer of this class carries."""
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
             f"this {type(context).__name__} has no buffers for recurrent states; give its "

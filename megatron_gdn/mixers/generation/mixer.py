@@ -14,9 +14,7 @@ from torch import Tensor
 from ...compat.observe import span
 from ...ops.autograd import uncompiled
 from ...ops.generation.carry import CarryShape
-from ...ops.layout import Layout
 from ...ops.parts import Parts
-from ...ops.state_maps.state_map import StateShape
 from ..arguments import require_causal
 from ..micro_batch import MicroBatch, MicroBatches
 from ..packing import resolve_packed_seq_params
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
 class GeneratingMixer:
     """A Megatron mixer that continues sequences from a :class:`...ops.generation.carry.Carry`.
 
-    A mixer defines the sizes of its states and its parts between the projections. What a step of
-    Megatron's contexts does is in this folder and the same for every mixer.
+    A mixer defines its sizes and its parts between the projections; the steps of Megatron's
+    contexts are the same for every mixer.
 
     Attributes:
         pp_layer_offset: layers on the pipeline stages before.
@@ -39,8 +37,7 @@ class GeneratingMixer:
             the context needs the same value in all recurrent layers of a model.
         state_transposed: whether Megatron stores this mixer's states as ``[H, V, K]``.
         aligned: a token's bits depend on its sequence alone, see :mod:`megatron_gdn.ops.aligned`.
-        dims: of this tensor-parallel rank: the ``layout`` of a projection row, the ``state`` of its
-            heads.
+        dims: the ``layout`` of a projection row and the ``state`` of the heads, on this rank.
     """
 
     config: Any
@@ -54,11 +51,6 @@ class GeneratingMixer:
     aligned: bool
     dims: Any
     micro_batches: MicroBatches
-
-    @property
-    def state_shape(self) -> StateShape:
-        """The states of this rank's heads."""
-        return self.dims.state
 
     @property
     def conv_weight(self) -> Tensor:
@@ -98,7 +90,6 @@ class GeneratingMixer:
                 see also :mod:`.dynamic`.
         """
         self._refuse_generation(rows, context)
-        assert self.layer_number is not None
         if not context.is_static_batching():
             if attention_mask is not None or packed is not None:
                 raise NotImplementedError(
@@ -117,6 +108,7 @@ class GeneratingMixer:
                 )
             offset = context.sequence_len_offset
             require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
+            assert self.layer_number is not None
             return mix_static(rows, parts, context, self.layer_number)
 
     def _refuse_generation(self, rows: Tensor, context: Any) -> None:
@@ -146,13 +138,9 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """One step of a ``DynamicInferenceContext``; updates the slots of its requests.
+        """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``, zero in padding.
 
-        Args:
-            rows: ``[t, 1, P]``, the tokens of the step, padding included.
-
-        Returns:
-            ``[t, 1, H V]``, zero in the padding.
+        It updates the slots of the step's requests.
         """
         refuse(context, type(self).__name__)
         assert self.layer_number is not None
@@ -163,7 +151,7 @@ class GeneratingMixer:
         if s > 1:
             intermediate = context.mamba_states_cache(number, intermediate=True)
         padded, real = context.padded_batch_dimensions, context.batch_dimensions
-        heads, _, columns, _ = self.state_shape
+        heads, _, columns, _ = self.dims.state
         mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
         if padded.decode_req_count:
             count = padded.decode_req_count * s
@@ -179,9 +167,8 @@ class GeneratingMixer:
     @property
     def carry_shape(self) -> CarryShape:
         """What one sequence carries from call to call in generation, on this rank."""
-        layout: Layout = self.dims.layout
         taps = self.conv_weight.shape[-1]
-        return CarryShape.of(layout, self.state_shape, taps, self.aligned)
+        return CarryShape.of(self.dims.layout, self.dims.state, taps, self.aligned)
 
     # Megatron's dynamic inference calls the methods below by these names.
 
@@ -190,7 +177,7 @@ class GeneratingMixer:
 
         The window of an aligned mixer is larger, see :mod:`.dynamic`.
         """
-        heads, rows, columns, _ = self.state_shape
+        heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
         carried = self.carry_shape
         return carried.window(carried.past + 1), states
@@ -204,34 +191,20 @@ class GeneratingMixer:
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """``[N, s, P]``, s tokens each of N requests, to ``[N, s, H V]``.
-
-        See :func:`.dynamic.decode_requests`.
-        """
+        """``[N, s, P]`` to ``[N, s, H V]``, see :func:`.dynamic.decode_requests`."""
         intermediate = None
         if intermediate_conv_state is not None and intermediate_ssm_state is not None:
             intermediate = self._in_slots(intermediate_conv_state, intermediate_ssm_state)
-        return decode_requests(
-            projected,
-            self.whole_parts(projected.transpose(0, 1)),
-            self._in_slots(conv_state, ssm_state),
-            batch_indices,
-            intermediate,
-        )
+        parts = self.whole_parts(projected.transpose(0, 1))
+        buffers = self._in_slots(conv_state, ssm_state)
+        return decode_requests(projected, parts, buffers, batch_indices, intermediate)
 
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
     ) -> Tensor:
-        """``[t, 1, P]``, prompts end to end and then padding, to ``[t, 1, H V]``.
-
-        See :func:`.dynamic.prefill_requests`.
-        """
-        return prefill_requests(
-            projected,
-            self.whole_parts(projected),
-            self._in_slots(conv_state, ssm_state),
-            context.mamba_metadata,
-        )
+        """``[t, 1, P]`` to ``[t, 1, H V]``, see :func:`.dynamic.prefill_requests`."""
+        parts, buffers = self.whole_parts(projected), self._in_slots(conv_state, ssm_state)
+        return prefill_requests(projected, parts, buffers, context.mamba_metadata)
 
     def _in_slots(self, conv_state: Tensor, ssm_state: Tensor) -> SlotBuffers:
         return SlotBuffers(conv_state, ssm_state, self.state_transposed)
