@@ -7,7 +7,7 @@ of ``conv1d`` by key head:
     mcore-bridge      q, k, v, z, b, a of key head 0 and its value heads, then of key head 1, ...
 
 Its bridge loads and saves in that order. So while the bridge is at one of our layers, the rows of
-that layer lie in that order, on every rank for the heads that it holds.
+that layer lie in that order, on every rank for its heads.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ TESTED = "1.6.5"
 def build(
     config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
 ) -> GatedDeltaNet:
-    """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``.
-
-    Settings whose weights we cannot reorder are a NotImplementedError.
-    """
+    """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``."""
     _require_rows(config)
     _name_untested(version("mcore-bridge"))
     _reorder_in_the_bridge()
