@@ -33,17 +33,14 @@ def stack_of_arguments(args: Any) -> Stack:
     )
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
-    pattern = getattr(args, "hybrid_layer_pattern", None) or _pattern(config)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if not pattern:  # a GPTModel's layers, two symbols each
+        pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in kinds_of_layers(config)]
+        pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
         config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
         kda=KDAHybridStack.kda_options,
     )  # fmt: skip
-
-
-def _pattern(config: Any) -> str:
-    """A GPTModel's layers, two symbols each."""
-    pairs = ["*G"[is_gdn] + "-E"[has_experts] for is_gdn, has_experts in kinds_of_layers(config)]
-    return "".join(pairs) + f"/{pairs[-1]}" * (config.mtp_num_layers or 0)
 
 
 def num_floating_point_operations(
