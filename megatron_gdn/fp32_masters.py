@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +55,23 @@ def load_fp32_masters(
         ValueError: two masters for one parameter.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.utils import log_single_rank, unwrap_model
 
-    chunks = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
+    chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
     # A parameter that was fp32 in the file is exact already, and its master may be out of date: a
     # fused Adam with masters of its own keeps none up to date for fp32 parameters.
     wanted = {
         masters[tensor.key]: tensor
-        for tensor in _fp32_tensors(chunks, metadata)
-        if tensor.key in masters and saved[tensor.key].dtype != torch.float32
+        for chunk in chunks
+        for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata))
+        if isinstance(tensor, ShardedTensor)
+        and getattr(tensor.data, "keep_in_fp32", False)
+        and tensor.key in masters
+        and saved[tensor.key].dtype != torch.float32
     }
     # Loaded into tensors of their own, so that a failure leaves the model as it was.
     loaded: Any = dist_checkpointing.load(
@@ -94,17 +100,3 @@ def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
                 f"with the optimizer that wrote it."
             )
     return found
-
-
-def _fp32_tensors(chunks: Sequence[Any], metadata: dict[str, Any] | None) -> list[Any]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    return [
-        tensor
-        for chunk in chunks
-        for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata))
-        if isinstance(tensor, ShardedTensor)
-        and isinstance(tensor.data, Tensor)
-        and getattr(tensor.data, "keep_in_fp32", False)
-    ]

@@ -115,12 +115,8 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
         local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
         gated_delta_net_spec("local", **options),
     )
-    dense = [0] * config.num_layers
-    is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
     layer_specs = []
-    for is_gdn, has_experts in zip(
-        variants.get_linear_attention_pattern(config), is_moe, strict=True
-    ):
+    for is_gdn, has_experts in kinds_of_layers(config):
         norm = norm_before(f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}")
         if has_experts:  # which have no norm of their own in Transformer Engine either
             mlp = get_moe_module_spec(
@@ -140,6 +136,14 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
         )
         layer_specs.append(ModuleSpec(module=TransformerLayer, submodules=submodules))
     return layer_specs
+
+
+def kinds_of_layers(config: Any) -> list[tuple[int, int]]:
+    """Of each layer, whether it is Gated DeltaNet and whether it has experts."""
+    dense, variant = [0] * config.num_layers, config.experimental_attention_variant
+    is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)
+    is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
+    return list(zip(is_gdn, is_moe, strict=True))
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):

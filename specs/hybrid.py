@@ -70,7 +70,7 @@ class HybridStackSpec(ModuleSpec):
             calls a spec to build it.
 
         Raises:
-            ValueError, ImportError: see `resolve_modules`.
+            ValueError, ImportError: as `gated_delta_net_spec`.
         """
         if "config" in options or (args and isinstance(args[0], TransformerConfig)):
             return super().__call__(*args, **options)

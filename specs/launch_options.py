@@ -32,11 +32,7 @@ _OF_MEGATRON = {
 
 
 def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of GatedDeltaNet, plus the options of the launch that they do not name.
-
-    Raises:
-        ValueError: the variable has an unknown option, or a value that is not legal.
-    """
+    """``options`` of GatedDeltaNet, plus the options of the launch that they do not name."""
     known = _options_of(GatedDeltaNet)
     return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
 
@@ -57,11 +53,7 @@ def _of_launch() -> dict[str, Any]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """``"name=value,name=value"`` with values as in Python, or words; spaces separate too.
-
-    Raises:
-        ValueError: see :func:`with_launch_options`.
-    """
+    """``"name=value,name=value"`` with values as in Python, or words; spaces separate too."""
     legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):

@@ -15,12 +15,7 @@ MODULES = ("auto", "local", "te")
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``"auto"`` becomes ``"te"`` or ``"local"``; an explicit choice is kept or refused.
-
-    Raises:
-        ValueError: not one of auto, local, te.
-        ImportError: ``"te"`` without Transformer Engine.
-    """
+    """``"auto"`` becomes ``"te"`` or ``"local"``; an explicit choice is kept or refused."""
     if modules not in MODULES:
         raise ValueError(
             f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
@@ -46,7 +41,8 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend``.
 
     Raises:
-        ValueError, ImportError: see `resolve_modules`.
+        ValueError: unknown ``modules``.
+        ImportError: ``"te"`` without Transformer Engine.
     """
     return _delta_spec(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
 

@@ -1,8 +1,4 @@
-"""Plain-torch pieces of a layer, whose checkpoints load into Transformer Engine models and back.
-
-Transformer Engine fuses the norm before a linear into it and stores the norm's weight there. Local
-modules keep it apart, and store it under the same name.
-"""
+"""Plain-torch pieces of a layer, whose checkpoints load into Transformer Engine models and back."""
 
 from dataclasses import replace
 from functools import partial
@@ -31,7 +27,8 @@ BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def norm_before(linear: str, place: str = "input_layernorm") -> dict[str, Any]:
-    """Submodules of a layer: its norm at ``place``, stored under the name of ``linear``."""
+    """Submodules of a layer: its norm at ``place``, stored as Transformer Engine stores it, which
+    fuses it into ``linear``."""
     return {
         place: TorchRMSNorm,
         "sharded_state_dict_keys_map": {f"{place}.": f"{linear}.layer_norm_"},
@@ -70,7 +67,7 @@ class LocalMoELayer(MoETransformerLayer):
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
     ) -> None:
         if config.num_moe_experts is None:
-            refuse("E")
+            UnavailableLayer(symbol="E")
         mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
         super().__init__(config, replace(submodules, mlp=mlp), **others)
 
@@ -79,14 +76,10 @@ class UnavailableLayer:
     """In the place of a layer that a spec lacks: building it is an error."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
-        refuse(symbol)
-
-
-def refuse(symbol: str) -> NoReturn:
-    raise NotImplementedError(
-        f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-        "'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' (attention) and, if "
-        "num_moe_experts (--num-experts) is given, 'E' (experts). Use "
-        'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
-        "--hybrid-layer-pattern."
-    )
+        raise NotImplementedError(
+            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
+            "'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' (attention) and, if "
+            "num_moe_experts (--num-experts) is given, 'E' (experts). Use "
+            'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
+            "--hybrid-layer-pattern."
+        )

@@ -29,17 +29,11 @@ _HOPPER = 9
 
 
 class Finding(NamedTuple):
-    """What was found of a package, a rule or a check.
-
-    Attributes:
-        state: ``"ok"``; ``"note"``, it works, but slower or with less; ``"wrong"``, it raises or
-            computes something wrong.
-        text: what was found, and what to change if it is not ok.
-    """
+    """What was found of a package, a rule or a check; states as the command's help says."""
 
     subject: str
     state: Literal["ok", "note", "wrong"]
-    text: str
+    text: str  # what was found, and what to change if it is not ok
 
 
 def machine() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ of ``conv1d`` by key head:
     mcore-bridge      q, k, v, z, b, a of key head 0 and its value heads, then of key head 1, ...
 
 Its bridge loads and saves in that order. So while the bridge is at one of our layers, the rows of
-that layer lie in that order, on every rank for the heads that it holds.
+that layer lie in that order, on every rank for its heads.
 """
 
 from __future__ import annotations
@@ -29,17 +29,25 @@ from ..ops.layout import Layout
 logger = logging.getLogger(__name__)
 
 TESTED = "1.6.5"
+# Settings with other parameters than one plain `in_proj`.
+_QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
+_OTHER_ROWS = {
+    "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
+    "fp8_param": _QUANTISED,
+    "fp4_param": _QUANTISED,
+}
 
 
 def build(
     config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
 ) -> GatedDeltaNet:
-    """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``.
-
-    Settings whose weights we cannot reorder are a NotImplementedError.
-    """
-    _require_rows(config)
-    _name_untested(version("mcore-bridge"))
+    """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``."""
+    for field, why in _OTHER_ROWS.items():
+        if getattr(config, field, False):
+            raise NotImplementedError(
+                f"mcore-bridge's {field}=True {why}. Set it to False, or call "
+                f"megatron_gdn.patch_megatron(gdn=False) for mcore-bridge's own layer."
+            )
     _reorder_in_the_bridge()
     return GatedDeltaNet(config, submodules, *args, **kwargs)
 
@@ -81,6 +89,11 @@ def _reorder_in_the_bridge() -> None:
     """From now on the bridge finds the rows of our layers in its order. Other layers stay."""
     from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
 
+    if (found := version("mcore-bridge")) != TESTED:
+        logger.warning(
+            f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
+            f"them, and was not tested with this one. Compare the logits of a small model first."
+        )
     convert = GPTBridge._set_linear_attn_state
 
     @wraps(convert)
@@ -91,26 +104,3 @@ def _reorder_in_the_bridge() -> None:
             return convert(self, mg_attn, *args, **kwargs)
 
     GPTBridge._set_linear_attn_state = _set_linear_attn_state
-
-
-@cache
-def _name_untested(found: str) -> None:
-    if found != TESTED:
-        logger.warning(
-            f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
-            f"them, and was not tested with this one. Compare the logits of a small model first."
-        )
-
-
-def _require_rows(config: Any) -> None:
-    """Refuse settings with other parameters than one plain ``in_proj``."""
-    for field, why in (
-        ("linear_decoupled_in_proj", "splits in_proj in two linears, and our layer has one"),
-        ("fp8_param", "stores quantised blocks of rows, whose order we cannot change"),
-        ("fp4_param", "stores quantised blocks of rows, whose order we cannot change"),
-    ):
-        if getattr(config, field, False):
-            raise NotImplementedError(
-                f"mcore-bridge's {field}=True {why}. Set it to False, or call "
-                f"megatron_gdn.patch_megatron(gdn=False) for mcore-bridge's own layer."
-            )

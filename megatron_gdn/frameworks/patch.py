@@ -76,16 +76,13 @@ class _Class:
             )
         if self.replaced:
             given, taken = _arguments(self.theirs), _arguments(self.ours)
-            self._require_known_options(taken.keys() - given.keys())
+            known = taken.keys() - given.keys()
+            if unknown := sorted(self.options.keys() - known):
+                raise TypeError(
+                    f"{self.public} has no option {', '.join(unknown)} here. Its options are "
+                    f"{', '.join(sorted(known))}."
+                )
             self._require_known_constructor(given, taken)
-
-    def _require_known_options(self, known: set[str]) -> None:
-        """Options are what ours has beside the arguments that Megatron gives."""
-        if unknown := sorted(self.options.keys() - known):
-            raise TypeError(
-                f"{self.public} has no option {', '.join(unknown)} here. Its options are "
-                f"{', '.join(sorted(known))}."
-            )
 
     def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
         """Every argument of Megatron's is one of ours, with its place and default.
@@ -100,7 +97,10 @@ class _Class:
                 wrong.append(f"{name} is not known")
             elif name in places and places.index(name) != place:
                 wrong.append(f"{name} has another place")
-            elif not _same_default(argument.default, mine.default):
+            # A stage's offset that is not given is none, whether it is written None or 0.
+            elif argument.default != mine.default and not (
+                {argument.default, mine.default} <= {None, 0, inspect.Parameter.empty}
+            ):
                 wrong.append(f"{name}={argument.default!r} is {mine.default!r} in ours")
         if wrong:
             from megatron.core import __version__
@@ -154,11 +154,6 @@ def _name_subclass(cls: type, theirs: type) -> None:
         f"{_path(cls)} is a subclass of Megatron's {theirs.__name__} and is built as it is, not as "
         f"megatron_gdn's layer."
     )
-
-
-def _same_default(theirs: Any, ours: Any) -> bool:
-    # A stage's offset that is not given is none, whether it is written None or 0.
-    return theirs == ours or {theirs, ours} <= {None, 0, inspect.Parameter.empty}
 
 
 def _arguments(cls: type) -> Arguments:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..compat.observe import log_once
+from ..specs.gpt import GDN_VARIANTS, kinds_of_layers
 from ..specs.stack import KDAHybridStack
 from .stack import Stack
 
@@ -25,33 +26,21 @@ def stack_of_arguments(args: Any) -> Stack:
         if getattr(args, name, None):
             raise ValueError(f"{name}: FLOPs of such layers are not known here.")
     variant, spec = args.experimental_attention_variant, " ".join(args.spec or ())
-    if variant not in (None, "gated_delta_net", "gdn") or "gdp" in spec or "product" in spec:
+    if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
         raise ValueError(f"layers of {variant or spec}: their FLOPs are not known here.")
     config = SimpleNamespace(
         **vars(args) | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
     )
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
-    pattern = getattr(args, "hybrid_layer_pattern", None) or _pattern(args)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if not pattern:  # a GPTModel's layers, two symbols each
+        pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in kinds_of_layers(config)]
+        pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
         config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
         kda=KDAHybridStack.kda_options,
     )  # fmt: skip
-
-
-def _pattern(args: Any) -> str:
-    """A GPTModel's layers, two symbols each."""
-    layers, linear, experts = args.num_layers, args.linear_attention_freq, args.moe_layer_freq
-    if args.experimental_attention_variant is None:
-        linear = [0] * layers
-    elif isinstance(linear, int):
-        linear = [int((layer + 1) % linear != 0) for layer in range(layers)]
-    if not args.num_experts:
-        experts = [0] * layers
-    elif isinstance(experts, int):
-        experts = [int(layer % experts == 0) for layer in range(layers)]
-    pairs = ["*G"[linear[layer]] + "-E"[experts[layer]] for layer in range(layers)]
-    return "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
 
 
 def num_floating_point_operations(

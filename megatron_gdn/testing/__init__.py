@@ -1,8 +1,4 @@
-"""What a model promises, measured.
-
-check_generation(model, tokens)               it generates with the probabilities it trains with
-python -m megatron_gdn.testing.certificate    what context parallelism changes, see there
-"""
+"""What a model promises, measured; also ``python -m megatron_gdn.testing.certificate``."""
 
 from .generation import GenerationGap, check_generation
 

@@ -1,7 +1,6 @@
 """Tunes fla's kernels: fla tunes by timing, so they run forward and backward, on the GPU.
 
-fla keeps its choices in Triton's cache (unless FLA_CACHE_RESULTS=0), one per number of heads and
-head dim, for some kernels also per length.
+fla keeps its choices in Triton's cache (unless FLA_CACHE_RESULTS=0), per heads, dims and lengths.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ _TOKENS = (8192, 2048)
 
 
 def tune(shares: list[Share], sizes: HeadSizes, visible: str | None) -> int:
-    """Tune in a new process, because this one hides the GPUs; returns its exit status.
-
-    ``visible``: CUDA_VISIBLE_DEVICES as the command got it.
-    """
+    """Tune in a new process, because this one hides the GPUs that were ``visible``."""
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     heads = [f"{share}:{sizes.key_dim}:{sizes.value_dim}" for share in shares]

@@ -47,8 +47,7 @@ _SLOW = ("fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h"
 def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) -> list[Task]:
     """Every kernel that these parts of FlashQLA take for these heads, once; the first part first.
 
-    This process compiles for Hopper from here on and cannot use a GPU. Without flash_qla and
-    tilelang there is an ImportError.
+    This process compiles for Hopper from here on and cannot use a GPU.
     """
     missing = [name for name in ("flash_qla", "tilelang") if find_spec(name) is None]
     if missing:
@@ -188,10 +187,8 @@ class HopperDriver:
 
 @contextmanager
 def compile_triton_only() -> Iterator[list[bool]]:
-    """Inside, a launch of a Triton kernel compiles it for Hopper and does not run it.
-
-    The list grows with each compilation: whether Triton's cache on disk had the result.
-    """
+    """Inside, a launch of a Triton kernel compiles it for Hopper and does not run it; the list says
+    of each compilation whether Triton's cache on disk had the result."""
     import triton
     from triton.runtime.jit import JITFunction
 

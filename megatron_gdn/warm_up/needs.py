@@ -19,41 +19,29 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Share(NamedTuple):
-    """Heads that one rank runs.
-
-    ``states``: the rule also takes and returns states, as context parallelism by state passing
-    asks.
-    """
+    """Heads that one rank runs."""
 
     key_heads: int
     value_heads: int
-    states: bool
+    states: bool  # the rule also takes and returns states, as chunkwise context parallelism asks
 
     def __str__(self) -> str:
         return f"{self.key_heads}:{self.value_heads}"
 
 
 class Needs(NamedTuple):
-    """The layer of one rank.
+    """The layer of one rank."""
 
-    Attributes:
-        shares: one entry for each way in which the run may split the heads.
-        sizes: the head dims; its numbers of heads are not used.
-        taps: of the convolution.
-        flash_qla: heads and operands that FlashQLA's kernels are compiled for, each with the parts.
-    """
-
-    shares: list[Share]
-    sizes: HeadSizes
-    taps: int
-    flash_qla: dict[Heads, tuple[str, ...]]
+    shares: list[Share]  # one for each way in which the run may split the heads
+    sizes: HeadSizes  # the head dims; its numbers of heads are not used
+    taps: int  # of the convolution
+    flash_qla: dict[Heads, tuple[str, ...]]  # what FlashQLA is compiled for, each with the parts
 
 
 def shares_of(dims: GDNDims, tp: int = 1, cp: int = 1, mode: str = "auto") -> list[Share]:
     """What a rank of a run with these parallel sizes may have to run.
 
-    ``mode`` is ``linear_cp_mode``; "auto" picks per micro-batch, so both ways are listed. Heads
-    that do not divide are a ValueError, which lists the sizes that fit.
+    ``mode`` is ``linear_cp_mode``; "auto" picks per micro-batch, so both ways are listed.
     """
     local, found = dims.shard(tp), []
     if cp == 1 or mode != "chunkwise":
@@ -69,7 +57,7 @@ def shares_of(dims: GDNDims, tp: int = 1, cp: int = 1, mode: str = "auto") -> li
 
 
 def needs_of(arguments: argparse.Namespace) -> Needs:
-    """From the command line. What does not fit is a ValueError or FileNotFoundError."""
+    """From the command line."""
     if arguments.config is not None:
         for flag in ("head_dim", "conv"):
             if getattr(arguments, flag) is not None:
@@ -104,12 +92,7 @@ def needs_of(arguments: argparse.Namespace) -> Needs:
 
 
 def tasks_of(needs: Needs, arguments: argparse.Namespace) -> list[Task]:
-    """One task per kernel of FlashQLA, and per launch of the Triton kernels.
-
-    Raises:
-        ImportError: a package that compiles is missing.
-        ValueError: FlashQLA does not take these heads.
-    """
+    """One task per kernel of FlashQLA, and per launch of the Triton kernels."""
     torch.set_num_threads(1)  # a fork of this process would lack its threads
     tasks: list[Task] = []
     if needs.flash_qla:
@@ -132,7 +115,7 @@ _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", 
 
 
 class Model(NamedTuple):
-    """Sizes of the layer, and the parallel sizes that the file names; None where it does not."""
+    """Sizes of the layer, and the parallel sizes that a file names."""
 
     dims: GDNDims
     tp: int | None = None
@@ -140,17 +123,9 @@ class Model(NamedTuple):
 
 
 def read_model(path: str | Path) -> Model:
-    """Read the sizes from a file or a Hugging Face model folder.
-
-    Args:
-        path: ``config.json`` or a folder that has one; or any text that names Megatron's arguments,
-            such as a launch script (``--linear-num-key-heads 16``) or YAML
-            (``linear_num_key_heads: 16``).
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a size is missing, or two lines give it different values.
-    """
+    """Read the sizes from ``config.json``, a folder that has one, or any text that names Megatron's
+    arguments, such as a launch script (``--linear-num-key-heads 16``) or YAML
+    (``linear_num_key_heads: 16``)."""
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"

@@ -18,18 +18,12 @@ _EVERY = 5.0  # seconds between two lines of progress
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One thing to compile.
-
-    Attributes:
-        run: compiles it, in another process; returns whether there was anything to compile.
-        found: whether it is there already, quickly; None if only ``run`` can find out.
-        soon: the first step of a run needs it, so it begins before others.
-    """
+    """One thing to compile."""
 
     name: str
-    run: Callable[[], bool]
-    found: Callable[[], bool] | None = None
-    soon: bool = False
+    run: Callable[[], bool]  # compiles it; returns whether there was anything to compile
+    found: Callable[[], bool] | None = None  # is it there? None if only ``run`` can find out
+    soon: bool = False  # the first step of a run needs it, so it begins before others
 
 
 class Outcome(NamedTuple):
