@@ -55,7 +55,7 @@ LARGEST_D_O = 0  # log2, after scaling
 LARGEST_D_FINAL = 5
 
 
-class HalfOperands:
+class HalfOperands(Rule):
     """A rule on fp16 operands in a layer of another dtype; see the top of this file.
 
     q, k and v come in fp16 and o leaves in fp16. d_o comes in the layer's dtype. States and their

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.base import RuleGrads, RuleInputs, inputs_in_one_row
+from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
-from ..ops.rules.base import RuleOutput, Saved, in_one_row, in_rows
+from ..ops.rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
 from ..ops.state_maps.state_map import StateMap
 from ..ops.static_documents import StaticDocuments
 
@@ -83,16 +83,12 @@ def _calls() -> Any:
     return kda
 
 
-class CudnnKDA:
+class CudnnKDA(Rule):
     """cuDNN's KDA: ``backend="cudnn"``, taken by this name alone."""
 
     name = "cudnn"
     batch_invariant = False  # how many pieces a sequence has depends on the others
-    operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
 
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> CudnnForward:
         return CudnnForward(inputs, documents)

@@ -238,7 +238,7 @@ def kda_parts(
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
         layout: rows query | key | value | f | z | beta.
-        rule: from :func:`.rule.resolve_kda`.
+        rule: from :func:`.rule.choose_kda`.
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         lower_bound: of the log-decay, below 0; None: unbounded.
         run_again: see :class:`Parts`.

@@ -253,7 +253,7 @@ def mamba2_parts(
         A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32.
         layout: rows z | x | B | C | dt.
-        rule: from :func:`.rule.resolve_ssd`.
+        rule: from :func:`.rule.choose_ssd`.
         norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
             None: the gate alone.
         dt_limit: least and greatest time step.

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.fp32_matmul import full_fp32_matmul
-from ..ops.rules.base import RuleOutput, Saved
+from ..ops.rules.base import Rule, RuleOutput, Saved
 from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 from ..ops.state_maps.state_map import StateMap
 
@@ -209,7 +209,7 @@ def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Ten
 _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
-class PlainSSD:
+class PlainSSD(Rule):
     """A :class:`~..ops.rules.base.Rule` over :class:`SSDInputs`.
 
     Args:
@@ -218,15 +218,10 @@ class PlainSSD:
 
     name = "reference"
     batch_invariant = True
-    aligned = False
-    operand_dtype = None
     reads_again = frozenset(SSDInputs._fields)
 
     def __init__(self, aligned: bool = False) -> None:
         self.aligned = aligned
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
 
     def begin(self, inputs: SSDInputs, documents: Documents | None) -> PlainForward:
         return PlainForward(inputs, documents, self.aligned)

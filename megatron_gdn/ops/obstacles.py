@@ -1,15 +1,11 @@
-"""Why a package's kernels cannot run on a device: hardware, dtypes, sizes, versions.
-
-Why our Triton kernels cannot run: device, dtype, sizes, packages.
-
-Say once that a slower path is taken.
-"""
+"""Why kernels cannot run on a device (hardware, dtypes, sizes, versions), and saying so once."""
 
 from __future__ import annotations
 
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -114,16 +110,27 @@ def flash_qla_package() -> Obstacle | None:
 
 
 def why_not_fla(
-    device: torch.device, dtype: torch.dtype, key_dim: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int | None = None,
+    functions: Callable[[], str | None] | None = None,
 ) -> Obstacle | None:
-    """Why fla's kernels cannot train on this device, and the fix; None when they can."""
+    """Why fla's kernels cannot train on this device, and the fix; None when they can.
+
+    ``functions``: why those of a mixer cannot be called, beside the gated delta rule's.
+    """
     if device.type != "cuda":
         return Obstacle(f"fla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
         return Obstacle(f"fla would round {dtype} to tf32")
     if key_dim is not None and key_dim > 256:
         return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
-    return fla_package(torch.cuda.get_device_capability(device)[0])
+    obstacle = fla_package(torch.cuda.get_device_capability(device)[0])
+    return obstacle or (_of_functions(functions()) if functions else None)
+
+
+def _of_functions(why: str | None) -> Obstacle | None:
+    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
 
 
 @cache
@@ -163,8 +170,7 @@ def fla_package(major: int) -> Obstacle | None:
             f"3.7.1 or newer"
         )
         return Obstacle(why, ImportError)
-    why = why_not_callable()  # last: it imports fla
-    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
+    return _of_functions(why_not_callable())  # last: it imports fla
 
 
 @cache

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.delta_rule.base import RuleGrads, RuleInputs, inputs_in_one_row
+from ...ops.delta_rule.base import RuleGrads, RuleInputs
 from ...ops.documents import Documents
 from ...ops.layout import Layout
 from ...ops.obstacles import why_not_heads
-from ...ops.rules.base import RuleOutput, Saved, in_one_row, in_rows
+from ...ops.rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
 from ...ops.state_maps.parts import compose, entering_states, initial_gradients, leaving_gradients
 from ...ops.state_maps.state_map import StateMap
 from ...ops.static_documents import StaticDocuments
@@ -26,7 +26,7 @@ from .hopper import HopperStages
 from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, row_offsets, stages, static_plan_of
 
 
-class FlashQlaRule:
+class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
     Long sequences are cut into parts that run side by side, and so are batch rows where rows times
@@ -47,7 +47,6 @@ class FlashQlaRule:
     """
 
     name = "flash_qla"
-    operand_dtype = None
     reads_again = frozenset({"q", "k", "v", "beta"})
     leaves_states = True  # asked for or not, if aligned
 

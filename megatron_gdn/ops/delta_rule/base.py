@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..documents import Documents, require_one_row
 from ..layout import Layout, Section, SizeError
-from ..rules.base import in_one_row
 from ..state_maps.state_map import StateShape
 
 
@@ -45,10 +44,6 @@ class RuleGrads(NamedTuple):
     g: Tensor
     beta: Tensor
     factor: Tensor | None = None  # [H] fp32
-
-
-def inputs_in_one_row(inputs: RuleInputs) -> RuleInputs:
-    return inputs if inputs.k.shape[0] == 1 else RuleInputs(*map(in_one_row, inputs))
 
 
 def check_rule_inputs(

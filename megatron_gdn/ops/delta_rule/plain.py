@@ -9,21 +9,18 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..rules.base import RuleOutput, Saved, in_one_row, in_rows
+from ..rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
 from ..rules.chunk_table import CHUNK
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
-from .base import RuleGrads, RuleInputs, inputs_in_one_row
+from .base import RuleGrads, RuleInputs
 from .chunk import ChunkedRule
 from .chunk_math import Chunks
 from .static_chunks import chunks_of
 
 
-class PlainRule:
+class PlainRule(Rule):
     """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
-
-    Args:
-        aligned: a token's bits depend on its sequence alone, see :mod:`..aligned`.
 
     Attributes:
         chunks: as of :class:`.chunk.ChunkedRule`.
@@ -31,60 +28,44 @@ class PlainRule:
 
     name = "reference"
     batch_invariant = True
-    aligned = False
-    operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
     chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
 
     def __init__(self, aligned: bool = False) -> None:
         self.aligned = aligned
 
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
-
     def begin(self, inputs: RuleInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents, self.chunks, self.aligned)
+        return PlainForward(self, inputs, documents)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents, self.chunks)
+        return PlainBackward(self, d_o, inputs, documents)
 
 
-def _chunked(
-    inputs: RuleInputs,
-    documents: Documents | None,
-    chunks: Callable[..., Chunks],
-    aligned: bool = False,
-) -> tuple[RuleInputs, ChunkedRule]:
-    if documents is None:
-        rows, tokens = inputs.k.shape[:2]
-        lengths = (tokens,) * rows
-    else:
-        inputs = inputs_in_one_row(inputs)
-        if isinstance(documents, StaticDocuments):
+class _Pass:
+    def __init__(
+        self, rule: PlainRule, inputs: RuleInputs, documents: Documents | None, aligned: bool
+    ) -> None:
+        self._rows = rows, tokens = inputs.v.shape[:2]
+        self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
+        if documents is None:
+            lengths = (tokens,) * rows
+        elif isinstance(documents, StaticDocuments):
             lengths = documents
         else:
             lengths = tuple(n for n in documents.lengths if n) or (0,)
-    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned, chunks)
+        self._rule = ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned, rule.chunks)
+
+    def _state(self, state: Tensor | None) -> Tensor:
+        """``[N, H, K, V]``, or None for zero, as ``[N, G, R, K, V]``."""
+        zero = self._rule.zero_state(self._inputs.k, self._inputs.v)
+        return zero if state is None else state.to(zero.dtype).reshape(zero.shape)
 
 
-def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
-    """``[N, H, K, V]``, or None for zero, as ``[N, G, R, K, V]``."""
-    zero = rule.zero_state(inputs.k, inputs.v)
-    return zero if state is None else state.to(zero.dtype).reshape(zero.shape)
-
-
-class PlainForward:
-    def __init__(
-        self,
-        inputs: RuleInputs,
-        documents: Documents | None,
-        chunks: Callable[..., Chunks] = chunks_of,
-        aligned: bool = False,
-    ) -> None:
-        self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents, chunks, aligned)
+class PlainForward(_Pass):
+    def __init__(self, rule: PlainRule, inputs: RuleInputs, documents: Documents | None) -> None:
+        super().__init__(rule, inputs, documents, rule.aligned)
 
     def state_map(self) -> StateMap:
         """Final states with K more value columns, whose values are 0 and whose initial state is I.
@@ -102,29 +83,24 @@ class PlainForward:
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        inputs, rule = self._inputs, self._rule
-        o, last = rule.forward(*inputs, _state(rule, inputs, initial), final)
-        last_state = last.flatten(1, 2) if final else None
-        return RuleOutput(in_rows(o, self._rows), last_state, Saved())
+        o, last = self._rule.forward(*self._inputs, self._state(initial), final)
+        return RuleOutput(in_rows(o, self._rows), last.flatten(1, 2) if final else None, Saved())
 
 
-class PlainBackward:
+class PlainBackward(_Pass):
     def __init__(
-        self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None,
-        chunks: Callable[..., Chunks] = chunks_of,
-    ) -> None:  # fmt: skip
-        self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents, chunks)
+        self, rule: PlainRule, d_o: Tensor, inputs: RuleInputs, documents: Documents | None
+    ) -> None:
+        super().__init__(rule, inputs, documents, aligned=False)
         self._d_o = d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
-        nothing = self._rule.zero_state(self._inputs.k, self._inputs.v)
-        return self._rule.state_gradient(self._d_o, nothing, *self._inputs).flatten(1, 2)
+        return self._rule.state_gradient(self._d_o, self._state(None), *self._inputs).flatten(1, 2)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        state, d_state = (_state(self._rule, self._inputs, x) for x in (initial, d_final))
+        state, d_state = self._state(initial), self._state(d_final)
         *grads, _ = self._rule.backward(self._d_o, d_state, *self._inputs, state)
         return RuleGrads(*(in_rows(x, self._rows) for x in grads))

@@ -4,21 +4,14 @@
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in where dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)        the rest
 
-A stage keeps what its calls share, so a call of ``state_map`` before ``run`` costs little. No call
-waits for the device. Between forward and backward only the tensors that the mixer saves are kept.
+A stage keeps what its calls share. No call waits for the device. Between forward and backward only
+the tensors that the mixer saves are kept.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. N counts sequences:
 the batch rows, or the non-empty documents. Documents of several batch rows lie end to end, row
 after row. Without a state a sequence starts at zero.
 
 Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V columns.
-
-A rule's forward, run a second time in the backward in place of what the first one kept.
-
-A rule whose backward needs less than a whole forward for that says so by :class:`RunsAgain`. Any
-other rule begins again from its inputs.
-
-Batch rows laid end to end, as kernels for one long row take them.
 """
 
 from __future__ import annotations
@@ -34,18 +27,13 @@ from ..layout import Layout
 from ..state_maps.state_map import StateMap
 
 
-def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
-    return type(inputs)(*(None if x is None else change(x) for x in inputs))
-
-
 class Saved(NamedTuple):
     """What a forward keeps for its backward beside the inputs.
 
     Attributes:
         tensors: saved by autograd, None among them where a rule has no tensor to save.
         plan: how the batch was run, in the rule's own type; None if the documents determine it.
-        made: what a second run of the forward has made for the backward, see :mod:`.base`.
+        made: what a second run of the forward has made for the backward.
     """
 
     tensors: tuple[Any, ...] = ()
@@ -109,37 +97,36 @@ class ScalableBackward(RuleBackward, Protocol):
         ...
 
 
-class Rule(Protocol):
+class Rule:
     """A recurrence over the inputs that a front makes.
 
     Attributes:
         name: the ``backend`` that selects it.
         batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
+        aligned: a token's bits depend on its sequence alone, see :mod:`..aligned`.
         operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
             projection's dtype.
         reads_again: names of the inputs that the backward reads. It gets None for the others.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-    @property
-    def operand_dtype(self) -> torch.dtype | None: ...
-    @property
-    def reads_again(self) -> frozenset[str]: ...
+    name: str
+    batch_invariant: bool = False
+    aligned: bool = False
+    operand_dtype: torch.dtype | None = None
+    reads_again: frozenset[str] = frozenset()
 
     def why_not_heads(self, heads: int) -> str | None:
         """Why the rule cannot run this many heads on a rank; None if it can."""
-        ...
+        return None
 
-    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward: ...
+    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
+        raise NotImplementedError
 
     def begin_backward(
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
         """Begin a backward. The rule owns ``d_o`` and may free it."""
-        ...
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -159,7 +146,7 @@ class PreparedRule(Protocol):
 
 @runtime_checkable
 class RunsAgain(Protocol):
-    """A rule that keeps something small for a second run, or whose backward takes its products."""
+    """A rule whose second forward reads something small of the first, or hands on its products."""
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
         """What of a forward's ``saved`` the second run reads: little per token."""
@@ -192,11 +179,18 @@ def run_again(
     return rule.begin(inputs, documents).run(initial)
 
 
-def in_one_row(x: Any) -> Any:
-    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; None stays."""
-    if x is None or x.shape[0] == 1:
-        return x
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
+    return type(inputs)(*(None if x is None else change(x) for x in inputs))
+
+
+def in_one_row(x: Tensor) -> Tensor:
+    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy."""
+    return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def inputs_in_one_row(inputs: Any) -> Any:
+    return on_tokens(inputs, in_one_row)
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:

@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
     tensors: int  # how many are the rule's
 
 
-class RuleByLevel:
+class RuleByLevel(Rule):
     """Runs ``rule`` once for each level; takes and gives what the rule does.
 
     Padding of a slot belongs to no sequence: its ``o`` and its gradients are zero.

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
-from megatron_gdn.mamba2.rule import resolve_ssd
+from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.ops.state_maps.state_map import StateShape
 
 from .oracle import documents_of, random_inputs
 
@@ -34,7 +35,8 @@ def test_kernels_give_what_fp64_gives(packed):
     documents = documents_of(LENGTHS) if packed else None
     count = len([n for n in LENGTHS if n]) if packed else rows
     initial, d_final = torch.randn(2, count, 8, 128, 64, device="cuda")
-    rule = resolve_ssd("fla", device="cuda", dtype=torch.bfloat16, state_dim=128).rule
+    state = StateShape(8, 128, 64, diagonal=True)
+    rule = choose_ssd("fla", state, initial.device, torch.bfloat16).rule
     on_device = None
     if documents is not None:
         on_device = type(documents)(documents.offsets, torch.device("cuda"))
