@@ -92,13 +92,15 @@ def choose_rule(
     device = torch.device(device)
     kernels = {
         "flash_qla": Kernels(
-            lambda: _why_not_flash_qla(device, dtype, sizes), FlashQlaRule,
-            f"{dtype} heads of 128 on this GPU", tested=lambda: _tested(device, dtype, sizes),
+            lambda: _why_not_flash_qla(device, dtype, sizes),
+            FlashQlaRule,
+            f"{dtype} heads of 128 on this GPU",
+            tested=lambda: _tested(device, dtype, sizes),
         ),
         "fla": Kernels(
             lambda: why_not_fla(device, dtype, sizes.key_dim), FlaRule, unsteady=FLA_IS_TIMED
         ),
-    }  # fmt: skip
+    }
     choice = choose(
         backend, "Gated DeltaNet", kernels, PlainRule,
         device=device, deterministic=deterministic, aligned=aligned,

@@ -186,7 +186,10 @@ def recurrent_kda(
 
 
 class RecurrentKDA(TokenRule):
-    tokens = staticmethod(recurrent_kda)
+    def tokens(
+        self, inputs: RuleInputs, documents: Documents | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return recurrent_kda(inputs, documents, initial)
 
 
 def choose_kda(

@@ -1,32 +1,20 @@
-"""Inputs and gradients of the state-space dual (SSD): linear attention with a scalar decay.
+"""The state-space dual (SSD) in plain torch: any device, dtype and size; repeatable bit for bit.
 
     S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
-per head; heads h R .. h R + R - 1 read group h of B and C (Dao, Gu, *Transformers are SSMs*, 2024).
-
-Legend: B batch, S seq, G groups, H heads, R = H / G, K state dim, V head dim.
-
-The chunk form of the SSD recurrence in plain torch, one group of chunks at a time.
-
-With s_t the sum of g from the first token of a chunk to t, S the state that enters the chunk:
+per head: linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). With s_t
+the sum of g from the first token of a chunk to t, S the state that enters the chunk:
 
     o_t   = sum_{u <= t} exp(s_t - s_u) (C_t . B_u) dt_u x_u  +  exp(s_t) S^T C_t  +  D x_t
     S_out = exp(s_last) S  +  sum_u exp(s_last - s_u) B_u (dt_u x_u)^T
 
-Inside a chunk everything is a matrix product; the states at chunk boundaries follow one another.
-Every exponent is <= 0, so nothing overflows; those of u > t are masked before exp().
+Every exponent is <= 0; those of u > t are masked before exp(). Products have one shape on a GPU
+(:class:`..ops.rules.chunk_table.ChunkTable`), so the bits of a sequence do not depend on the others
+of its batch. The backward computes the forward again under autograd, one group of chunks at a time,
+so the T x T matrices of one group are kept, not those of a sequence.
 
-Legend: n chunks, T tokens of a chunk, G groups, R heads per group, H = G R, K state dim, V head
-dim, N sequences.
-
-The SSD recurrence in plain torch: any device, dtype and size; repeatable bit for bit.
-
-Every product has a fixed shape on a GPU (see :class:`..ops.rules.chunk_table.ChunkTable`), so the
-bits of a sequence do not depend on the others of its batch. The backward computes the forward again
-under autograd, one group of chunks at a time. So the T x T matrices of the chunks (T tokens each)
-are kept for one group, not for a whole sequence.
-
-Legend: N sequences, G groups, R heads per group, H = G R, K state dim, V head dim.
+Legend: B batch, S seq, N sequences, n chunks, T tokens of a chunk, G groups, R heads per group
+(heads h R .. h R + R - 1 read group h of B and C), H = G R, K state dim, V head dim.
 """
 
 from __future__ import annotations
@@ -40,7 +28,7 @@ from torch import Tensor
 from ..ops.documents import Documents
 from ..ops.fp32_matmul import full_fp32_matmul
 from ..ops.rules.base import Rule, RuleOutput, Saved
-from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
+from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
 from ..ops.state_maps.state_map import StateMap
 
 UNLIMITED = (0.0, math.inf)
@@ -55,20 +43,6 @@ class SSDInputs(NamedTuple):
     dt: Tensor  # [B, S, H] fp32, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
     D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so all tokens share its memory
-
-
-def sequence_lengths(inputs: SSDInputs, documents: Documents | None) -> tuple[int, ...]:
-    """Tokens of the N sequences: batch rows, or non-empty documents of all rows end to end."""
-    if documents is None:
-        rows, tokens = inputs.x.shape[:2]
-        return (tokens,) * rows
-    return tuple(n for n in documents.lengths if n) or (0,)
-
-
-def decays_of_sequences(g: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """``[N, H]``: what is left of a state after every sequence, ``exp(sum of g)``."""
-    sums = [x.sum(0) for x in g.flatten(0, 1).split(lengths)]
-    return torch.stack(sums).exp()
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -92,20 +66,6 @@ class Ends(NamedTuple):
 
     carried: Tensor  # [G, R, K, V], after the last chunk
     final: Tensor  # [e, G, R, K, V], of the e sequences that end in the group
-
-
-def group_inputs(table: ChunkTable, group: ChunkGroup, inputs: SSDInputs) -> GroupInputs:
-    """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
-    G, heads = inputs.B.shape[2], inputs.x.shape[2]
-    grouped, wide = (G, heads // G), wide_dtype(inputs.x)
-
-    def chunks(rows: Tensor, kinds: tuple[int, ...]) -> Tensor:
-        return table.to_chunks(rows, group, kinds, wide)
-
-    return GroupInputs(
-        chunks(inputs.x, grouped), chunks(inputs.B, (G,)), chunks(inputs.C, (G,)),
-        chunks(inputs.dt, grouped), chunks(inputs.g, grouped), chunks(inputs.D, grouped),
-    )  # fmt: skip
 
 
 def written(x: GroupInputs, sums: Tensor) -> Tensor:
@@ -142,10 +102,7 @@ def walk_back(
 ) -> Ends:
     """The transpose of :func:`walk`: gradients of ``carried`` and ``initial``.
 
-    Args:
-        d_entering: ``[n, G, R, K, V]``, of the states that enter the chunks.
-        d_carried: of the state that the group leaves.
-        d_final: ``[e, G, R, K, V]``.
+    ``d_entering [n, G, R, K, V]``: of the states that enter the chunks.
     """
     ends = {chunk: place for place, chunk in enumerate(group.ends)}
     d_initial: list[Tensor] = []
@@ -160,7 +117,6 @@ def walk_back(
 
 
 def states_of_group(group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor) -> Ends:
-    """The states alone, without an output."""
     sums = x.g.cumsum(-1)
     _, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
     return ends
@@ -169,11 +125,7 @@ def states_of_group(group: ChunkGroup, x: GroupInputs, carried: Tensor, initial:
 def state_gradients_of_group(
     group: ChunkGroup, x: GroupInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
 ) -> Ends:
-    """The gradients of the states that enter, which depend on no state.
-
-    Args:
-        d_o: ``[n, G, R, T, V]``.
-    """
+    """The gradients of the states that enter, from ``d_o [n, G, R, T, V]``; they need no state."""
     sums = x.g.cumsum(-1)
     d_entering = x.C.mT[:, :, None] @ (sums.exp()[..., None] * d_o)
     return walk_back(group, sums[..., -1:, None].exp(), d_entering, d_carried, d_final)
@@ -189,12 +141,7 @@ def run_group(
 
 
 def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Tensor:
-    """``[n, G, R, T, V]``.
-
-    Args:
-        sums: of g, within each chunk.
-        entering: the states that enter the chunks; none for the empty chunks at the end.
-    """
+    """``[n, G, R, T, V]``; ``entering`` has no states for the empty chunks at the end."""
     empty = [torch.zeros_like(entering[0])] * (x.x.shape[0] - len(entering))
     # Masked before exp(), by 0: for -inf it takes ten times as long on a CPU. A token's decay to
     # itself is exp(0) and has no gradient. As a difference of sums it would add the largest terms
@@ -210,11 +157,7 @@ _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
 class PlainSSD(Rule):
-    """A :class:`~..ops.rules.base.Rule` over :class:`SSDInputs`.
-
-    Args:
-        aligned: a token's bits depend on its sequence alone, see :mod:`..ops.aligned`.
-    """
+    """The chunk form as a rule over :class:`SSDInputs`: ``backend="reference"``."""
 
     name = "reference"
     batch_invariant = True
@@ -238,21 +181,28 @@ class _Pass:
     def __init__(
         self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
     ) -> None:
-        self.inputs, self.lengths = inputs, sequence_lengths(inputs, documents)
-        H, V = inputs.x.shape[2:]
-        G, K = inputs.B.shape[2:]
+        self.inputs, self.wide = inputs, wide_dtype(inputs.x)
+        self.lengths = lengths_of_sequences(inputs.x.shape, documents)
+        (H, V), (G, K) = inputs.x.shape[2:], inputs.B.shape[2:]
         self.state_shape = (G, H // G, K, V)
         self.table = ChunkTable.build(self.lengths, CHUNK, H, inputs.x.device, aligned)
+
+    def chunks(self, group: ChunkGroup) -> GroupInputs:
+        """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
+        heads = self.state_shape[:2]
+        kinds = (heads if dims == 3 else heads[:1] for dims in _CHUNK_DIMS)
+        given = zip(self.inputs, kinds, strict=True)
+        return GroupInputs(*(self.table.to_chunks(x, group, kind, self.wide) for x, kind in given))
 
     def states(self, given: Tensor | None) -> Tensor:
         """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
         shape, x = (len(self.lengths), *self.state_shape), self.inputs.x
         if given is None:
-            return x.new_zeros(shape, dtype=wide_dtype(x))
-        return given.to(wide_dtype(x), copy=True).reshape(shape)
+            return x.new_zeros(shape, dtype=self.wide)
+        return given.to(self.wide, copy=True).reshape(shape)
 
     def carried(self) -> Tensor:
-        return self.inputs.x.new_zeros(self.state_shape, dtype=wide_dtype(self.inputs.x))
+        return self.inputs.x.new_zeros(self.state_shape, dtype=self.wide)
 
 
 def _take(states: Tensor, index: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -277,12 +227,12 @@ class PlainForward:
         initial, final, carried = one.states(None), one.states(None), one.carried()
         with full_fp32_matmul(inputs.x.device.type):
             for group in one.table.groups:
-                x = group_inputs(one.table, group, inputs)
+                x = one.chunks(group)
                 ends = states_of_group(group, x, carried, _take(initial, group.begin_index))
                 _put(final, group.end_index, ends.final)
                 carried = ends.carried
-        decay = decays_of_sequences(inputs.g.to(final.dtype), one.lengths)
-        K = one.state_shape[2]
+        sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(one.lengths)]
+        decay, K = torch.stack(sums).exp(), one.state_shape[2]  # of a state, over every sequence
         return StateMap(final.flatten(1, 2), decay[..., None, None].expand(-1, -1, K, 1))
 
     @torch.no_grad()
@@ -296,7 +246,7 @@ class PlainForward:
         rows = one.table.rows_like(inputs.x)
         with full_fp32_matmul(inputs.x.device.type):
             for group in one.table.groups:
-                x = group_inputs(one.table, group, inputs)
+                x = one.chunks(group)
                 first = _take(entering, group.begin_index)
                 if walks:
                     o, ends = run_group(group, x, carried, first)
@@ -316,7 +266,7 @@ class PlainBackward:
     def _d_chunks(self, group) -> Tensor:
         one = self._pass
         heads = one.state_shape[:2]
-        return one.table.to_chunks(self._d_o, group, heads, wide_dtype(one.inputs.x))
+        return one.table.to_chunks(self._d_o, group, heads, one.wide)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
@@ -324,7 +274,7 @@ class PlainBackward:
         d_final, d_initial, d_carried = one.states(None), one.states(None), one.carried()
         with full_fp32_matmul(one.inputs.x.device.type):
             for group in reversed(one.table.groups):
-                x = group_inputs(one.table, group, one.inputs)
+                x = one.chunks(group)
                 d_ends = state_gradients_of_group(
                     group, x, self._d_chunks(group), d_carried, _take(d_final, group.end_index)
                 )
@@ -339,7 +289,7 @@ class PlainBackward:
         with full_fp32_matmul(inputs.x.device.type):
             starts, d_carried = self._starts(entering), one.carried()
             for group in reversed(one.table.groups):
-                x, carried = group_inputs(one.table, group, inputs), starts.pop()
+                x, carried = one.chunks(group), starts.pop()
                 first = _take(entering, group.begin_index)
                 with torch.enable_grad():
                     leaves = GroupInputs(*(t.detach().requires_grad_() for t in x))
@@ -361,7 +311,7 @@ class PlainBackward:
         one = self._pass
         starts = [one.carried()]
         for group in one.table.groups[:-1]:
-            x = group_inputs(one.table, group, one.inputs)
+            x = one.chunks(group)
             first = _take(entering, group.begin_index)
             starts.append(states_of_group(group, x, starts[-1], first).carried)
         return starts

@@ -20,10 +20,36 @@ from ...ops.rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inpu
 from ...ops.state_maps.parts import compose, entering_states, initial_gradients, leaving_gradients
 from ...ops.state_maps.state_map import StateMap
 from ...ops.static_documents import StaticDocuments
-from . import states as flash_qla_states
 from .builds import Heads, compile_early, expect
-from .hopper import HopperStages
 from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, row_offsets, stages, static_plan_of
+from .states import (
+    PartMaps,
+    d_initial_of_parts,
+    gradients,
+    output,
+    part_maps,
+    triangular,
+    whole_output,
+)
+
+
+class Carried(NamedTuple):
+    """A forward in parts between which it carried states; saved is :meth:`PartMaps.saved`."""
+
+    plan: Plan
+
+
+class Whole(NamedTuple):
+    """A forward of sequences that are not cut; saved g_sum, A, and the initial states if given."""
+
+    plan: Plan
+
+
+class Uncarried(NamedTuple):
+    """A forward without states, by FlashQLA's own driver."""
+
+    plan: Plan
+    cache: type | None  # FlashQLA's dataclass of the tensors that its backward reuses
 
 
 class FlashQlaRule(Rule):
@@ -35,13 +61,11 @@ class FlashQlaRule(Rule):
     bf16 rounding).
 
     Args:
-        batch_invariant: cut a sequence by its own length and the number of heads alone, so that
-            its bits do not depend on its neighbours or its place. (FlashQLA still picks how many
-            value columns a block computes by the size of the batch; a column's sums do not depend
-            on that, which is tested.) By default FlashQLA's cost model cuts for the whole batch,
-            which is faster where long and short sequences share it.
-        aligned: cut no sequence, so that a token's bits depend on its sequence alone, see
-            :mod:`....aligned`: a block walks from chunk to chunk with the state in fp32, and can
+        batch_invariant: cut a sequence by its own length and the number of heads alone. (FlashQLA
+            still picks how many value columns a block computes by the size of the batch; a
+            column's sums do not depend on that, which is tested.) By default FlashQLA's cost model
+            cuts for the whole batch, which is faster where long and short sequences share it.
+        aligned: cut no sequence: a block walks from chunk to chunk with the state in fp32, and can
             go on from the state of any chunk. The backward, which generation does not have, cuts
             as ``batch_invariant`` does.
     """
@@ -62,15 +86,14 @@ class FlashQlaRule(Rule):
         return plan
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
-        (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
+        heads, device = inputs.v.shape[2], inputs.k.device
         if isinstance(documents, StaticDocuments):
             return static_plan_of(documents, heads, self.batch_invariant, states)
         if documents is None and not (states or self.batch_invariant):
-            return plan_of_rows(rows, tokens, heads, device)
-        offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
+            return plan_of_rows(*inputs.k.shape[:2], heads, device)
         if self.aligned:
-            return plan_of_whole(offsets, device)
-        return plan_of(offsets, heads, self.batch_invariant, device)
+            return plan_of_whole(_offsets(inputs, documents), device)
+        return plan_of(_offsets(inputs, documents), heads, self.batch_invariant, device)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
@@ -94,62 +117,60 @@ class FlashQlaRule(Rule):
 
         Without a second run another kernel computes these states, and rounds elsewhere.
         """
-        rows = inputs.v.shape[:2]
         plan: Plan = kept.plan.plan
         expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
-        flat = inputs if plan.parts is None else inputs_in_one_row(inputs)
-        if isinstance(kept.plan, flash_qla_states.WholeSequences):
-            o, _, saved = flash_qla_states.forward_whole(flat, initial, plan, keep=True)
-            return RuleOutput(in_rows(o, rows), None, saved)
-        if isinstance(kept.plan, flash_qla_states.Carried):
-            o, saved = flash_qla_states.run_again(flat, initial, kept.tensors, plan)
-            return RuleOutput(in_rows(o, rows), None, saved)
-        cache, of = kept.plan.cache, plan.context
-        entering = None if cache is None else cache(*kept.tensors).h0
-        g_sum, A = flash_qla_states.triangular(flat, plan)
-        o, at_chunks = flash_qla_states.output_and_states(
-            flat, g_sum, A, entering, plan.part_offsets, of.seq_map_c2r, of.cu_seqlens
-        )
-        saved = Saved((g_sum, A, *kept.tensors), kept.plan, at_chunks)
-        return RuleOutput(in_rows(o, rows), None, saved)
+        rows, at_chunks = inputs.v.shape[:2], None
+        inputs = inputs if plan.parts is None else inputs_in_one_row(inputs)
+        if isinstance(kept.plan, Whole):
+            o, _, tensors = whole_output(inputs, initial, plan)
+        else:
+            g_sum, A = triangular(inputs, plan)
+            if isinstance(kept.plan, Carried):
+                entering = initial if plan.cut.are_sequences else kept.tensors[2]
+                of = plan.carrying
+            else:
+                cache, context = kept.plan.cache, plan.context
+                entering = None if cache is None else cache(*kept.tensors).h0
+                of = plan.part_offsets, context.seq_map_c2r, context.cu_seqlens
+            o, at_chunks, _ = output(
+                inputs, g_sum, A, entering, *of, output_h=True, output_final_state=False
+            )
+            tensors = g_sum, A, *kept.tensors
+        return RuleOutput(in_rows(o, rows), None, Saved(tensors, kept.plan, at_chunks))
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> UncarriedBackward | CarriedBackward:
-        if isinstance(saved.plan, flash_qla_states.WholeSequences):
+        if isinstance(saved.plan, Whole):
             saved = self._in_parts(inputs, saved, documents)
-        if isinstance(saved.plan, flash_qla_states.Carried):
+        if isinstance(saved.plan, Carried):
             return CarriedBackward(d_o, inputs, saved)
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
     def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
         """What a forward in parts would have saved, after one of whole sequences."""
         g_sum, A, *initial = saved.tensors
-        (rows, tokens), (heads, device) = inputs.k.shape[:2], (inputs.v.shape[2], inputs.v.device)
-        offsets = row_offsets(rows, tokens) if documents is None else documents.filled_offsets
-        plan = plan_of(offsets, heads, True, device)
-        maps = flash_qla_states.part_maps(inputs_in_one_row(inputs), plan, (g_sum, A))
+        plan = plan_of(_offsets(inputs, documents), inputs.v.shape[2], True, inputs.v.device)
+        maps = part_maps(inputs_in_one_row(inputs), plan, (g_sum, A))
         entering = entering_states(maps.local, maps.through, plan.cut, *initial or (None,))
-        kept = flash_qla_states.saved_tensors(maps, entering)
-        return Saved(kept, flash_qla_states.Carried(plan))
+        return Saved(maps.saved(entering), Carried(plan))
 
 
-class Uncarried(NamedTuple):
-    """The plan of a forward without states, run by FlashQLA's own driver."""
-
-    plan: Plan
-    cache: type | None  # FlashQLA's dataclass of the tensors that its backward reuses
+def _offsets(inputs: RuleInputs, documents: Documents | None) -> tuple[int, ...]:
+    if documents is None:
+        return row_offsets(*inputs.k.shape[:2])
+    return documents.filled_offsets
 
 
 class FlashQlaForward:
     def __init__(self, rule: FlashQlaRule, inputs: RuleInputs, documents: Documents | None) -> None:
         self._rule, self._inputs, self._documents = rule, inputs, documents
-        self._maps: flash_qla_states.PartMaps | None = None
+        self._maps: PartMaps | None = None
 
-    def _part_maps(self) -> flash_qla_states.PartMaps:
+    def _part_maps(self) -> PartMaps:
         if self._maps is None:
             plan = self._rule.plan(self._inputs, self._documents, states=True, maps=True)
-            self._maps = flash_qla_states.part_maps(inputs_in_one_row(self._inputs), plan)
+            self._maps = part_maps(inputs_in_one_row(self._inputs), plan)
         return self._maps
 
     def state_map(self) -> StateMap:
@@ -162,14 +183,18 @@ class FlashQlaForward:
         inputs, rows = self._inputs, self._inputs.v.shape[:2]
         if self._rule.aligned and self._maps is None:
             plan = self._rule.plan(inputs, self._documents, states=True)
-            o, last, saved = flash_qla_states.forward_whole(
-                inputs_in_one_row(inputs), initial, plan, keep
-            )
+            o, last, tensors = whole_output(inputs_in_one_row(inputs), initial, plan)
+            saved = Saved(tensors if keep else (), Whole(plan))
             return RuleOutput(in_rows(o, rows), last if final else None, saved)
         if initial is not None or self._maps is not None:
-            o, last, saved = flash_qla_states.forward(
-                inputs_in_one_row(inputs), initial, self._part_maps(), keep, final
-            )
+            maps = self._part_maps()
+            plan = maps.plan
+            entering = entering_states(maps.local, maps.through, plan.cut, initial)
+            o, _, last = output(
+                inputs_in_one_row(inputs), maps.g_sum, maps.A, entering, *plan.carrying,
+                output_h=False, output_final_state=final,
+            )  # fmt: skip
+            saved = Saved(maps.saved(entering) if keep else (), Carried(plan))
             return RuleOutput(in_rows(o, rows), last, saved)
         plan = self._rule.plan(inputs, self._documents, states=False)
         flat = inputs if plan.parts is None else inputs_in_one_row(inputs)
@@ -195,9 +220,7 @@ class CarriedBackward:
 
     def _of_parts(self) -> Tensor:
         if self._d_local is None:
-            self._d_local = flash_qla_states.d_initial_of_parts(
-                self._d_o, self._inputs, self._saved, self._plan
-            )
+            self._d_local = d_initial_of_parts(self._d_o, self._inputs, self._saved, self._plan)
         return self._d_local
 
     def d_initial(self) -> Tensor:
@@ -218,10 +241,8 @@ class CarriedBackward:
             last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
         self._d_local = None
         states, self._at_chunks = self._at_chunks, None
-        grads = _gradients(
-            self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad, states=states
-        )
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads[:5]))
+        grads = gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad, states)
+        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
 
 
 class UncarriedBackward:
@@ -243,9 +264,7 @@ class UncarriedBackward:
         g_sum, A = (in_one_row(x) for x in self._saved.tensors[:2])
         plan = self._rule.plan(self._inputs, self._documents, states=True)
         inputs = inputs_in_one_row(self._inputs)
-        maps = flash_qla_states.part_maps(inputs, plan, (g_sum, A))
-        tensors = flash_qla_states.saved_tensors(maps, entering=None)
-        saved = Saved(tensors, flash_qla_states.Carried(plan))
+        saved = Saved(part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Carried(plan))
         return CarriedBackward(self._d_o, self._inputs, saved).d_initial()
 
     def d_o_was_scaled(self, by: Tensor) -> None:
@@ -265,42 +284,5 @@ class UncarriedBackward:
         )  # fmt: skip
         del kept
         made_here = last_grad is not d_final
-        grads = _gradients(d_o, inputs, g_sum, A, plan, first, last_grad, made_here, states)
-        return RuleGrads(*(in_rows(x, rows) for x in grads[:5]))
-
-
-def _gradients(
-    d_o: Tensor,
-    inputs: RuleInputs,
-    g_sum: Tensor,
-    A: Tensor,
-    plan: Plan,
-    first: Tensor | None,
-    last_grad: Tensor | None,
-    overwrite_last: bool = False,
-    states: Tensor | None = None,
-) -> RuleGrads:
-    """The gradients of the inputs.
-
-    Args:
-        first: states that enter the parts.
-        last_grad: gradient of the states that leave them.
-        overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
-        states: at chunks, of a second run of the forward; None: computed here.
-    """
-    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
-    common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
-              "cu_seqlens": plan.part_offsets}  # fmt: skip
-    if states is None:
-        states, *_ = stages().fused_gdr_h(
-            initial_state=first, output_final_state=False, output_h=True, **common
-        )
-    dq, dk, dv, dg, dbeta, _ = stages().fused_gdr_bwd(
-        q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5,
-        **common, **sparing,
-    )  # fmt: skip
-    dg = stages().chunk_local_cumsum(
-        dg, chunk_size=A.shape[-1], reverse=True, cu_seqlens=plan.context.cu_seqlens,
-        zero_last_chunk=True,
-    )  # fmt: skip
-    return RuleGrads(dq, dk, dv, dg, dbeta)
+        grads = gradients(d_o, inputs, g_sum, A, plan, first, last_grad, states, made_here)
+        return RuleGrads(*(in_rows(x, rows) for x in grads))

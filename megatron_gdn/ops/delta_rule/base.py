@@ -1,10 +1,6 @@
-"""Inputs and gradients of the gated delta rule.
+"""The gated delta rule's inputs, gradients, heads, and checks of shapes.
 
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
-
-Shape checks shared by every implementation of the gated delta rule.
-
-The heads of a Gated DeltaNet that one rank holds, as plain numbers for the kernels.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ class RuleGrads(NamedTuple):
     """Gradients of the inputs, for the front's backward.
 
     dq and dk may have H heads, one per value head: the front sums those of one key head. With a
-    ``factor`` the true gradient of a head is ``tensor * factor[head]``, which the front computes in
-    fp32. The factor is a power of two, the same for the value heads of one key head.
+    ``factor``, a power of two for each key head, the true gradient is ``tensor * factor[head]``,
+    which the front computes in fp32.
     """
 
     q: Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
-from ..rules.chunk_table import CHUNK
+from ..rules.chunk_table import CHUNK, lengths_of_sequences
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs
@@ -47,14 +47,12 @@ class _Pass:
     def __init__(
         self, rule: PlainRule, inputs: RuleInputs, documents: Documents | None, aligned: bool
     ) -> None:
-        self._rows = rows, tokens = inputs.v.shape[:2]
-        self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
-        if documents is None:
-            lengths = (tokens,) * rows
-        elif isinstance(documents, StaticDocuments):
+        self._rows = inputs.v.shape[:2]
+        self._inputs: RuleInputs = inputs if documents is None else inputs_in_one_row(inputs)
+        if isinstance(documents, StaticDocuments):
             lengths = documents
         else:
-            lengths = tuple(n for n in documents.lengths if n) or (0,)
+            lengths = lengths_of_sequences(self._rows, documents)
         self._rule = ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned, rule.chunks)
 
     def _state(self, state: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ Legend: N sequences of one level, H heads with a state, K rows of a state, V col
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,16 +21,6 @@ from ..trees import Level, TreeDocuments
 from .base import Rule, RuleOutput, Saved, on_tokens
 
 ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
-
-
-class _Kept(NamedTuple):
-    """What the backward of one level takes beside the inputs.
-
-    The saved tensors of a level are the states that entered, ``through``, and the rule's.
-    """
-
-    plan: Any  # the rule's
-    tensors: int  # how many are the rule's
 
 
 class RuleByLevel(Rule):
@@ -80,7 +70,7 @@ class ForwardByLevel:
             o, ended, saved = begun.run(entering, keep=keep, final=level.continued)
             pieces.append(o)
             tensors += [entering, through, *saved.tensors]
-            plans.append(_Kept(saved.plan, len(saved.tensors)))
+            plans.append((saved.plan, len(saved.tensors)))
         o = _in_buffer(pieces, self._documents)
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
 
@@ -100,12 +90,12 @@ class BackwardByLevel:
         tensors, grads = list(self._saved.tensors), []
         levels = self._documents.levels
         for number in reversed(range(len(levels))):
-            level, kept = levels[number], self._saved.plan[number]
-            entered, through, *mine = tensors[len(tensors) - kept.tensors - 2 :]
-            del tensors[len(tensors) - kept.tensors - 2 :]
+            level, (plan, count) = levels[number], self._saved.plan[number]
+            entered, through, *mine = tensors[-count - 2 :]
+            del tensors[-count - 2 :]
             begun = self._rule.begin_backward(
                 _rows(level, self._d_o), _of(level, self._inputs),
-                Saved(tuple(mine), kept.plan), level.documents,
+                Saved(tuple(mine), plan), level.documents,
             )  # fmt: skip
             if level.parents is None:
                 grads.insert(0, begun.run(None, d_final))
@@ -163,8 +153,8 @@ def _in_buffer(pieces: list[Tensor], documents: TreeDocuments) -> Tensor:
 def _gathered(grads: list[Any], documents: TreeDocuments) -> Any:
     """One tuple of gradients from those of the levels.
 
-    The factors of a head (see :class:`..delta_rule.base.RuleGrads`) become the largest of them, as
-    if all levels had been one call: powers of two, so that only what is tiny beside it is rounded.
+    The factors of a head (:class:`..delta_rule.base.RuleGrads`) become the largest of them, as if
+    all levels had been one call. They are powers of two: only what is tiny beside it is rounded.
     """
     kind, factor = type(grads[0]), {}
     if getattr(grads[0], "factor", None) is not None:

@@ -30,6 +30,8 @@ SEQUENCES = {"cu_seqlens", "chunk_indices"}
 _INDEX = "fla.ops.utils.index", "prepare_chunk_indices"
 _RULE = "fla.ops.gated_delta_rule.chunk"
 
+Boundaries = dict[str, Tensor | None]  # fla's arguments of these names
+
 # Of the gated delta rule. Module, function: the arguments that are passed by name.
 _CALLED = {
     (_RULE, "chunk_gated_delta_rule_fwd"): {
@@ -90,7 +92,7 @@ def stages() -> Any:
     return import_module(_RULE)
 
 
-def boundaries_of(documents: Documents | None) -> dict[str, Tensor | None]:
+def boundaries_of(documents: Documents | None) -> Boundaries:
     if isinstance(documents, StaticDocuments):
         # fla caches tables by the identity of the offsets tensor, and this one changes in place. A
         # new alias has no older tables. It lives as long as one forward and backward.
@@ -99,7 +101,7 @@ def boundaries_of(documents: Documents | None) -> dict[str, Tensor | None]:
     return boundaries_on_host(documents)
 
 
-def boundaries_on_host(documents: Documents | None) -> dict[str, Tensor | None]:
+def boundaries_on_host(documents: Documents | None) -> Boundaries:
     """As :func:`boundaries_of`; refuses documents in fixed buffers."""
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
@@ -132,9 +134,8 @@ class _Pass:
     """The inputs as fla takes them: packed documents in one row, with their boundaries."""
 
     def __init__(
-        self, rule: Any, inputs: Any, documents: Documents | None,
-        boundaries: dict[str, Tensor | None],
-    ) -> None:  # fmt: skip
+        self, rule: Any, inputs: Any, documents: Documents | None, boundaries: Boundaries
+    ) -> None:
         self._rule, self._documents, self._boundaries = rule, documents, boundaries
         self._rows = next(x for x in inputs if x is not None).shape[:2]
         self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
