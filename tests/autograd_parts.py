@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.base import Parameters
 from megatron_gdn.ops.layout import Layout
-from megatron_gdn.ops.rules.base import RuleOutput, Saved
+from megatron_gdn.ops.rules.base import Rule, RuleOutput, Saved
 from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
@@ -88,7 +88,7 @@ class AutogradFront:
         )
 
 
-class AutogradRule:
+class AutogradRule(Rule):
     """A ``Rule`` of ``megatron_gdn.ops.rules.base`` whose recurrence decays a state by factors.
 
     Args:
@@ -100,7 +100,6 @@ class AutogradRule:
     """
 
     batch_invariant = True
-    operand_dtype = None
 
     def __init__(
         self,
@@ -111,9 +110,6 @@ class AutogradRule:
     ) -> None:
         self.name, self.reads_again = name, frozenset(inputs._fields)
         self._run, self._through = run, through
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
 
     def begin(self, inputs: Any, documents: Documents | None) -> _Forward:
         return _Forward(self, inputs, documents)

@@ -5,15 +5,12 @@ Legend: B batch, S seq, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.base import RuleGrads, RuleInputs
-from ..ops.documents import Documents
+from ..ops.delta_rule.base import RuleGrads
 from ..ops.rules import fla_functions
-from ..ops.rules.base import RuleOutput, Saved, in_rows
+from ..ops.rules.base import RuleOutput, in_rows
 from ..ops.rules.fla_functions import stages
 from ..ops.state_maps.parts import CHUNK
 from ..ops.state_maps.state_map import StateMap
@@ -56,17 +53,11 @@ class FlaForward(fla_functions.FlaForward):
 
 
 class FlaBackward(fla_functions.FlaBackward):
-    def __init__(
-        self, rule: Any, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
-    ) -> None:
-        super().__init__(rule, d_o, inputs, saved, documents)
-        self._g_sum, self._A = saved.tensors
-
     def d_initial(self) -> Tensor:
         q, k, v, _, beta = self._inputs
-        fla, boundaries, K = stages(), self._boundaries, k.shape[-1]
-        w, _ = fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=self._A, g=self._g_sum, **boundaries)
-        of_o = {"g": self._g_sum, "do": self._d_o, "scale": K**-0.5, **boundaries}
+        (g_sum, A), fla, boundaries, K = self._saved, stages(), self._boundaries, k.shape[-1]
+        w, _ = fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **boundaries)
+        of_o = {"g": g_sum, "do": self._d_o, "scale": K**-0.5, **boundaries}
         d_written = fla.chunk_bwd_dv_local(q=q, k=k, **of_o)
         _, d_local, _ = fla.chunk_gated_delta_rule_bwd_dhu(
             q=q, k=k, w=w, h0=self._some_states(K), dht=None, dv=d_written, **of_o
@@ -74,9 +65,10 @@ class FlaBackward(fla_functions.FlaBackward):
         return d_local
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        inputs = self._inputs._replace(g=self._g_sum)
+        g_sum, A = self._saved
+        inputs = self._inputs._replace(g=g_sum)
         dq, dk, dv, dbeta, dg, *_ = stages().chunk_gated_delta_rule_bwd(
-            **inputs._asdict(), A=self._A, scale=inputs.k.shape[-1] ** -0.5,
+            **inputs._asdict(), A=A, scale=inputs.k.shape[-1] ** -0.5,
             initial_state=initial, do=self._d_o, dht=d_final, **self._boundaries,
         )  # fmt: skip
         return RuleGrads(*(in_rows(x, self._rows) for x in (dq, dk, dv, dg, dbeta)))

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,8 +41,7 @@ from torch import Tensor
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.layout import Layout
-from ..ops.rules import base as again
-from ..ops.rules.base import PreparedRule, Rule, RuleForward, RuleOutput, Saved, ScalableBackward
+from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved
 from . import half_torch
 
 LARGEST_D_O = 0  # log2, after scaling
@@ -67,8 +65,7 @@ class HalfOperands(Rule):
         self.name, self.reads_again, self._rule = rule.name, rule.reads_again, rule
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        if isinstance(self._rule, PreparedRule):
-            self._rule.prepare(layout, torch.float16, states)
+        self._rule.prepare(layout, torch.float16, states)
 
     def why_not_heads(self, heads: int) -> str | None:
         return self._rule.why_not_heads(heads)
@@ -77,12 +74,12 @@ class HalfOperands(Rule):
         return self._rule.begin(inputs, documents)
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        return again.kept_to_run_again(self._rule, saved)
+        return self._rule.kept_to_run_again(saved)
 
     def run_again(
         self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        return again.run_again(self._rule, inputs, kept, documents, initial)
+        return self._rule.run_again(inputs, kept, documents, initial)
 
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
@@ -90,7 +87,7 @@ class HalfOperands(Rule):
         return HalfBackward(self._rule, d_o, inputs, saved, documents)
 
 
-class HalfBackward:
+class HalfBackward(RuleBackward):
     """Scales d_o and d_final for the wrapped rule's backward, and scales d_initial back."""
 
     def __init__(
@@ -99,8 +96,7 @@ class HalfBackward:
         self._key_heads = inputs.k.shape[2]
         self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
         del d_o  # frees its memory if the caller keeps no reference
-        begun = rule.begin_backward(self._half, inputs, saved, documents)
-        self._backward = cast(ScalableBackward, begun)
+        self._backward = rule.begin_backward(self._half, inputs, saved, documents)
 
     def d_initial(self) -> Tensor:
         return self._backward.d_initial() * _of_states(self._down)

@@ -30,7 +30,15 @@ from torch import Tensor
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
-from ..ops.rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
+from ..ops.rules.base import (
+    Rule,
+    RuleBackward,
+    RuleOutput,
+    Saved,
+    in_one_row,
+    in_rows,
+    inputs_in_one_row,
+)
 from ..ops.state_maps.state_map import StateMap
 from ..ops.static_documents import StaticDocuments
 
@@ -156,7 +164,7 @@ class CudnnForward(_Call):
         return RuleOutput(in_rows(o[None], self.rows), last if final else None, Saved())
 
 
-class CudnnBackward(_Call):
+class CudnnBackward(_Call, RuleBackward):
     def __init__(self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None) -> None:
         super().__init__(inputs, documents)
         self._d_o = in_one_row(d_o)[0].contiguous()

@@ -8,7 +8,7 @@ Legend: B batch, S seq, H heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
-from ..ops.documents import Documents
 from ..ops.rules import fla_functions
-from ..ops.rules.base import RuleOutput, Saved, in_rows
+from ..ops.rules.base import RuleOutput, in_rows
 from ..ops.rules.fla_functions import SEQUENCES, why_not_called_so
 from ..ops.state_maps.parts import CHUNK
 from ..ops.state_maps.state_map import StateMap
@@ -105,34 +104,28 @@ class FlaForward(fla_functions.FlaForward):
 
 
 class FlaBackward(fla_functions.FlaBackward):
-    def __init__(
-        self, rule: Any, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
-    ) -> None:
-        super().__init__(rule, d_o, inputs, saved, documents)
-        self._Aqk, self._Akk = saved.tensors
-        self._g_sum = _sums(self._inputs.g, self._boundaries)
+    @cached_property
+    def _g_sum(self) -> Tensor:
+        return _sums(self._inputs.g, self._boundaries)
 
     def d_initial(self) -> Tensor:
-        (q, k, v, _, beta), fla, boundaries = (
-            self._inputs,
-            import_module(_BACKWARD),
-            self._boundaries,
-        )
+        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved
+        fla, boundaries = import_module(_BACKWARD), self._boundaries
         w, u, qg, kg = fla.recompute_w_u_fwd(
-            q=q, k=k, v=v, beta=beta, A=self._Akk, gk=self._g_sum, **boundaries
+            q=q, k=k, v=v, beta=beta, A=Akk, gk=self._g_sum, **boundaries
         )
         K = k.shape[-1]
         of_o = {"do": self._d_o, "scale": K**-0.5, **boundaries}
-        _, d_written = fla.chunk_kda_bwd_dAv(q=q, k=k, v=u, A=self._Aqk, **of_o)
+        _, d_written = fla.chunk_kda_bwd_dAv(q=q, k=k, v=u, A=Aqk, **of_o)
         _, d_local, _ = fla.chunk_gated_delta_rule_bwd_dhu(
             q=qg, k=kg, w=w, gk=self._g_sum, h0=self._some_states(K), dht=None, dv=d_written, **of_o
         )
         return d_local
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        q, k, v, _, beta = self._inputs
+        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved
         dq, dk, dv, dbeta, dg, *_ = import_module(_BACKWARD).chunk_kda_bwd(
-            q=q, k=k, v=v, beta=beta, Aqk=self._Aqk, Akk=self._Akk, scale=k.shape[-1] ** -0.5,
+            q=q, k=k, v=v, beta=beta, Aqk=Aqk, Akk=Akk, scale=k.shape[-1] ** -0.5,
             initial_state=initial, do=self._d_o, dht=d_final, g=self._g_sum,
             safe_gate=self._rule.safe_gate, **self._boundaries,
         )  # fmt: skip

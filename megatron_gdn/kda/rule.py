@@ -181,6 +181,7 @@ def recurrent_kda(
     offsets = None if documents is None else documents.filled_offsets
     inputs = inputs if documents is None else inputs_in_one_row(inputs)
     q, k, v, g, beta = (x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     o, final = recurrence(q * k.shape[-1] ** -0.5, k, v, g, beta, initial, offsets)
     return in_rows(o.to(dtype), rows), final
 

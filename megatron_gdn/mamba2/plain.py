@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.fp32_matmul import full_fp32_matmul
-from ..ops.rules.base import Rule, RuleOutput, Saved
+from ..ops.rules.base import Rule, RuleBackward, RuleOutput, Saved
 from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
 from ..ops.state_maps.state_map import StateMap
 
@@ -68,23 +68,19 @@ class Ends(NamedTuple):
     final: Tensor  # [e, G, R, K, V], of the e sequences that end in the group
 
 
-def written(x: GroupInputs, sums: Tensor) -> Tensor:
-    """``[n, G, R, K, V]``: what each chunk adds to the state that leaves it."""
-    weight = (sums[..., -1:] - sums).exp() * x.dt
-    return x.B.mT[:, :, None] @ (weight[..., None] * x.x)
-
-
 def walk(
-    group: ChunkGroup, decay: Tensor, local: Tensor, carried: Tensor, initial: Tensor
+    group: ChunkGroup, x: GroupInputs, sums: Tensor, carried: Tensor, initial: Tensor
 ) -> tuple[list[Tensor], Ends]:
     """The states that enter the chunks, chunk after chunk.
 
     Args:
-        decay: ``[n, G, R, 1, 1]``.
-        local: from :func:`written`.
+        sums: of g, within each chunk.
         carried: the state that the group before left.
         initial: ``[b, G, R, K, V]``, of the b sequences that begin in the group.
     """
+    decay = sums[..., -1:, None].exp()
+    weight = (sums[..., -1:] - sums).exp() * x.dt
+    local = x.B.mT[:, :, None] @ (weight[..., None] * x.x)
     state, entering, final = carried, [], []
     begins = {chunk: place for place, chunk in enumerate(group.begins)}
     for chunk in range(group.chunks):
@@ -98,12 +94,12 @@ def walk(
 
 
 def walk_back(
-    group: ChunkGroup, decay: Tensor, d_entering: Tensor, d_carried: Tensor, d_final: Tensor
+    group: ChunkGroup, x: GroupInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
 ) -> Ends:
-    """The transpose of :func:`walk`: gradients of ``carried`` and ``initial``.
-
-    ``d_entering [n, G, R, K, V]``: of the states that enter the chunks.
-    """
+    """Gradients of ``carried`` and ``initial``, from ``d_o [n, G, R, T, V]``; read no state."""
+    sums = x.g.cumsum(-1)
+    d_entering = x.C.mT[:, :, None] @ (sums.exp()[..., None] * d_o)
+    decay = sums[..., -1:, None].exp()
     ends = {chunk: place for place, chunk in enumerate(group.ends)}
     d_initial: list[Tensor] = []
     for chunk in reversed(range(group.chunks)):
@@ -114,30 +110,6 @@ def walk_back(
             d_initial.insert(0, d_carried)
             d_carried = torch.zeros_like(d_carried)
     return Ends(d_carried, torch.stack(d_initial) if d_initial else d_final[:0])
-
-
-def states_of_group(group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor) -> Ends:
-    sums = x.g.cumsum(-1)
-    _, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
-    return ends
-
-
-def state_gradients_of_group(
-    group: ChunkGroup, x: GroupInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
-) -> Ends:
-    """The gradients of the states that enter, from ``d_o [n, G, R, T, V]``; they need no state."""
-    sums = x.g.cumsum(-1)
-    d_entering = x.C.mT[:, :, None] @ (sums.exp()[..., None] * d_o)
-    return walk_back(group, sums[..., -1:, None].exp(), d_entering, d_carried, d_final)
-
-
-def run_group(
-    group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor
-) -> tuple[Tensor, Ends]:
-    """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
-    sums = x.g.cumsum(-1)
-    entering, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
-    return output_of_group(x, sums, entering), ends
 
 
 def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Tensor:
@@ -151,6 +123,15 @@ def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Ten
     inside = scores @ (x.dt[..., None] * x.x)
     before = (sums.exp()[..., None] * x.C[:, :, None]) @ torch.stack([*entering, *empty])
     return inside + before + x.D * x.x
+
+
+def run_group(
+    group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor
+) -> tuple[Tensor, Ends]:
+    """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
+    sums = x.g.cumsum(-1)
+    entering, ends = walk(group, x, sums, carried, initial)
+    return output_of_group(x, sums, entering), ends
 
 
 _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
@@ -181,28 +162,31 @@ class _Pass:
     def __init__(
         self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
     ) -> None:
-        self.inputs, self.wide = inputs, wide_dtype(inputs.x)
-        self.lengths = lengths_of_sequences(inputs.x.shape, documents)
+        self._inputs, self._wide = inputs, wide_dtype(inputs.x)
+        self._lengths = lengths_of_sequences(inputs.x.shape, documents)
         (H, V), (G, K) = inputs.x.shape[2:], inputs.B.shape[2:]
-        self.state_shape = (G, H // G, K, V)
-        self.table = ChunkTable.build(self.lengths, CHUNK, H, inputs.x.device, aligned)
+        self._state_shape = (G, H // G, K, V)
+        self._table = ChunkTable.build(self._lengths, CHUNK, H, inputs.x.device, aligned)
 
-    def chunks(self, group: ChunkGroup) -> GroupInputs:
+    def _chunks(self, group: ChunkGroup) -> GroupInputs:
         """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
-        heads = self.state_shape[:2]
+        heads = self._state_shape[:2]
         kinds = (heads if dims == 3 else heads[:1] for dims in _CHUNK_DIMS)
-        given = zip(self.inputs, kinds, strict=True)
-        return GroupInputs(*(self.table.to_chunks(x, group, kind, self.wide) for x, kind in given))
+        made = (
+            self._table.to_chunks(x, group, kind, self._wide)
+            for x, kind in zip(self._inputs, kinds, strict=True)
+        )
+        return GroupInputs(*made)
 
-    def states(self, given: Tensor | None) -> Tensor:
+    def _states(self, given: Tensor | None) -> Tensor:
         """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
-        shape, x = (len(self.lengths), *self.state_shape), self.inputs.x
+        shape = (len(self._lengths), *self._state_shape)
         if given is None:
-            return x.new_zeros(shape, dtype=self.wide)
-        return given.to(self.wide, copy=True).reshape(shape)
+            return self._inputs.x.new_zeros(shape, dtype=self._wide)
+        return given.to(self._wide, copy=True).reshape(shape)
 
-    def carried(self) -> Tensor:
-        return self.inputs.x.new_zeros(self.state_shape, dtype=self.wide)
+    def _carried(self) -> Tensor:
+        return self._inputs.x.new_zeros(self._state_shape, dtype=self._wide)
 
 
 def _take(states: Tensor, index: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -215,81 +199,73 @@ def _put(states: Tensor, index: tuple[Tensor, Tensor] | None, new: Tensor) -> No
         states.index_copy_(0, index[1], new)
 
 
-class PlainForward:
-    def __init__(
-        self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
-    ) -> None:
-        self._pass = _Pass(inputs, documents, aligned)
-
+class PlainForward(_Pass):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        one, inputs = self._pass, self._pass.inputs
-        initial, final, carried = one.states(None), one.states(None), one.carried()
+        inputs = self._inputs
+        initial, final, carried = self._states(None), self._states(None), self._carried()
         with full_fp32_matmul(inputs.x.device.type):
-            for group in one.table.groups:
-                x = one.chunks(group)
-                ends = states_of_group(group, x, carried, _take(initial, group.begin_index))
+            for group in self._table.groups:
+                x, first = self._chunks(group), _take(initial, group.begin_index)
+                _, ends = walk(group, x, x.g.cumsum(-1), carried, first)
                 _put(final, group.end_index, ends.final)
                 carried = ends.carried
-        sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(one.lengths)]
-        decay, K = torch.stack(sums).exp(), one.state_shape[2]  # of a state, over every sequence
+        sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(self._lengths)]
+        decay, K = torch.stack(sums).exp(), self._state_shape[2]  # of a state, over every sequence
         return StateMap(final.flatten(1, 2), decay[..., None, None].expand(-1, -1, K, 1))
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        one, inputs = self._pass, self._pass.inputs
-        walks = final or not one.table.are_chunks
-        entering, carried = one.states(initial), one.carried()
-        leaving = one.states(initial) if walks else entering
-        rows = one.table.rows_like(inputs.x)
-        with full_fp32_matmul(inputs.x.device.type):
-            for group in one.table.groups:
-                x = one.chunks(group)
-                first = _take(entering, group.begin_index)
+        table, like = self._table, self._inputs.x
+        walks = final or not table.are_chunks
+        entering, carried = self._states(initial), self._carried()
+        leaving = self._states(initial) if walks else entering
+        rows = table.rows_like(like)
+        with full_fp32_matmul(like.device.type):
+            for group in table.groups:
+                x, first = self._chunks(group), _take(entering, group.begin_index)
                 if walks:
                     o, ends = run_group(group, x, carried, first)
                     _put(leaving, group.end_index, ends.final)
                     carried = ends.carried
                 else:
                     o = output_of_group(x, x.g.cumsum(-1), list(first))
-                one.table.put(rows, group, o.flatten(0, 2))
-        o = one.table.to_tokens(rows, inputs.x)
+                table.put(rows, group, o.flatten(0, 2))
+        o = table.to_tokens(rows, like)
         return RuleOutput(o, leaving.flatten(1, 2) if final else None, Saved())
 
 
-class PlainBackward:
+class PlainBackward(_Pass, RuleBackward):
     def __init__(self, d_o: Tensor, inputs: SSDInputs, documents: Documents | None) -> None:
-        self._pass, self._d_o = _Pass(inputs, documents), d_o
+        super().__init__(inputs, documents)
+        self._d_o = d_o
 
-    def _d_chunks(self, group) -> Tensor:
-        one = self._pass
-        heads = one.state_shape[:2]
-        return one.table.to_chunks(self._d_o, group, heads, one.wide)
+    def _d_chunks(self, group: ChunkGroup) -> Tensor:
+        return self._table.to_chunks(self._d_o, group, self._state_shape[:2], self._wide)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        one = self._pass
-        d_final, d_initial, d_carried = one.states(None), one.states(None), one.carried()
-        with full_fp32_matmul(one.inputs.x.device.type):
-            for group in reversed(one.table.groups):
-                x = one.chunks(group)
-                d_ends = state_gradients_of_group(
-                    group, x, self._d_chunks(group), d_carried, _take(d_final, group.end_index)
+        d_final, d_initial, d_carried = self._states(None), self._states(None), self._carried()
+        with full_fp32_matmul(self._d_o.device.type):
+            for group in reversed(self._table.groups):
+                d_last = _take(d_final, group.end_index)
+                d_ends = walk_back(
+                    group, self._chunks(group), self._d_chunks(group), d_carried, d_last
                 )
                 _put(d_initial, group.begin_index, d_ends.final)
                 d_carried = d_ends.carried
         return d_initial.flatten(1, 2)
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
-        one, inputs = self._pass, self._pass.inputs
-        entering, d_leaving = one.states(initial), one.states(d_final)
-        rows = [one.table.rows_like(x) for x in inputs]
-        with full_fp32_matmul(inputs.x.device.type):
-            starts, d_carried = self._starts(entering), one.carried()
-            for group in reversed(one.table.groups):
-                x, carried = one.chunks(group), starts.pop()
+        table, inputs = self._table, self._inputs
+        entering, d_leaving = self._states(initial), self._states(d_final)
+        rows = [table.rows_like(x) for x in inputs]
+        with full_fp32_matmul(self._d_o.device.type):
+            starts, d_carried = self._starts(entering), self._carried()
+            for group in reversed(table.groups):
+                x, carried = self._chunks(group), starts.pop()
                 first = _take(entering, group.begin_index)
                 with torch.enable_grad():
                     leaves = GroupInputs(*(t.detach().requires_grad_() for t in x))
@@ -301,17 +277,15 @@ class PlainBackward:
                     materialize_grads=True,
                 )  # fmt: skip
                 for to, gradient, dims in zip(rows, grads, _CHUNK_DIMS, strict=True):
-                    one.table.put(to, group, gradient.flatten(0, dims - 1))
-        found = (one.table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
+                    table.put(to, group, gradient.flatten(0, dims - 1))
+        found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
         return SSDInputs(*found)
 
     @torch.no_grad()
     def _starts(self, entering: Tensor) -> list[Tensor]:
         """The state that enters every group of chunks."""
-        one = self._pass
-        starts = [one.carried()]
-        for group in one.table.groups[:-1]:
-            x = one.chunks(group)
-            first = _take(entering, group.begin_index)
-            starts.append(states_of_group(group, x, starts[-1], first).carried)
+        starts = [self._carried()]
+        for group in self._table.groups[:-1]:
+            x, first = self._chunks(group), _take(entering, group.begin_index)
+            starts.append(walk(group, x, x.g.cumsum(-1), starts[-1], first)[1].carried)
         return starts

@@ -31,7 +31,7 @@ from ..ops.documents import Documents, require_one_row
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
 from ..ops.parts import ALONE
-from ..ops.rules.base import PreparedRule, Rule
+from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
@@ -174,7 +174,7 @@ class MicroBatches:
 
     def _prepare(self, rule: Rule, scheme: Scheme | None) -> None:
         """Prepare the expected rule for its rows, if every micro-batch has the same scheme."""
-        if scheme is not None and isinstance(rule, PreparedRule):
+        if scheme is not None:
             states = scheme.name == LinearCpMode.CHUNKWISE
             rule.prepare(scheme.layout, _expected_dtype(self._config), states)
 

@@ -16,7 +16,15 @@ from ...ops.delta_rule.base import RuleGrads, RuleInputs
 from ...ops.documents import Documents
 from ...ops.layout import Layout
 from ...ops.obstacles import why_not_heads
-from ...ops.rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
+from ...ops.rules.base import (
+    Rule,
+    RuleBackward,
+    RuleOutput,
+    Saved,
+    in_one_row,
+    in_rows,
+    inputs_in_one_row,
+)
 from ...ops.state_maps.parts import compose, entering_states, initial_gradients, leaving_gradients
 from ...ops.state_maps.state_map import StateMap
 from ...ops.static_documents import StaticDocuments
@@ -209,7 +217,7 @@ class FlashQlaForward:
         return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Uncarried(plan, cache)))
 
 
-class CarriedBackward:
+class CarriedBackward(RuleBackward):
     """After a forward that carried states between parts itself."""
 
     def __init__(self, d_o: Tensor, inputs: RuleInputs, saved: Saved) -> None:
@@ -245,7 +253,7 @@ class CarriedBackward:
         return RuleGrads(*(in_rows(x, self._rows) for x in grads))
 
 
-class UncarriedBackward:
+class UncarriedBackward(RuleBackward):
     """After a forward by FlashQLA's own driver."""
 
     def __init__(
@@ -266,9 +274,6 @@ class UncarriedBackward:
         inputs = inputs_in_one_row(self._inputs)
         saved = Saved(part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Carried(plan))
         return CarriedBackward(self._d_o, self._inputs, saved).d_initial()
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         (plan, cache), states = self._saved.plan, self._saved.made

@@ -67,29 +67,22 @@ class ChunkedRule(NamedTuple):
             return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
         return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device, aligned)
 
-    def forward(self, q, k, v, g, beta, state: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
-        """Output ``[B, T, H, V]`` and, with ``last``, final states ``[N, G, R, K, V]``."""
-        table = self._table(v, self.aligned)
+    def forward(
+        self, q, k, v, g, beta, state: Tensor, last: bool = True, output: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``, each if it is asked for."""
+        table = self._table(v, self.aligned and output)
         walks = last or not table.are_chunks
-        rows, final, carried = table.rows_like(v), _copy(state) if walks else state, None
+        rows = table.rows_like(v) if output else v
+        final, carried = _copy(state) if walks else state, None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=True)
+                x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=output)
                 S, carried = x.walk(carried, *ends) if walks else (x.entering(ends[0]), None)
-                table.put(rows, group, x.output(S))
-        return table.to_tokens(rows, v), final
-
-    def final_states(self, q, k, v, g, beta, state: Tensor) -> Tensor:
-        """The final states of :meth:`forward`, without the output."""
-        table = self._table(v)
-        final, carried = _copy(state), None
-        ends = state.flatten(1, 2), final.flatten(1, 2)
-        with full_fp32_matmul(v.device.type):
-            for group in table.groups:
-                x = self.chunks(table, group, q, k, v, g, beta, self.scale)
-                _, carried = x.walk(carried, *ends)
-        return final
+                if output:
+                    table.put(rows, group, x.output(S))
+        return table.to_tokens(rows, v) if output else rows, final
 
     def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
         """The gradient of the initial states, as :meth:`backward` returns it; reads no state."""

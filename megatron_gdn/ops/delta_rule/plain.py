@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..rules.base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
+from ..rules.base import (
+    Rule,
+    RuleBackward,
+    RuleOutput,
+    Saved,
+    in_one_row,
+    in_rows,
+    inputs_in_one_row,
+)
 from ..rules.chunk_table import CHUNK, lengths_of_sequences
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
@@ -75,7 +83,7 @@ class PlainForward(_Pass):
         wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
         state = rule.zero_state(inputs.k, wide_v)
         state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
-        final = rule.final_states(*inputs._replace(v=wide_v), state)
+        _, final = rule.forward(*inputs._replace(v=wide_v), state, output=False)
         return StateMap(*final.flatten(1, 2).split([V, K], dim=-1))
 
     def run(
@@ -85,7 +93,7 @@ class PlainForward(_Pass):
         return RuleOutput(in_rows(o, self._rows), last.flatten(1, 2) if final else None, Saved())
 
 
-class PlainBackward(_Pass):
+class PlainBackward(_Pass, RuleBackward):
     def __init__(
         self, rule: PlainRule, d_o: Tensor, inputs: RuleInputs, documents: Documents | None
     ) -> None:
@@ -94,9 +102,6 @@ class PlainBackward(_Pass):
 
     def d_initial(self) -> Tensor:
         return self._rule.state_gradient(self._d_o, self._state(None), *self._inputs).flatten(1, 2)
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Does nothing: no tensor made from d_o is kept."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         state, d_state = self._state(initial), self._state(d_final)

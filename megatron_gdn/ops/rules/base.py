@@ -17,7 +17,7 @@ Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class RuleForward(Protocol):
         ...
 
 
-class RuleBackward(Protocol):
+class RuleBackward:
     """A backward that has begun."""
 
     def d_initial(self) -> Tensor:
@@ -77,7 +77,13 @@ class RuleBackward(Protocol):
 
         With a ``d_final`` the gradient is this plus ``through^T @ d_final``.
         """
-        ...
+        raise NotImplementedError
+
+    def d_o_was_scaled(self, by: Tensor) -> None:
+        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, see :mod:`...gdn.half`.
+
+        Nothing is left to do for a backward that keeps no tensor made from d_o.
+        """
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
@@ -86,15 +92,7 @@ class RuleBackward(Protocol):
             initial: the forward's.
             d_final: ``[N, H, K, V]``, the gradient of the final states; None is zero.
         """
-        ...
-
-
-class ScalableBackward(RuleBackward, Protocol):
-    """A backward whose d_o may be scaled between its calls, see :mod:`...gdn.half`."""
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""
-        ...
+        raise NotImplementedError
 
 
 class Rule:
@@ -128,55 +126,30 @@ class Rule:
         """Begin a backward. The rule owns ``d_o`` and may free it."""
         raise NotImplementedError
 
-
-@runtime_checkable
-class PreparedRule(Protocol):
-    """A rule with work to do before its first call, such as compiling kernels."""
-
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        """Called when a layer is built that will run this rule. Returns at once.
+        """Called when a layer is built that will run this rule, to start compiling its kernels.
 
         Args:
             layout: the projection columns on the rank where the rule runs, with the rule's heads.
             dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
             states: whether states enter and leave it.
         """
-        ...
-
-
-@runtime_checkable
-class RunsAgain(Protocol):
-    """A rule whose second forward reads something small of the first, or hands on its products."""
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """What of a forward's ``saved`` the second run reads: little per token."""
-        ...
+        """What of a forward's ``saved`` a second run of it reads: little per token."""
+        return Saved()
 
     def run_again(
         self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """``o``, and ``saved`` for ``begin_backward``; arguments as of :func:`run_again`."""
-        ...
+        """``o`` of a forward whose output was dropped, and what its backward needs.
 
-
-def kept_to_run_again(rule: Rule, saved: Saved) -> Saved:
-    """What a forward keeps if it is run again; empty for a rule that begins again."""
-    return rule.kept_to_run_again(saved) if isinstance(rule, RunsAgain) else Saved()
-
-
-def run_again(
-    rule: Rule, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
-) -> RuleOutput:
-    """``o`` of a forward whose output was dropped, and what its backward needs.
-
-    Args:
-        inputs: all of them, with the bits of the first run.
-        kept: from :func:`kept_to_run_again`.
-        initial: the states that entered the sequences, as in the first run.
-    """
-    if isinstance(rule, RunsAgain):
-        return rule.run_again(inputs, kept, documents, initial)
-    return rule.begin(inputs, documents).run(initial)
+        Args:
+            inputs: all of them, with the bits of the first run.
+            kept: from :meth:`kept_to_run_again`.
+            initial: the states that entered the sequences, as in the first run.
+        """
+        return self.begin(inputs, documents).run(initial)
 
 
 def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -18,7 +18,7 @@ from ..documents import Documents
 from ..fp32_matmul import full_fp32_matmul
 from ..state_maps.state_map import StateMap
 from ..trees import Level, TreeDocuments
-from .base import Rule, RuleOutput, Saved, on_tokens
+from .base import Rule, RuleBackward, RuleOutput, Saved, on_tokens
 
 ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
 
@@ -75,7 +75,7 @@ class ForwardByLevel:
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
 
 
-class BackwardByLevel:
+class BackwardByLevel(RuleBackward):
     def __init__(
         self, rule: Rule, d_o: Tensor, inputs: Any, saved: Saved, documents: TreeDocuments
     ) -> None:

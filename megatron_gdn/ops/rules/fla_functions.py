@@ -24,7 +24,7 @@ from ..host_tables import cached_by_stream
 from ..state_maps.parts import CHUNK, Parts, compose, parts_by_length, uncut_parts
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
-from .base import Rule, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
+from .base import Rule, RuleBackward, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
 
 SEQUENCES = {"cu_seqlens", "chunk_indices"}
 _INDEX = "fla.ops.utils.index", "prepare_chunk_indices"
@@ -167,7 +167,7 @@ class FlaForward(_Pass):
         return StateMap(*compose(local, through, parts))
 
 
-class FlaBackward(_Pass):
+class FlaBackward(_Pass, RuleBackward):
     def __init__(
         self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> None:
@@ -180,9 +180,6 @@ class FlaBackward(_Pass):
         B, _, H, V = self._d_o.shape
         N = B if self._documents is None else len(self._documents.cu_seqlens) - 1
         return self._d_o.new_empty(N, H, K, V, dtype=torch.float32)
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Does nothing: no tensor made from d_o is kept."""
 
 
 @cached_by_stream(64)
