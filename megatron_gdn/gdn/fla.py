@@ -55,7 +55,12 @@ class FlaForward(fla_functions.FlaForward):
 class FlaBackward(fla_functions.FlaBackward):
     def d_initial(self) -> Tensor:
         q, k, v, _, beta = self._inputs
-        (g_sum, A), fla, boundaries, K = self._saved, stages(), self._boundaries, k.shape[-1]
+        (g_sum, A), fla, boundaries, K = (
+            self._saved.tensors,
+            stages(),
+            self._boundaries,
+            k.shape[-1],
+        )
         w, _ = fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **boundaries)
         of_o = {"g": g_sum, "do": self._d_o, "scale": K**-0.5, **boundaries}
         d_written = fla.chunk_bwd_dv_local(q=q, k=k, **of_o)
@@ -65,7 +70,7 @@ class FlaBackward(fla_functions.FlaBackward):
         return d_local
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        g_sum, A = self._saved
+        g_sum, A = self._saved.tensors
         inputs = self._inputs._replace(g=g_sum)
         dq, dk, dv, dbeta, dg, *_ = stages().chunk_gated_delta_rule_bwd(
             **inputs._asdict(), A=A, scale=inputs.k.shape[-1] ** -0.5,

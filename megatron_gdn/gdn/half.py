@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,55 +49,16 @@ LARGEST_D_O = 0  # log2, after scaling
 LARGEST_D_FINAL = 5
 
 
-class HalfOperands(Rule):
-    """A rule on fp16 operands in a layer of another dtype.
-
-    q, k, v and o are fp16, d_o has the layer's dtype. Only the wrapped rule sees scaled states.
-
-    Args:
-        rule: not a batch invariant one: the power of two depends on all documents of a batch, and
-            decides which small numbers lose bits.
-    """
-
-    operand_dtype = torch.float16
-
-    def __init__(self, rule: Rule) -> None:
-        assert not rule.batch_invariant
-        self.name, self.reads_again, self._rule = rule.name, rule.reads_again, rule
-
-    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        self._rule.prepare(layout, torch.float16, states)
-
-    def why_not_heads(self, heads: int) -> str | None:
-        return self._rule.why_not_heads(heads)
-
-    def begin(self, inputs: RuleInputs, documents: Documents | None) -> RuleForward:
-        return self._rule.begin(inputs, documents)
-
-    def kept_to_run_again(self, saved: Saved) -> Saved:
-        return self._rule.kept_to_run_again(saved)
-
-    def run_again(
-        self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
-    ) -> RuleOutput:
-        return self._rule.run_again(inputs, kept, documents, initial)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
-    ) -> HalfBackward:
-        return HalfBackward(self._rule, d_o, inputs, saved, documents)
-
-
 class HalfBackward(RuleBackward):
     """Scales d_o and d_final for the wrapped rule's backward, and scales d_initial back."""
 
     def __init__(
-        self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+        self, rule: Any, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
         self._key_heads = inputs.k.shape[2]
         self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
         del d_o  # frees its memory if the caller keeps no reference
-        self._backward = rule.begin_backward(self._half, inputs, saved, documents)
+        self._backward = rule.rule.begin_backward(self._half, inputs, saved, documents)
 
     def d_initial(self) -> Tensor:
         return self._backward.d_initial() * _of_states(self._down)
@@ -110,6 +72,41 @@ class HalfBackward(RuleBackward):
             d_final = d_final * _of_states(self._up)
         grads = self._backward.run(initial, d_final)
         return RuleGrads(grads.q, grads.k, grads.v, grads.g, grads.beta, self._down)
+
+
+class HalfOperands(Rule):
+    """A rule on fp16 operands in a layer of another dtype.
+
+    q, k, v and o are fp16, d_o has the layer's dtype. Only the wrapped rule sees scaled states.
+
+    Args:
+        rule: not a batch invariant one: the power of two depends on all documents of a batch, and
+            decides which small numbers lose bits.
+    """
+
+    operand_dtype = torch.float16
+    backward = HalfBackward
+
+    def __init__(self, rule: Rule) -> None:
+        assert not rule.batch_invariant
+        self.name, self.reads_again, self.rule = rule.name, rule.reads_again, rule
+
+    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
+        self.rule.prepare(layout, torch.float16, states)
+
+    def why_not_heads(self, heads: int) -> str | None:
+        return self.rule.why_not_heads(heads)
+
+    def begin(self, inputs: RuleInputs, documents: Documents | None) -> RuleForward:
+        return self.rule.begin(inputs, documents)
+
+    def kept_to_run_again(self, saved: Saved) -> Saved:
+        return self.rule.kept_to_run_again(saved)
+
+    def run_again(
+        self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
+    ) -> RuleOutput:
+        return self.rule.run_again(inputs, kept, documents, initial)
 
 
 def _kernels(x: Tensor) -> ModuleType:

@@ -109,7 +109,7 @@ class FlaBackward(fla_functions.FlaBackward):
         return _sums(self._inputs.g, self._boundaries)
 
     def d_initial(self) -> Tensor:
-        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved
+        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved.tensors
         fla, boundaries = import_module(_BACKWARD), self._boundaries
         w, u, qg, kg = fla.recompute_w_u_fwd(
             q=q, k=k, v=v, beta=beta, A=Akk, gk=self._g_sum, **boundaries
@@ -123,7 +123,7 @@ class FlaBackward(fla_functions.FlaBackward):
         return d_local
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved
+        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved.tensors
         dq, dk, dv, dbeta, dg, *_ = import_module(_BACKWARD).chunk_kda_bwd(
             q=q, k=k, v=v, beta=beta, Aqk=Aqk, Akk=Akk, scale=k.shape[-1] ** -0.5,
             initial_state=initial, do=self._d_o, dht=d_final, g=self._g_sum,

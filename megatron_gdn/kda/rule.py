@@ -38,7 +38,7 @@ from ..ops.delta_rule.plain import PlainRule
 from ..ops.delta_rule.static_chunks import StaticChunkGroup, StaticChunks
 from ..ops.documents import Documents
 from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
-from ..ops.rules.base import in_rows, inputs_in_one_row
+from ..ops.rules.base import in_one_row, in_rows
 from ..ops.rules.choice import Choice, Kernels, choose
 from ..ops.rules.chunk_table import ChunkGroup, ChunkTable
 from ..ops.rules.token_rule import TokenRule, recurrence
@@ -179,7 +179,7 @@ def recurrent_kda(
     """
     rows, dtype = inputs.v.shape[:2], inputs.v.dtype
     offsets = None if documents is None else documents.filled_offsets
-    inputs = inputs if documents is None else inputs_in_one_row(inputs)
+    inputs = inputs if documents is None else in_one_row(inputs)
     q, k, v, g, beta = (x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     o, final = recurrence(q * k.shape[-1] ** -0.5, k, v, g, beta, initial, offsets)

@@ -20,14 +20,13 @@ Legend: B batch, S seq, N sequences, n chunks, T tokens of a chunk, G groups, R 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.documents import Documents
 from ..ops.fp32_matmul import full_fp32_matmul
-from ..ops.rules.base import Rule, RuleBackward, RuleOutput, Saved
+from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
 from ..ops.state_maps.state_map import StateMap
 
@@ -137,56 +136,36 @@ def run_group(
 _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
-class PlainSSD(Rule):
-    """The chunk form as a rule over :class:`SSDInputs`: ``backend="reference"``."""
+class _Chunked:
+    """The chunks of a stage's inputs, and states in the shape that chunks are computed with."""
 
-    name = "reference"
-    batch_invariant = True
-    reads_again = frozenset(SSDInputs._fields)
+    def __init__(self, stage: Any, aligned: bool = False) -> None:
+        self.inputs: SSDInputs = stage._inputs
+        self.wide = wide_dtype(self.inputs.x)
+        self.lengths = lengths_of_sequences(stage._rows, stage._documents)
+        (H, V), (G, K) = self.inputs.x.shape[2:], self.inputs.B.shape[2:]
+        self.state_shape = (G, H // G, K, V)
+        self.table = ChunkTable.build(self.lengths, CHUNK, H, self.inputs.x.device, aligned)
 
-    def __init__(self, aligned: bool = False) -> None:
-        self.aligned = aligned
-
-    def begin(self, inputs: SSDInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents, self.aligned)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
-    ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents)
-
-
-class _Pass:
-    """Inputs, their chunks, and states in the shape that chunks are computed with."""
-
-    def __init__(
-        self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
-    ) -> None:
-        self._inputs, self._wide = inputs, wide_dtype(inputs.x)
-        self._lengths = lengths_of_sequences(inputs.x.shape, documents)
-        (H, V), (G, K) = inputs.x.shape[2:], inputs.B.shape[2:]
-        self._state_shape = (G, H // G, K, V)
-        self._table = ChunkTable.build(self._lengths, CHUNK, H, inputs.x.device, aligned)
-
-    def _chunks(self, group: ChunkGroup) -> GroupInputs:
+    def of(self, group: ChunkGroup) -> GroupInputs:
         """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
-        heads = self._state_shape[:2]
+        heads = self.state_shape[:2]
         kinds = (heads if dims == 3 else heads[:1] for dims in _CHUNK_DIMS)
         made = (
-            self._table.to_chunks(x, group, kind, self._wide)
-            for x, kind in zip(self._inputs, kinds, strict=True)
+            self.table.to_chunks(x, group, kind, self.wide)
+            for x, kind in zip(self.inputs, kinds, strict=True)
         )
         return GroupInputs(*made)
 
-    def _states(self, given: Tensor | None) -> Tensor:
+    def states(self, given: Tensor | None) -> Tensor:
         """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
-        shape = (len(self._lengths), *self._state_shape)
+        shape = (len(self.lengths), *self.state_shape)
         if given is None:
-            return self._inputs.x.new_zeros(shape, dtype=self._wide)
-        return given.to(self._wide, copy=True).reshape(shape)
+            return self.inputs.x.new_zeros(shape, dtype=self.wide)
+        return given.to(self.wide, copy=True).reshape(shape)
 
-    def _carried(self) -> Tensor:
-        return self._inputs.x.new_zeros(self._state_shape, dtype=self._wide)
+    def carried(self) -> Tensor:
+        return self.inputs.x.new_zeros(self.state_shape, dtype=self.wide)
 
 
 def _take(states: Tensor, index: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -199,33 +178,34 @@ def _put(states: Tensor, index: tuple[Tensor, Tensor] | None, new: Tensor) -> No
         states.index_copy_(0, index[1], new)
 
 
-class PlainForward(_Pass):
+class PlainForward(RuleForward):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        inputs = self._inputs
-        initial, final, carried = self._states(None), self._states(None), self._carried()
+        inputs, chunks = self._inputs, _Chunked(self, self._rule.aligned)
+        initial, final, carried = chunks.states(None), chunks.states(None), chunks.carried()
         with full_fp32_matmul(inputs.x.device.type):
-            for group in self._table.groups:
-                x, first = self._chunks(group), _take(initial, group.begin_index)
+            for group in chunks.table.groups:
+                x, first = chunks.of(group), _take(initial, group.begin_index)
                 _, ends = walk(group, x, x.g.cumsum(-1), carried, first)
                 _put(final, group.end_index, ends.final)
                 carried = ends.carried
-        sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(self._lengths)]
-        decay, K = torch.stack(sums).exp(), self._state_shape[2]  # of a state, over every sequence
+        sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(chunks.lengths)]
+        decay, K = torch.stack(sums).exp(), chunks.state_shape[2]  # of a state, over every sequence
         return StateMap(final.flatten(1, 2), decay[..., None, None].expand(-1, -1, K, 1))
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        table, like = self._table, self._inputs.x
+        chunks, like = _Chunked(self, self._rule.aligned), self._inputs.x
+        table = chunks.table
         walks = final or not table.are_chunks
-        entering, carried = self._states(initial), self._carried()
-        leaving = self._states(initial) if walks else entering
+        entering, carried = chunks.states(initial), chunks.carried()
+        leaving = chunks.states(initial) if walks else entering
         rows = table.rows_like(like)
         with full_fp32_matmul(like.device.type):
             for group in table.groups:
-                x, first = self._chunks(group), _take(entering, group.begin_index)
+                x, first = chunks.of(group), _take(entering, group.begin_index)
                 if walks:
                     o, ends = run_group(group, x, carried, first)
                     _put(leaving, group.end_index, ends.final)
@@ -233,39 +213,34 @@ class PlainForward(_Pass):
                 else:
                     o = output_of_group(x, x.g.cumsum(-1), list(first))
                 table.put(rows, group, o.flatten(0, 2))
-        o = table.to_tokens(rows, like)
+        o = in_rows(table.to_tokens(rows, like), self._rows)
         return RuleOutput(o, leaving.flatten(1, 2) if final else None, Saved())
 
 
-class PlainBackward(_Pass, RuleBackward):
-    def __init__(self, d_o: Tensor, inputs: SSDInputs, documents: Documents | None) -> None:
-        super().__init__(inputs, documents)
-        self._d_o = d_o
-
-    def _d_chunks(self, group: ChunkGroup) -> Tensor:
-        return self._table.to_chunks(self._d_o, group, self._state_shape[:2], self._wide)
+class PlainBackward(RuleBackward):
+    def _d_chunks(self, chunks: _Chunked, group: ChunkGroup) -> Tensor:
+        return chunks.table.to_chunks(self._d_o, group, chunks.state_shape[:2], chunks.wide)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        d_final, d_initial, d_carried = self._states(None), self._states(None), self._carried()
+        chunks = _Chunked(self)
+        d_final, d_initial, d_carried = chunks.states(None), chunks.states(None), chunks.carried()
         with full_fp32_matmul(self._d_o.device.type):
-            for group in reversed(self._table.groups):
-                d_last = _take(d_final, group.end_index)
-                d_ends = walk_back(
-                    group, self._chunks(group), self._d_chunks(group), d_carried, d_last
-                )
+            for group in reversed(chunks.table.groups):
+                x, d_o = chunks.of(group), self._d_chunks(chunks, group)
+                d_ends = walk_back(group, x, d_o, d_carried, _take(d_final, group.end_index))
                 _put(d_initial, group.begin_index, d_ends.final)
                 d_carried = d_ends.carried
         return d_initial.flatten(1, 2)
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
-        table, inputs = self._table, self._inputs
-        entering, d_leaving = self._states(initial), self._states(d_final)
+        chunks, inputs = _Chunked(self), self._inputs
+        table, entering, d_leaving = chunks.table, chunks.states(initial), chunks.states(d_final)
         rows = [table.rows_like(x) for x in inputs]
         with full_fp32_matmul(self._d_o.device.type):
-            starts, d_carried = self._starts(entering), self._carried()
+            starts, d_carried = _starts(chunks, entering), chunks.carried()
             for group in reversed(table.groups):
-                x, carried = self._chunks(group), starts.pop()
+                x, carried = chunks.of(group), starts.pop()
                 first = _take(entering, group.begin_index)
                 with torch.enable_grad():
                     leaves = GroupInputs(*(t.detach().requires_grad_() for t in x))
@@ -273,19 +248,32 @@ class PlainBackward(_Pass, RuleBackward):
                     o, ends = run_group(group, leaves, carried, first)
                 d_ends = (d_carried, _take(d_leaving, group.end_index))
                 *grads, d_carried = torch.autograd.grad(
-                    (o, *ends), (*leaves, carried), (self._d_chunks(group), *d_ends),
+                    (o, *ends), (*leaves, carried), (self._d_chunks(chunks, group), *d_ends),
                     materialize_grads=True,
                 )  # fmt: skip
                 for to, gradient, dims in zip(rows, grads, _CHUNK_DIMS, strict=True):
                     table.put(to, group, gradient.flatten(0, dims - 1))
         found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
-        return SSDInputs(*found)
+        return SSDInputs(*(in_rows(x, self._rows) for x in found))
 
-    @torch.no_grad()
-    def _starts(self, entering: Tensor) -> list[Tensor]:
-        """The state that enters every group of chunks."""
-        starts = [self._carried()]
-        for group in self._table.groups[:-1]:
-            x, first = self._chunks(group), _take(entering, group.begin_index)
-            starts.append(walk(group, x, x.g.cumsum(-1), starts[-1], first)[1].carried)
-        return starts
+
+@torch.no_grad()
+def _starts(chunks: _Chunked, entering: Tensor) -> list[Tensor]:
+    """The state that enters every group of chunks."""
+    starts = [chunks.carried()]
+    for group in chunks.table.groups[:-1]:
+        x, first = chunks.of(group), _take(entering, group.begin_index)
+        starts.append(walk(group, x, x.g.cumsum(-1), starts[-1], first)[1].carried)
+    return starts
+
+
+class PlainSSD(Rule):
+    """The chunk form as a rule over :class:`SSDInputs`: ``backend="reference"``."""
+
+    name = "reference"
+    batch_invariant = True
+    reads_again = frozenset(SSDInputs._fields)
+    forward, backward = PlainForward, PlainBackward
+
+    def __init__(self, aligned: bool = False) -> None:
+        self.aligned = aligned

@@ -19,11 +19,11 @@ from ...ops.obstacles import why_not_heads
 from ...ops.rules.base import (
     Rule,
     RuleBackward,
+    RuleForward,
     RuleOutput,
     Saved,
     in_one_row,
     in_rows,
-    inputs_in_one_row,
 )
 from ...ops.state_maps.parts import compose, entering_states, initial_gradients, leaving_gradients
 from ...ops.state_maps.state_map import StateMap
@@ -60,6 +60,128 @@ class Uncarried(NamedTuple):
     cache: type | None  # FlashQLA's dataclass of the tensors that its backward reuses
 
 
+def _offsets(inputs: RuleInputs, documents: Documents | None) -> tuple[int, ...]:
+    if documents is None:
+        return row_offsets(*inputs.k.shape[:2])
+    return documents.filled_offsets
+
+
+class FlashQlaForward(RuleForward):
+    _maps: PartMaps | None = None
+
+    def _part_maps(self) -> PartMaps:
+        if self._maps is None:
+            plan = self._rule.plan(self._inputs, self._documents, states=True, maps=True)
+            self._maps = part_maps(in_one_row(self._inputs), plan)
+        return self._maps
+
+    def state_map(self) -> StateMap:
+        maps = self._part_maps()
+        return StateMap(*compose(maps.local, maps.through, maps.plan.cut))
+
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        inputs, rows = self._inputs, self._rows
+        if self._rule.aligned and self._maps is None:
+            plan = self._rule.plan(inputs, self._documents, states=True)
+            o, last, tensors = whole_output(in_one_row(inputs), initial, plan)
+            saved = Saved(tensors if keep else (), Whole(plan))
+            return RuleOutput(in_rows(o, rows), last if final else None, saved)
+        if initial is not None or self._maps is not None:
+            maps = self._part_maps()
+            plan = maps.plan
+            entering = entering_states(maps.local, maps.through, plan.cut, initial)
+            o, _, last = output(
+                in_one_row(inputs), maps.g_sum, maps.A, entering, *plan.carrying,
+                output_h=False, output_final_state=final,
+            )  # fmt: skip
+            saved = Saved(maps.saved(entering) if keep else (), Carried(plan))
+            return RuleOutput(in_rows(o, rows), last, saved)
+        plan = self._rule.plan(inputs, self._documents, states=False)
+        flat = inputs if plan.parts is None else in_one_row(inputs)
+        g_sum, A, o, _, last, carried = stages().chunk_gated_delta_rule_fwd(
+            q=flat.q, k=flat.k, v=flat.v, g=flat.g, beta=flat.beta, scale=flat.k.shape[-1] ** -0.5,
+            cu_seqlens=plan.context.cu_seqlens, output_final_state=final, enable_fwd_cp_cache=keep,
+            cp_context=plan.context, is_train=True,
+        )  # fmt: skip
+        # The tensors that the backward reuses: fields of a small dataclass.
+        kept = () if carried is None else tuple(vars(carried).values())
+        cache = None if carried is None else type(carried)
+        return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Uncarried(plan, cache)))
+
+
+class CarriedBackward(RuleBackward):
+    """After a forward that carried states between parts itself."""
+
+    _d_local: Tensor | None = None  # [P, H, K, V], of parts
+
+    def __init__(
+        self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> None:
+        super().__init__(rule, d_o, inputs, saved, documents)
+        self._d_o, self._inputs = in_one_row(d_o), in_one_row(inputs)
+        self._plan, self._at_chunks = saved.plan.plan, saved.made
+
+    def _of_parts(self) -> Tensor:
+        if self._d_local is None:
+            self._d_local = d_initial_of_parts(
+                self._d_o, self._inputs, self._saved.tensors, self._plan
+            )
+        return self._d_local
+
+    def d_initial(self) -> Tensor:
+        parts = self._plan.cut
+        through = None if parts.are_sequences else self._saved.tensors[3]
+        return initial_gradients(self._of_parts(), through, parts)
+
+    def d_o_was_scaled(self, by: Tensor) -> None:
+        if self._d_local is not None:
+            self._d_local = self._d_local * by
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+        parts, (g_sum, A, *kept) = self._plan.cut, self._saved.tensors
+        if parts.are_sequences:
+            first, last_grad = initial, d_final
+        else:
+            _, through, first = kept
+            last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
+        self._d_local = None
+        states, self._at_chunks = self._at_chunks, None
+        grads = gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad, states)
+        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
+
+
+class UncarriedBackward(RuleBackward):
+    """After a forward by FlashQLA's own driver."""
+
+    def d_initial(self) -> Tensor:
+        # The forward carried no states, so it did not keep what the chain of gradients needs.
+        g_sum, A = (in_one_row(x) for x in self._saved.tensors[:2])
+        plan = self._rule.plan(self._inputs, self._documents, states=True)
+        inputs = in_one_row(self._inputs)
+        saved = Saved(part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Carried(plan))
+        begun = CarriedBackward(self._rule, self._d_o, self._inputs, saved, self._documents)
+        return begun.d_initial()
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+        (plan, cache), states = self._saved.plan, self._saved.made
+        g_sum, A, *kept = self._saved.tensors
+        del self._saved  # frees each tensor after its last use, not at the end
+        d_o, inputs = self._d_o, self._inputs
+        if plan.parts is not None:
+            d_o, inputs = in_one_row(d_o), in_one_row(inputs)
+        first, last_grad = stages().cp_preprocess_bwd(
+            plan.context, q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, beta=inputs.beta,
+            do=d_o, dht=d_final, scale=inputs.k.shape[-1] ** -0.5, initial_state=initial,
+            state_v_first=False, cp_cache=None if cache is None else cache(*kept),
+        )  # fmt: skip
+        del kept
+        made_here = last_grad is not d_final
+        grads = gradients(d_o, inputs, g_sum, A, plan, first, last_grad, states, made_here)
+        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
+
+
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
@@ -81,6 +203,7 @@ class FlashQlaRule(Rule):
     name = "flash_qla"
     reads_again = frozenset({"q", "k", "v", "beta"})
     leaves_states = True  # asked for or not, if aligned
+    forward = FlashQlaForward
 
     def __init__(self, batch_invariant: bool = False, aligned: bool = False) -> None:
         self.batch_invariant, self.aligned = batch_invariant or aligned, aligned
@@ -111,9 +234,6 @@ class FlashQlaRule(Rule):
     def why_not_heads(self, heads: int) -> str | None:
         return why_not_heads(self.name, heads)
 
-    def begin(self, inputs: RuleInputs, documents: Documents | None) -> FlashQlaForward:
-        return FlashQlaForward(self, inputs, documents)
-
     def kept_to_run_again(self, saved: Saved) -> Saved:
         """All but g_sum and A: what belongs to parts."""
         return Saved(saved.tensors[2:], saved.plan)
@@ -128,7 +248,7 @@ class FlashQlaRule(Rule):
         plan: Plan = kept.plan.plan
         expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         rows, at_chunks = inputs.v.shape[:2], None
-        inputs = inputs if plan.parts is None else inputs_in_one_row(inputs)
+        inputs = inputs if plan.parts is None else in_one_row(inputs)
         if isinstance(kept.plan, Whole):
             o, _, tensors = whole_output(inputs, initial, plan)
         else:
@@ -152,142 +272,13 @@ class FlashQlaRule(Rule):
         if isinstance(saved.plan, Whole):
             saved = self._in_parts(inputs, saved, documents)
         if isinstance(saved.plan, Carried):
-            return CarriedBackward(d_o, inputs, saved)
+            return CarriedBackward(self, d_o, inputs, saved, documents)
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
     def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
         """What a forward in parts would have saved, after one of whole sequences."""
         g_sum, A, *initial = saved.tensors
         plan = plan_of(_offsets(inputs, documents), inputs.v.shape[2], True, inputs.v.device)
-        maps = part_maps(inputs_in_one_row(inputs), plan, (g_sum, A))
+        maps = part_maps(in_one_row(inputs), plan, (g_sum, A))
         entering = entering_states(maps.local, maps.through, plan.cut, *initial or (None,))
         return Saved(maps.saved(entering), Carried(plan))
-
-
-def _offsets(inputs: RuleInputs, documents: Documents | None) -> tuple[int, ...]:
-    if documents is None:
-        return row_offsets(*inputs.k.shape[:2])
-    return documents.filled_offsets
-
-
-class FlashQlaForward:
-    def __init__(self, rule: FlashQlaRule, inputs: RuleInputs, documents: Documents | None) -> None:
-        self._rule, self._inputs, self._documents = rule, inputs, documents
-        self._maps: PartMaps | None = None
-
-    def _part_maps(self) -> PartMaps:
-        if self._maps is None:
-            plan = self._rule.plan(self._inputs, self._documents, states=True, maps=True)
-            self._maps = part_maps(inputs_in_one_row(self._inputs), plan)
-        return self._maps
-
-    def state_map(self) -> StateMap:
-        maps = self._part_maps()
-        return StateMap(*compose(maps.local, maps.through, maps.plan.cut))
-
-    def run(
-        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
-    ) -> RuleOutput:
-        inputs, rows = self._inputs, self._inputs.v.shape[:2]
-        if self._rule.aligned and self._maps is None:
-            plan = self._rule.plan(inputs, self._documents, states=True)
-            o, last, tensors = whole_output(inputs_in_one_row(inputs), initial, plan)
-            saved = Saved(tensors if keep else (), Whole(plan))
-            return RuleOutput(in_rows(o, rows), last if final else None, saved)
-        if initial is not None or self._maps is not None:
-            maps = self._part_maps()
-            plan = maps.plan
-            entering = entering_states(maps.local, maps.through, plan.cut, initial)
-            o, _, last = output(
-                inputs_in_one_row(inputs), maps.g_sum, maps.A, entering, *plan.carrying,
-                output_h=False, output_final_state=final,
-            )  # fmt: skip
-            saved = Saved(maps.saved(entering) if keep else (), Carried(plan))
-            return RuleOutput(in_rows(o, rows), last, saved)
-        plan = self._rule.plan(inputs, self._documents, states=False)
-        flat = inputs if plan.parts is None else inputs_in_one_row(inputs)
-        g_sum, A, o, _, last, carried = stages().chunk_gated_delta_rule_fwd(
-            q=flat.q, k=flat.k, v=flat.v, g=flat.g, beta=flat.beta, scale=flat.k.shape[-1] ** -0.5,
-            cu_seqlens=plan.context.cu_seqlens, output_final_state=final, enable_fwd_cp_cache=keep,
-            cp_context=plan.context, is_train=True,
-        )  # fmt: skip
-        # The tensors that the backward reuses: fields of a small dataclass.
-        kept = () if carried is None else tuple(vars(carried).values())
-        cache = None if carried is None else type(carried)
-        return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Uncarried(plan, cache)))
-
-
-class CarriedBackward(RuleBackward):
-    """After a forward that carried states between parts itself."""
-
-    def __init__(self, d_o: Tensor, inputs: RuleInputs, saved: Saved) -> None:
-        self._rows, self._saved = inputs.k.shape[:2], saved.tensors
-        self._plan, self._at_chunks = saved.plan.plan, saved.made
-        self._d_o, self._inputs = in_one_row(d_o), inputs_in_one_row(inputs)
-        self._d_local: Tensor | None = None  # [P, H, K, V], of parts
-
-    def _of_parts(self) -> Tensor:
-        if self._d_local is None:
-            self._d_local = d_initial_of_parts(self._d_o, self._inputs, self._saved, self._plan)
-        return self._d_local
-
-    def d_initial(self) -> Tensor:
-        parts = self._plan.cut
-        through = None if parts.are_sequences else self._saved[3]
-        return initial_gradients(self._of_parts(), through, parts)
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        if self._d_local is not None:
-            self._d_local = self._d_local * by
-
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        parts, (g_sum, A) = self._plan.cut, self._saved[:2]
-        if parts.are_sequences:
-            first, last_grad = initial, d_final
-        else:
-            through, first = self._saved[3:]
-            last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
-        self._d_local = None
-        states, self._at_chunks = self._at_chunks, None
-        grads = gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad, states)
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
-
-
-class UncarriedBackward(RuleBackward):
-    """After a forward by FlashQLA's own driver."""
-
-    def __init__(
-        self,
-        rule: FlashQlaRule,
-        d_o: Tensor,
-        inputs: RuleInputs,
-        saved: Saved,
-        documents: Documents | None,
-    ) -> None:
-        self._rule, self._d_o, self._inputs = rule, d_o, inputs
-        self._saved, self._documents = saved, documents
-
-    def d_initial(self) -> Tensor:
-        # The forward carried no states, so it did not keep what the chain of gradients needs.
-        g_sum, A = (in_one_row(x) for x in self._saved.tensors[:2])
-        plan = self._rule.plan(self._inputs, self._documents, states=True)
-        inputs = inputs_in_one_row(self._inputs)
-        saved = Saved(part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Carried(plan))
-        return CarriedBackward(self._d_o, self._inputs, saved).d_initial()
-
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        (plan, cache), states = self._saved.plan, self._saved.made
-        g_sum, A, *kept = self._saved.tensors
-        del self._saved  # frees each tensor after its last use, not at the end
-        d_o, inputs, rows = self._d_o, self._inputs, self._inputs.k.shape[:2]
-        if plan.parts is not None:
-            d_o, inputs = in_one_row(d_o), inputs_in_one_row(inputs)
-        first, last_grad = stages().cp_preprocess_bwd(
-            plan.context, q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, beta=inputs.beta,
-            do=d_o, dht=d_final, scale=inputs.k.shape[-1] ** -0.5, initial_state=initial,
-            state_v_first=False, cp_cache=None if cache is None else cache(*kept),
-        )  # fmt: skip
-        del kept
-        made_here = last_grad is not d_final
-        grads = gradients(d_o, inputs, g_sum, A, plan, first, last_grad, states, made_here)
-        return RuleGrads(*(in_rows(x, rows) for x in grads))

@@ -17,7 +17,7 @@ Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,12 +49,21 @@ class RuleOutput(NamedTuple):
     saved: Saved  # no tensors if keep is False
 
 
-class RuleForward(Protocol):
+class _Stage:
+    """The inputs of a stage, packed documents in one row."""
+
+    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+        self._rule, self._documents = rule, documents
+        self._rows = next(x for x in inputs if x is not None).shape[:2]
+        self._inputs = inputs if documents is None else in_one_row(inputs)
+
+
+class RuleForward(_Stage):
     """A forward that has begun."""
 
     def state_map(self) -> StateMap:
         """The map of each of the N sequences, ``local`` and ``through`` ``[N, H, K, .]``."""
-        ...
+        raise NotImplementedError
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
@@ -66,11 +75,17 @@ class RuleForward(Protocol):
             keep: whether a backward will come.
             final: also return the states after the last tokens.
         """
-        ...
+        raise NotImplementedError
 
 
-class RuleBackward:
+class RuleBackward(_Stage):
     """A backward that has begun."""
+
+    def __init__(
+        self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+    ) -> None:
+        super().__init__(rule, inputs, documents)
+        self._saved, self._d_o = saved, d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
         """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.
@@ -105,6 +120,7 @@ class Rule:
         operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
             projection's dtype.
         reads_again: names of the inputs that the backward reads. It gets None for the others.
+        forward, backward: what begins.
     """
 
     name: str
@@ -112,19 +128,21 @@ class Rule:
     aligned: bool = False
     operand_dtype: torch.dtype | None = None
     reads_again: frozenset[str] = frozenset()
+    forward: ClassVar[Callable[..., RuleForward]]
+    backward: ClassVar[Callable[..., RuleBackward]]
 
     def why_not_heads(self, heads: int) -> str | None:
         """Why the rule cannot run this many heads on a rank; None if it can."""
         return None
 
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
-        raise NotImplementedError
+        return self.forward(self, inputs, documents)
 
     def begin_backward(
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
         """Begin a backward. The rule owns ``d_o`` and may free it."""
-        raise NotImplementedError
+        return self.backward(self, d_o, inputs, saved, documents)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         """Called when a layer is built that will run this rule, to start compiling its kernels.
@@ -157,13 +175,11 @@ def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
 
-def in_one_row(x: Tensor) -> Tensor:
-    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy."""
+def in_one_row(x: Any) -> Any:
+    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; or inputs."""
+    if not isinstance(x, Tensor):
+        return on_tokens(x, in_one_row)
     return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def inputs_in_one_row(inputs: Any) -> Any:
-    return on_tokens(inputs, in_one_row)
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:

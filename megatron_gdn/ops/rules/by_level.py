@@ -9,46 +9,21 @@ Legend: N sequences of one level, H heads with a state, K rows of a state, V col
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..documents import Documents
 from ..fp32_matmul import full_fp32_matmul
 from ..state_maps.state_map import StateMap
 from ..trees import Level, TreeDocuments
-from .base import Rule, RuleBackward, RuleOutput, Saved, on_tokens
+from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
 
 ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
 
 
-class RuleByLevel(Rule):
-    """Runs ``rule`` once for each level; takes and gives what the rule does.
-
-    Padding of a slot belongs to no sequence: its ``o`` and its gradients are zero.
-    """
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self.name, self.batch_invariant = rule.name, rule.batch_invariant
-        self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
-
-    def why_not_heads(self, heads: int) -> str | None:
-        return self._rule.why_not_heads(heads)
-
-    def begin(self, inputs: Any, documents: Documents | None) -> ForwardByLevel:
-        return ForwardByLevel(self._rule, inputs, cast(TreeDocuments, documents))
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
-    ) -> BackwardByLevel:
-        return BackwardByLevel(self._rule, d_o, inputs, saved, cast(TreeDocuments, documents))
-
-
-class ForwardByLevel:
-    def __init__(self, rule: Rule, inputs: Any, documents: TreeDocuments) -> None:
-        self._rule, self._inputs, self._documents = rule, inputs, documents
+class ForwardByLevel(RuleForward):
+    _documents: TreeDocuments
 
     def state_map(self) -> StateMap:
         raise NotImplementedError("documents that continue others lie whole on a rank.")
@@ -60,7 +35,7 @@ class ForwardByLevel:
         pieces, tensors, plans = [], [], []
         ended: Tensor | None = None
         for level in self._documents.levels:
-            begun = self._rule.begin(_of(level, self._inputs), level.documents)
+            begun = self._rule.rule.begin(_of(level, self._inputs), level.documents)
             entering, through = None, None
             if level.parents is not None:
                 assert ended is not None
@@ -76,11 +51,7 @@ class ForwardByLevel:
 
 
 class BackwardByLevel(RuleBackward):
-    def __init__(
-        self, rule: Rule, d_o: Tensor, inputs: Any, saved: Saved, documents: TreeDocuments
-    ) -> None:
-        self._rule, self._d_o, self._inputs = rule, d_o, inputs
-        self._saved, self._documents = saved, documents
+    _documents: TreeDocuments
 
     def d_initial(self) -> Tensor:
         raise NotImplementedError("no state enters the top of a tree.")
@@ -93,7 +64,7 @@ class BackwardByLevel(RuleBackward):
             level, (plan, count) = levels[number], self._saved.plan[number]
             entered, through, *mine = tensors[-count - 2 :]
             del tensors[-count - 2 :]
-            begun = self._rule.begin_backward(
+            begun = self._rule.rule.begin_backward(
                 _rows(level, self._d_o), _of(level, self._inputs),
                 Saved(tuple(mine), plan), level.documents,
             )  # fmt: skip
@@ -106,6 +77,23 @@ class BackwardByLevel(RuleBackward):
             grads.insert(0, begun.run(entered, d_final))
             d_final = _summed(d_entered, level, len(levels[number - 1].documents.lengths))
         return _gathered(grads, self._documents)
+
+
+class RuleByLevel(Rule):
+    """Runs ``rule`` once for each level; takes and gives what the rule does.
+
+    Padding of a slot belongs to no sequence: its ``o`` and its gradients are zero.
+    """
+
+    forward, backward = ForwardByLevel, BackwardByLevel
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.name, self.batch_invariant = rule.name, rule.batch_invariant
+        self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
+
+    def why_not_heads(self, heads: int) -> str | None:
+        return self.rule.why_not_heads(heads)
 
 
 def _carried(maps: StateMap, d_final: Tensor) -> Tensor:

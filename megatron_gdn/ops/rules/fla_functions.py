@@ -11,10 +11,10 @@ Legend: B batch, S seq, N sequences, H heads, K key dim, V value dim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..host_tables import cached_by_stream
 from ..state_maps.parts import CHUNK, Parts, compose, parts_by_length, uncut_parts
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
-from .base import Rule, RuleBackward, RuleOutput, Saved, in_one_row, in_rows, inputs_in_one_row
+from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 
 SEQUENCES = {"cu_seqlens", "chunk_indices"}
 _INDEX = "fla.ops.utils.index", "prepare_chunk_indices"
@@ -118,32 +118,12 @@ class FlaRule(Rule):
 
     name = "fla"
     boundaries = staticmethod(boundaries_of)
-    forward: ClassVar[Callable[..., Any]]
-    backward: ClassVar[Callable[..., Any]]
-
-    def begin(self, inputs: Any, documents: Documents | None) -> Any:
-        return self.forward(self, inputs, documents)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
-    ) -> Any:
-        return self.backward(self, d_o, inputs, saved, documents)
 
 
-class _Pass:
-    """The inputs as fla takes them: packed documents in one row, with their boundaries."""
-
-    def __init__(
-        self, rule: Any, inputs: Any, documents: Documents | None, boundaries: Boundaries
-    ) -> None:
-        self._rule, self._documents, self._boundaries = rule, documents, boundaries
-        self._rows = next(x for x in inputs if x is not None).shape[:2]
-        self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
-
-
-class FlaForward(_Pass):
+class FlaForward(RuleForward):
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
-        super().__init__(rule, inputs, documents, rule.boundaries(documents))
+        super().__init__(rule, inputs, documents)
+        self._boundaries = rule.boundaries(documents)
 
     def _output(self, o: Tensor, last: Tensor | None, *saved: Tensor) -> RuleOutput:
         # The boundaries hold chunk indices, which would otherwise be built again on the host.
@@ -167,13 +147,12 @@ class FlaForward(_Pass):
         return StateMap(*compose(local, through, parts))
 
 
-class FlaBackward(_Pass, RuleBackward):
+class FlaBackward(RuleBackward):
     def __init__(
         self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> None:
-        super().__init__(rule, inputs, documents, saved.plan)
-        self._d_o = d_o if documents is None else in_one_row(d_o)
-        self._saved = saved.tensors
+        super().__init__(rule, d_o, inputs, saved, documents)
+        self._boundaries = saved.plan
 
     def _some_states(self, K: int) -> Tensor:
         """fla computes the gradient of initial states only if it gets some; it reads no values."""

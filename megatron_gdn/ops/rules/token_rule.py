@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..state_maps.state_map import StateMap
-from .base import Rule, RuleOutput, Saved
+from .base import Rule, RuleForward, RuleOutput, Saved
 
 
 def recurrence(
@@ -74,33 +74,7 @@ def recurrence(
     return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v), torch.cat(states)
 
 
-class TokenRule(Rule):
-    """A recurrence token by token as a rule, without a backward and state maps.
-
-    A token's bits depend only on its inputs and on the state before it, not on how many tokens a
-    call has.
-    """
-
-    name = "recurrent"
-    batch_invariant = True
-
-    def tokens(
-        self, inputs: Any, documents: Documents | None, initial: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """Output ``[B, S, H, V]`` and the states after it, ``[N, H, K, V]``."""
-        raise NotImplementedError
-
-    def begin(self, inputs: Any, documents: Documents | None) -> TokenForward:
-        return TokenForward(self, inputs, documents)
-
-    def begin_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "the token recurrence is for generation and has no backward; train with the layer's "
-            "own rule."
-        )
-
-
-class TokenForward:
+class TokenForward(RuleForward):
     def __init__(self, rule: TokenRule, inputs: Any, documents: Documents | None) -> None:
         self._rule, self._inputs, self._documents = rule, inputs, documents
 
@@ -113,3 +87,27 @@ class TokenForward:
     ) -> RuleOutput:
         o, last = self._rule.tokens(self._inputs, self._documents, initial)
         return RuleOutput(o, last if final else None, Saved())
+
+
+class TokenRule(Rule):
+    """A recurrence token by token as a rule, without a backward and state maps.
+
+    A token's bits depend only on its inputs and on the state before it, not on how many tokens a
+    call has.
+    """
+
+    name = "recurrent"
+    batch_invariant = True
+    forward = TokenForward
+
+    def tokens(
+        self, inputs: Any, documents: Documents | None, initial: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Output ``[B, S, H, V]`` and the states after it, ``[N, H, K, V]``."""
+        raise NotImplementedError
+
+    def begin_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "the token recurrence is for generation and has no backward; train with the layer's "
+            "own rule."
+        )

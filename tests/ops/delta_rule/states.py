@@ -41,7 +41,7 @@ class InHalf(PlainRule):
 
     def begin_backward(self, d_o, inputs, saved, documents):
         assert {x.dtype for x in (d_o, *inputs[:3])} == {torch.float16}
-        return InHalfBackward(self, d_o, inputs, documents)
+        return InHalfBackward(self, d_o, inputs, saved, documents)
 
 
 class InHalfBackward(PlainBackward):

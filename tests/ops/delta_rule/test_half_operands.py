@@ -321,7 +321,7 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
 
     class Looks(InHalf):
         def begin_backward(self, d_o, inputs, saved, documents):
-            return LooksBackward(self, d_o, inputs, documents)
+            return LooksBackward(self, d_o, inputs, saved, documents)
 
     monkeypatch.setattr(PerHead, "backward", remembered)
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
