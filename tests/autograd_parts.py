@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.base import Parameters
 from megatron_gdn.ops.layout import Layout
-from megatron_gdn.ops.rules.base import RuleOutput, Saved
+from megatron_gdn.ops.rules.base import Rule, RuleOutput, Saved
 from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
@@ -74,13 +74,12 @@ class AutogradFront:
         )
 
 
-class AutogradRule:
+class AutogradRule(Rule):
     """A ``Rule`` of ``run(inputs, initial, documents)``, which gives output and final states, and
     of ``through(inputs, documents)``, the factors ``[N, H, K, 1]`` by which an initial state
     decays."""
 
     batch_invariant = True
-    operand_dtype = None
 
     def __init__(
         self,
@@ -91,9 +90,6 @@ class AutogradRule:
     ) -> None:
         self.name, self.reads_again = name, frozenset(inputs._fields)
         self._run, self._through = run, through
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
 
     def begin(self, inputs: Any, documents: Documents | None) -> _Forward:
         return _Forward(self, inputs, documents)

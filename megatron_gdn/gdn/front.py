@@ -3,10 +3,8 @@
     q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
     g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
 
-With ``allow_neg_eigval`` beta is twice that, see :func:`..ops.elementwise.largest_beta`.
-
-In :mod:`..ops.delta_rule`: ``front_triton`` has the kernels, ``front_torch`` their plain twins and
-``front_conv_package`` the same with another convolution.
+With ``allow_neg_eigval`` beta is twice that. :mod:`..ops.delta_rule.front_choice` chooses among the
+kernels and their plain twins.
 
 Legend: S seq, B batch, P projection width, C conv channels, W conv taps, G key heads, H value
 heads, K key dim, V value dim.
@@ -16,8 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,18 +41,16 @@ class GDNFront:
     and the gates ``[S, B, 2 H]``, beta | alpha, if the rows do not hold them.
 
     Attributes:
-        sizes: the heads of a projection row.
         kernels: what :func:`..ops.delta_rule.front_choice.kernels_for` chose.
         normalise_qk: scale q and k to unit length.
         allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
         dtype: of q, k and v; None is the projection's.
         batch_invariant: the bits of a packed document do not depend on where it lies.
-        again: inputs that the backward computes again. Of q, k and v, computing q again costs the
-            least per byte that it frees.
+        again: inputs that the backward computes again. Of q, k and v, q costs the least per byte.
     """
 
     sizes: HeadSizes
-    kernels: ModuleType
+    kernels: Any
     normalise_qk: bool = True
     allow_neg_eigval: bool = False
     dtype: torch.dtype | None = None

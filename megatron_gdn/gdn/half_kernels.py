@@ -143,11 +143,9 @@ def _power_launch(
     what: str, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
     columns: int, elements: int,
 ) -> Launch:  # fmt: skip
-    """A launch of the second kernel of :func:`lower` or :func:`to_half`.
+    """A launch of the second kernel of :func:`lower` or :func:`to_half`, ``elements`` a program.
 
-    Args:
-        what: "lower" or "scale". Not the kernel itself: as a cache key its source would be hashed.
-        elements: of one program at a time.
+    ``what`` is not the kernel itself: as a cache key its source would be hashed.
     """
     block = block_dim(columns)
     rows = max(1, elements // block)

@@ -12,15 +12,10 @@ BIAS, MANTISSA = 127, 23  # of fp32
 
 
 def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply every key head's part of x by a power of two that brings it below ``2^largest``.
-
-    Args:
-        x: ``[B, S, H, V]``, any dtype.
-        largest: see :func:`power_exponent`.
+    """``x [B, S, H, V]`` times powers of two that bring every key head's part below ``2^largest``.
 
     Returns:
-        The product, rounded once to fp16, contiguous; the power of every value head, ``[H]`` fp32;
-        its inverse.
+        The product, rounded once to fp16; the power of every value head, ``[H]`` fp32; its inverse.
     """
     exponent = power_exponent(x, key_heads, largest, (0, 1, 3))
     up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
@@ -34,9 +29,8 @@ def lower(
     """Lower the powers of :func:`to_half` where ``states`` times them would reach ``2^largest``.
 
     Args:
-        half: ``[B, S, H, V]`` fp16, what :func:`to_half` returned; changed in place, and rounded
-            again where that takes it below fp16's normal numbers.
-        up: ``[H]``, its powers.
+        half, up: what :func:`to_half` returned; half is changed in place, and rounded again where
+            that takes it below fp16's normal numbers.
         states: ``[N, H, K, V]`` fp32, to be multiplied by the same powers.
 
     Returns:
@@ -55,15 +49,11 @@ def lower(
 def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...]) -> Tensor:
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 
-    To within a factor of two: the largest |x| of a key head then lies in ``[2^(largest - 1),
-    2^largest)``. inf and NaN count as zero: no power changes them, and the power of the other
-    documents' gradients stays the same. The powers lie in 2^-126 .. 2^126, so they and their
-    inverses are normal numbers for every x. An x of zeros gets the largest power. An |x| near the
-    end of fp32's range becomes 2^2 at most. The exponent is exact: it is read from the bits.
+    The largest |x| of a key head then lies in ``[2^(largest - 1), 2^largest)``; one near the end of
+    fp32's range becomes 2^2 at most. inf and NaN count as zero, so that other documents' gradients
+    keep their power. The powers lie in 2^-126 .. 2^126: they and their inverses are normal numbers.
 
-    Args:
-        x: any dtype, with H value heads in one dimension.
-        dims: all other dimensions of x.
+    ``dims``: all dimensions of x but that of the H value heads.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

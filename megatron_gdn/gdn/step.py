@@ -1,14 +1,11 @@
 """One token of many sequences whose states lie in slots, in two launches (Triton).
 
-The plain twin is :func:`megatron_gdn.ops.generation.step.decode`. No context calls it yet.
-
-Triton kernels of one decode step over states in slots: conv + SiLU + l2norm + gates, recurrence.
-
-Every program reads the number of its slot from the device. It overwrites the slot's history or
-state in place: no other program reads those elements.
+The plain twin is :func:`megatron_gdn.ops.generation.step.decode`. No context calls it yet. Every
+program reads the number of its slot from the device and overwrites the slot's history or state in
+place: no other program reads those elements.
 
 Legend: N rows, M slots, P projection width, C conv channels, W taps, G key heads, H value heads, K
-key dim, V value dim, D dim of the head at hand.
+key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -44,13 +41,10 @@ def step_slots(
 ) -> Tensor:
     """The delta rule's output for one token of each sequence; updates the slots.
 
-    The host does not wait for the device, and nothing depends on values on the host. So the call
-    can be captured in a CUDA graph: a replay reads rows and slots anew.
+    Nothing depends on values on the host, so the call can be captured in a CUDA graph.
 
     Args:
         rows: ``[N, P]``, columns adjacent.
-        conv_weight, conv_bias: ``[C, 1, W]``, ``[C]`` or None.
-        A_log, dt_bias: ``[H]``.
         history: ``[M, C, W - 1]`` in the dtype of ``rows``, contiguous; written.
         state: ``[M, H, K, V]`` fp32, contiguous; written.
         slots: int64 ``[N]``, all different.

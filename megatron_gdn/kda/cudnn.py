@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.base import RuleGrads, RuleInputs, inputs_in_one_row
+from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
-from ..ops.rules.base import RuleOutput, Saved, in_one_row, in_rows
+from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_one_row, in_rows
 from ..ops.state_maps.state_map import StateMap
 from ..ops.static_documents import StaticDocuments
 
@@ -83,26 +83,6 @@ def _calls() -> Any:
     return kda
 
 
-class CudnnKDA:
-    """cuDNN's KDA: ``backend="cudnn"``, taken by this name alone."""
-
-    name = "cudnn"
-    batch_invariant = False  # how many pieces a sequence has depends on the others
-    operand_dtype = None
-    reads_again = frozenset(RuleInputs._fields)
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
-
-    def begin(self, inputs: RuleInputs, documents: Documents | None) -> CudnnForward:
-        return CudnnForward(inputs, documents)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
-    ) -> CudnnBackward:
-        return CudnnBackward(d_o, inputs, documents)
-
-
 class _Call:
     """The inputs as cuDNN takes them: ``[T, H, ...]`` and where sequences begin."""
 
@@ -124,7 +104,7 @@ class _Call:
         else:
             self.offsets = documents.cu_seqlens
         (self.heads, _), self.scale = inputs.v.shape[2:], inputs.k.shape[-1] ** -0.5
-        self.tokens = tuple(x[0].contiguous() for x in inputs_in_one_row(inputs))
+        self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
         """``rows`` ``[.., K, V]`` for every sequence and head, transposed; None: zeros."""
@@ -134,11 +114,15 @@ class _Call:
         return rows.to(self.tokens[3].dtype).mT.expand(shape).contiguous()
 
 
-class CudnnForward(_Call):
+class CudnnForward(RuleForward):
+    def __init__(self, rule: Rule, inputs: RuleInputs, documents: Documents | None) -> None:
+        self._call = _Call(inputs, documents)
+
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, _, g, beta = self.tokens
+        call = self._call
+        q, k, _, g, beta = call.tokens
         o, last, _ = _calls().kda_fwd(
-            q, k, v, g, beta, self.offsets, self.scale, initial_state=initial,
+            q, k, v, g, beta, call.offsets, call.scale, initial_state=initial,
             output_final_state=True, plan_name=_PLAN,
         )  # fmt: skip
         return o, last.mT.contiguous()
@@ -146,29 +130,30 @@ class CudnnForward(_Call):
     @torch.no_grad()
     def state_map(self) -> StateMap:
         """Two runs: without a state what is written, and without values what becomes of I."""
-        v = self.tokens[2]
-        _, local = self._run(v, self.states())
-        unit = torch.eye(HEAD_DIM, device=v.device)  # K = V
-        _, through = self._run(torch.zeros_like(v), self.states(unit))
+        v, states = self._call.tokens[2], self._call.states
+        _, local = self._run(v, states())
+        _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
         return StateMap(local, through)
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        o, last = self._run(self.tokens[2], self.states(initial))
-        return RuleOutput(in_rows(o[None], self.rows), last if final else None, Saved())
+        o, last = self._run(self._call.tokens[2], self._call.states(initial))
+        return RuleOutput(in_rows(o[None], self._call.rows), last if final else None, Saved())
 
 
-class CudnnBackward(_Call):
-    def __init__(self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None) -> None:
-        super().__init__(inputs, documents)
-        self._d_o = in_one_row(d_o)[0].contiguous()
+class CudnnBackward(RuleBackward):
+    def __init__(
+        self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+    ) -> None:
+        self._call, self._d_o = _Call(inputs, documents), in_one_row(d_o)[0].contiguous()
 
     def _run(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, ...]:
+        call = self._call
         return _calls().kda_bwd(
-            self._d_o, *self.tokens, self.offsets, self.scale,
-            initial_state=self.states(initial), d_final_state=self.states(d_final),
+            self._d_o, *call.tokens, call.offsets, call.scale,
+            initial_state=call.states(initial), d_final_state=call.states(d_final),
             plan_name=_PLAN,
         )  # fmt: skip
 
@@ -179,4 +164,13 @@ class CudnnBackward(_Call):
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         dq, dk, dv, dg, dbeta, *_ = self._run(initial, d_final)
-        return RuleGrads(*(in_rows(x[None], self.rows) for x in (dq, dk, dv, dg, dbeta)))
+        return RuleGrads(*(in_rows(x[None], self._call.rows) for x in (dq, dk, dv, dg, dbeta)))
+
+
+class CudnnKDA(Rule):
+    """cuDNN's KDA: ``backend="cudnn"``, taken by this name alone."""
+
+    name = "cudnn"
+    batch_invariant = False  # how many pieces a sequence has depends on the others
+    reads_again = frozenset(RuleInputs._fields)
+    forward, backward = CudnnForward, CudnnBackward

@@ -1,32 +1,25 @@
-"""fla's Triton kernels of Kimi Delta Attention as a rule, through the functions of its stages.
+"""fla's kernels of Kimi Delta Attention as a rule.
 
-The states run through the kernels of the gated delta rule, with a decay per channel. So the stages
-are those of :mod:`..gdn.fla`. The running sums of g are made again in the backward: they are
-as large as q, k and v together.
+The states run through the kernels of the gated delta rule, with a decay per channel. The running
+sums of g are made again in the backward: they are as large as q, k and v together.
 
 Legend: B batch, S seq, H heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-from typing import NamedTuple
+from functools import cache, cached_property
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.base import RuleGrads, RuleInputs, inputs_in_one_row
-from ..ops.documents import Documents
-from ..ops.rules.base import RuleOutput, Saved, in_one_row, in_rows
-from ..ops.rules.fla_functions import (
-    SEQUENCES,
-    boundaries_of,
-    checked_module,
-    parts_of,
-    why_not_called_so,
-)
-from ..ops.state_maps.parts import CHUNK, compose
+from ..ops.delta_rule.base import RuleGrads, RuleInputs
+from ..ops.rules import fla_functions
+from ..ops.rules.base import RuleOutput, in_rows
+from ..ops.rules.fla_functions import SEQUENCES, why_not_called_so
+from ..ops.state_maps.parts import CHUNK
 from ..ops.state_maps.state_map import StateMap
 
 _FORWARD, _BACKWARD = "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd"
@@ -53,7 +46,6 @@ _CALLED = {
     ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h"): {
         "k", "w", "u", "hm", "gk", "cu_seqlens", "chunk_size", "multi_seqs",
     },
-    ("fla.ops.utils.index", "prepare_chunk_indices"): {"cu_seqlens_cpu"},
 }  # fmt: skip
 
 
@@ -63,102 +55,44 @@ def why_not_callable() -> str | None:
     return why_not_called_so(_FORWARD, _CALLED)
 
 
-def _forward_stages() -> ModuleType:
-    return checked_module(_FORWARD, why_not_callable())
-
-
-def _backward_stages() -> ModuleType:
-    return checked_module(_BACKWARD, why_not_callable())
-
-
 def _sums(g: Tensor, boundaries: dict[str, Tensor | None]) -> Tensor:
     """``[B, S, H, K]`` fp32: log2-decays summed within chunks."""
-    fla = _forward_stages()
+    fla: Any = import_module(_FORWARD)
     return fla.chunk_local_cumsum(g, chunk_size=CHUNK, scale=fla.RCP_LN2, **boundaries)
 
 
-class _Inside(NamedTuple):
-    """Intermediates that the state maps and the forward share."""
+class FlaForward(fla_functions.FlaForward):
+    _made: tuple[Tensor, ...] | None = None
 
-    g_sum: Tensor  # [B, S, H, K] fp32
-    w: Tensor  # [B, S, H, K]
-    u: Tensor  # [B, S, H, V]; a chunk writes u - w S
-    kg: Tensor  # [B, S, H, K], k decayed to the end of its chunk
-    Aqk: Tensor  # [B, S, H, 64]
-    Akk: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
+    def _inside(self) -> tuple[Tensor, ...]:
+        """What the state maps and the forward share.
 
-
-class FlaKDA:
-    """fla's KDA for bf16 or fp16: ``backend="fla"``.
-
-    Args:
-        lower_bound: of g; None: unbounded. Where 16 of them fit the range of fp32, fla computes the
-            chunks' diagonal blocks on tensor cores.
-    """
-
-    name = "fla"
-    batch_invariant = False
-    operand_dtype = None
-    reads_again = frozenset(RuleInputs._fields)
-
-    def __init__(self, lower_bound: float | None = None) -> None:
-        self._safe = lower_bound is not None and lower_bound >= _SAFE_FROM
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
-
-    def begin(self, inputs: RuleInputs, documents: Documents | None) -> FlaForward:
-        return FlaForward(inputs, documents, self._safe)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
-    ) -> FlaBackward:
-        return FlaBackward(d_o, inputs, saved, documents, self._safe)
-
-
-class FlaForward:
-    def __init__(self, inputs: RuleInputs, documents: Documents | None, safe: bool) -> None:
-        self._rows = inputs.v.shape[:2]
-        self._inputs = inputs if documents is None else inputs_in_one_row(inputs)
-        self._documents, self._boundaries = documents, boundaries_of(documents)
-        self._safe, self._made = safe, None
-
-    def _inside(self) -> _Inside:
+        Returns:
+            The sums of g; w ``[B, S, H, K]`` and u ``[B, S, H, V]``, where a chunk writes u - w S;
+            k decayed to the end of its chunk; ``[B, S, H, 64]`` each, the products of q and k and
+            the inverse of the chunk's triangular system.
+        """
         if self._made is None:
             q, k, v, g, beta = self._inputs
-            g_sum = _sums(g, self._boundaries)
-            w, u, _, kg, Aqk, Akk = _forward_stages().chunk_kda_fwd_intra(
+            g_sum, fla = _sums(g, self._boundaries), import_module(_FORWARD)
+            w, u, _, kg, Aqk, Akk = fla.chunk_kda_fwd_intra(
                 q=q, k=k, v=v, gk=g_sum, beta=beta, scale=k.shape[-1] ** -0.5,
-                safe_gate=self._safe, **self._boundaries,
+                safe_gate=self._rule.safe_gate, **self._boundaries,
             )  # fmt: skip
-            self._made = _Inside(g_sum, w, u, kg, Aqk, Akk)
+            self._made = g_sum, w, u, kg, Aqk, Akk
         return self._made
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
-
-        inputs, inside = self._inputs, self._inside()
-        parts = parts_of(inputs, self._documents)
-        # [local | through] of every part: the summaries that fla's own context parallelism sends.
-        (K, V), P = (inputs.k.shape[-1], inputs.v.shape[-1]), len(parts.offsets) - 1
-        maps = inside.u.new_empty(P, inside.u.shape[2], K, V + K, dtype=torch.float32)
-        row = {
-            name: getattr(inside, name).flatten(0, 1)[None] for name in ("kg", "w", "u", "g_sum")
-        }
-        chunk_cp_fwd_h(
-            k=row["kg"], w=row["w"], u=row["u"], hm=maps, gk=row["g_sum"],
-            cu_seqlens=parts.offsets, chunk_size=CHUNK, multi_seqs=True,
-        )  # fmt: skip
-        local, through = (x.contiguous() for x in maps.split([V, K], dim=-1))
-        return StateMap(*compose(local, through, parts))
+        g_sum, w, u, kg, *_ = self._inside()
+        return self._maps(kg, w, u, gk=g_sum)
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         g_sum, w, u, kg, Aqk, Akk = self._inside()
-        self._made, fla, q = None, _forward_stages(), self._inputs.q
+        self._made, fla, q = None, import_module(_FORWARD), self._inputs.q
         states, written, last = fla.chunk_gated_delta_rule_fwd_h(
             k=kg, w=w, u=u, gk=g_sum, initial_state=initial, output_final_state=final,
             **self._boundaries,
@@ -166,44 +100,47 @@ class FlaForward:
         o = fla.chunk_gla_fwd_o_gk(
             q=q, v=written, g=g_sum, A=Aqk, h=states, scale=q.shape[-1] ** -0.5, **self._boundaries
         )
-        # The boundaries hold chunk indices, which would otherwise be built again on the host.
-        return RuleOutput(in_rows(o, self._rows), last, Saved((Aqk, Akk), self._boundaries))
+        return self._output(o, last, Aqk, Akk)
 
 
-class FlaBackward:
-    def __init__(
-        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None, safe: bool
-    ) -> None:
-        self._rows = inputs.v.shape[:2]
-        if documents is not None:
-            d_o, inputs = in_one_row(d_o), inputs_in_one_row(inputs)
-        self._d_o, self._inputs, self._documents, self._safe = d_o, inputs, documents, safe
-        (self._Aqk, self._Akk), self._boundaries = saved.tensors, saved.plan
-        self._g_sum = _sums(inputs.g, self._boundaries)
+class FlaBackward(fla_functions.FlaBackward):
+    @cached_property
+    def _g_sum(self) -> Tensor:
+        return _sums(self._inputs.g, self._boundaries)
 
     def d_initial(self) -> Tensor:
-        (q, k, v, _, beta), fla, boundaries = self._inputs, _backward_stages(), self._boundaries
-        (B, _, H, V), K = v.shape, k.shape[-1]
-        N = B if self._documents is None else len(self._documents.cu_seqlens) - 1
+        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved.tensors
+        fla, boundaries = import_module(_BACKWARD), self._boundaries
         w, u, qg, kg = fla.recompute_w_u_fwd(
-            q=q, k=k, v=v, beta=beta, A=self._Akk, gk=self._g_sum, **boundaries
+            q=q, k=k, v=v, beta=beta, A=Akk, gk=self._g_sum, **boundaries
         )
-        _, d_written = fla.chunk_kda_bwd_dAv(
-            q=q, k=k, v=u, do=self._d_o, A=self._Aqk, scale=K**-0.5, **boundaries
-        )
-        # fla computes the gradient of initial states only if it gets some; it reads no values.
-        initial = self._g_sum.new_empty(N, H, K, V)
+        K = k.shape[-1]
+        of_o = {"do": self._d_o, "scale": K**-0.5, **boundaries}
+        _, d_written = fla.chunk_kda_bwd_dAv(q=q, k=k, v=u, A=Aqk, **of_o)
         _, d_local, _ = fla.chunk_gated_delta_rule_bwd_dhu(
-            q=qg, k=kg, w=w, gk=self._g_sum, h0=initial, dht=None, do=self._d_o, dv=d_written,
-            scale=K**-0.5, **boundaries,
-        )  # fmt: skip
+            q=qg, k=kg, w=w, gk=self._g_sum, h0=self._some_states(K), dht=None, dv=d_written, **of_o
+        )
         return d_local
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        q, k, v, _, beta = self._inputs
-        dq, dk, dv, dbeta, dg, *_ = _backward_stages().chunk_kda_bwd(
-            q=q, k=k, v=v, beta=beta, Aqk=self._Aqk, Akk=self._Akk, scale=k.shape[-1] ** -0.5,
-            initial_state=initial, do=self._d_o, dht=d_final, g=self._g_sum, safe_gate=self._safe,
-            **self._boundaries,
+        (q, k, v, _, beta), (Aqk, Akk) = self._inputs, self._saved.tensors
+        dq, dk, dv, dbeta, dg, *_ = import_module(_BACKWARD).chunk_kda_bwd(
+            q=q, k=k, v=v, beta=beta, Aqk=Aqk, Akk=Akk, scale=k.shape[-1] ** -0.5,
+            initial_state=initial, do=self._d_o, dht=d_final, g=self._g_sum,
+            safe_gate=self._rule.safe_gate, **self._boundaries,
         )  # fmt: skip
         return RuleGrads(*(in_rows(x, self._rows) for x in (dq, dk, dv, dg, dbeta)))
+
+
+class FlaKDA(fla_functions.FlaRule):
+    """fla's KDA; where 16 of the least log-decay fit fp32, in its faster kernels.
+
+    Args:
+        lower_bound: of g; None: unbounded.
+    """
+
+    reads_again = frozenset(RuleInputs._fields)
+    forward, backward = FlaForward, FlaBackward
+
+    def __init__(self, lower_bound: float | None = None) -> None:
+        self.safe_gate = lower_bound is not None and lower_bound >= _SAFE_FROM

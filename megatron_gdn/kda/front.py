@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +44,7 @@ class KDAFront:
     """
 
     layout: Layout
-    kernels: ModuleType
+    kernels: Any
     lower_bound: float | None = None
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
@@ -206,7 +205,7 @@ def kda_parts(
         rows: ``[S, B, P]``; their device and dtype choose the kernels.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
-        rule: from :func:`.rule.resolve_kda`.
+        rule: from :func:`.rule.choose_kda`.
         norm: the gated output norm, or a readout that calls the norm.
         kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
 

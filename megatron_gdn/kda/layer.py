@@ -125,7 +125,7 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
-            :func:`megatron_gdn.kda.rule.resolve_kda`.
+            :func:`megatron_gdn.kda.rule.choose_kda`.
         forget_rank, output_rank: columns of the narrow half of the forget gate and of the output
             gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
             ``in_proj``.

@@ -1,4 +1,6 @@
-"""The chunk form of Kimi Delta Attention: that of the gated delta rule with a decay per channel.
+"""The rules of Kimi Delta Attention: the gated delta rule with a decay per channel.
+
+The equations are in :mod:`..ops.rules.token_rule` (Kimi Team, "Kimi Linear", 2025).
 
 With G_i [K] the running sum of g in a chunk, only the interactions of its tokens differ from those
 in :mod:`..ops.delta_rule.chunk_math`:
@@ -19,23 +21,6 @@ before t in a first half. No term is added and subtracted, so strong decay costs
 
 Legend: b chunks and heads, C tokens of a chunk, K key dim, m tokens of a half, h pairs of halves,
 R value heads per key head.
-
-The KDA recurrence in plain torch: any device, dtype and head dim; repeatable bit for bit.
-
-Kimi Delta Attention in plain torch: the token recurrence.
-
-This is the definition everything else is tested against. Per head, with state ``S [K, V]``:
-
-    S_t = Diag(exp(g_t)) S_{t-1}
-    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T
-    o_t = S_t^T q_t / sqrt(K)
-
-(Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.) It is the gated
-delta rule with one log-decay for every row of a state.
-
-Legend: B batch, T tokens, G key heads, H heads, K key dim, V value dim, N sequences.
-
-Implementations of the KDA recurrence for the mixer, and the choice among them.
 """
 
 from __future__ import annotations
@@ -52,13 +37,14 @@ from ..ops.delta_rule.chunk_math import ChunkGrads, Chunks, upto
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.delta_rule.static_chunks import StaticChunkGroup, StaticChunks
 from ..ops.documents import Documents
-from ..ops.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
-from ..ops.rules.base import Rule
-from ..ops.rules.choice import Choice, Kernels, kernels_or_plain
+from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
+from ..ops.rules.base import in_one_row, in_rows
+from ..ops.rules.choice import Choice, Kernels, choose
 from ..ops.rules.chunk_table import ChunkGroup, ChunkTable
-from ..ops.rules.token_rule import TokenRule
+from ..ops.rules.token_rule import TokenRule, recurrence
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
+from .fla import FlaKDA, why_not_callable
 
 
 class _Halves(NamedTuple):
@@ -181,7 +167,7 @@ class PlainKDA(PlainRule):
 def recurrent_kda(
     inputs: RuleInputs, documents: Documents | None = None, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token at a time, in fp32 (fp64 for fp64); differentiable.
+    """Token by token, in fp32 (fp64 for fp64); see :mod:`..ops.rules.token_rule`.
 
     Args:
         inputs: with ``g [B, T, H, K]``; q and k have G heads, each for H / G neighbouring ones.
@@ -191,87 +177,20 @@ def recurrent_kda(
     Returns:
         The output ``[B, T, H, V]`` and the states after it, ``[N, H, K, V]``.
     """
-    (B, T, H, V), K = inputs.v.shape, inputs.k.shape[-1]
-    wide = torch.promote_types(inputs.v.dtype, torch.float32)
-    q, k, v, g, beta = (x.to(wide).flatten(0, 1) for x in inputs)
-    q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k))
-    lengths = (T,) * B if documents is None else tuple(n for n in documents.lengths if n)
-    outputs, states, t = [], [], 0
-    for n, length in enumerate(lengths):
-        S = v.new_zeros(H, K, V) if initial is None else initial[n].to(wide)
-        for _ in range(length):
-            S = g[t].exp()[..., None] * S
-            error = v[t] - (S * k[t][..., None]).sum(-2)
-            S = S + (beta[t][:, None] * k[t])[..., None] * error[:, None]
-            outputs.append((S * (q[t] * K**-0.5)[..., None]).sum(-2))
-            t += 1
-        states.append(S)
-    o = torch.stack(outputs).view(B, T, H, V) if outputs else torch.zeros_like(v).view(B, T, H, V)
-    return o.to(inputs.v.dtype), torch.stack(states) if states else v.new_zeros(0, H, K, V)
+    rows, dtype = inputs.v.shape[:2], inputs.v.dtype
+    offsets = None if documents is None else documents.filled_offsets
+    inputs = inputs if documents is None else in_one_row(inputs)
+    q, k, v, g, beta = (x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    o, final = recurrence(q * k.shape[-1] ** -0.5, k, v, g, beta, initial, offsets)
+    return in_rows(o.to(dtype), rows), final
 
 
 class RecurrentKDA(TokenRule):
-    """The definition itself, for decode steps."""
-
     def tokens(
-        self, inputs: Any, documents: Documents | None, initial: Tensor | None
+        self, inputs: RuleInputs, documents: Documents | None, initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return recurrent_kda(inputs, documents, initial)
-
-
-_CUT_BY_ALL = "cuDNN cuts a sequence into pieces by the number of all sequences"
-
-
-def _why_not_fla(device: torch.device, dtype: torch.dtype, key_dim: int) -> Obstacle | None:
-    obstacle = why_not_fla(device, dtype, key_dim)
-    if obstacle is not None:
-        return obstacle
-    from .fla import why_not_callable
-
-    why = why_not_callable()
-    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
-
-
-def resolve_kda(
-    backend: str = "auto",
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    key_dim: int,
-    value_dim: int | None = None,
-    lower_bound: float | None = None,
-    deterministic: bool = False,
-    aligned: bool = False,
-) -> Choice:
-    """Choose the rule of a Kimi Delta Attention, from dtype, device and installed packages alone.
-
-    Args:
-        backend: ``"fla"`` (its ``kda`` kernels), ``"cudnn"`` (cudnn-frontend's for Hopper),
-            ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
-        key_dim, value_dim: rows and columns of a state.
-        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels; cuDNN takes
-            no other.
-        deterministic, aligned: see :func:`megatron_gdn.ops.rules.choice.kernels_or_plain`, which
-            has the errors too.
-    """
-    device = torch.device(device)
-
-    def fla() -> Rule:
-        from .fla import FlaKDA
-
-        return FlaKDA(lower_bound)
-
-    kernels = {
-        "fla": Kernels(lambda: _why_not_fla(device, dtype, key_dim), fla, FLA_IS_TIMED),
-        "cudnn": Kernels(
-            lambda: why_not_cudnn(device, dtype, key_dim, value_dim, lower_bound),
-            CudnnKDA, _CUT_BY_ALL,
-        ),
-    }  # fmt: skip
-    return kernels_or_plain(
-        backend, "Kimi Delta Attention", PlainKDA, kernels,
-        device=device, deterministic=deterministic, aligned=aligned,
-    )  # fmt: skip
 
 
 def choose_kda(
@@ -280,12 +199,32 @@ def choose_kda(
     lower_bound: float | None,
     device: torch.device,
     dtype: torch.dtype,
-    deterministic: bool,
+    deterministic: bool = False,
     *,
     aligned: bool = False,
 ) -> Choice:
-    """:func:`resolve_kda` for a mixer, which learns device and dtype last."""
-    return resolve_kda(
-        backend, device=device, dtype=dtype, key_dim=state.rows, value_dim=state.columns,
-        lower_bound=lower_bound, deterministic=deterministic, aligned=aligned,
+    """The rule of a Kimi Delta Attention, from dtype, device and installed packages alone.
+
+    Args:
+        backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, by this name alone),
+            ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
+        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels; cuDNN takes
+            no other.
+        deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
+    """
+    K, V = state.rows, state.columns
+    kernels = {
+        "fla": Kernels(
+            lambda: why_not_fla(device, dtype, K, why_not_callable),
+            lambda: FlaKDA(lower_bound), "fla runs here", FLA_IS_TIMED,
+        ),
+        "cudnn": Kernels(
+            lambda: why_not_cudnn(device, dtype, K, V, lower_bound), CudnnKDA,
+            unsteady="cuDNN cuts a sequence into pieces by the number of all sequences",
+            by_name=True,
+        ),
+    }  # fmt: skip
+    return choose(
+        backend, "Kimi Delta Attention", kernels, PlainKDA,
+        device=device, deterministic=deterministic, aligned=aligned,
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""fla's ``simple_gla`` chunk kernels as a rule of the SSD recurrence.
+"""fla's ``simple_gla`` kernels as a rule of the SSD recurrence.
 
 ``simple_gla`` is linear attention with one decay per token and head: q = C, k = B, v = dt x. dt and
-the skip D are applied around it, B and C are repeated for the heads of their group. The functions
-called lie beneath fla's autograd class and belong to fla 0.6: :func:`why_not_callable` checks them
-before this rule is chosen. With packed documents fla reads a length from the device in every call.
+the skip D are applied around it, B and C are repeated for the heads of their group. With packed
+documents fla reads a length from the device in every call.
 
 Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
 """
@@ -11,15 +10,17 @@ Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.obstacles import fla_needs_tilelang
-from ..ops.rules.base import RuleOutput, Saved, in_one_row, in_rows
-from ..ops.rules.fla_functions import checked_module, why_not_called_so
+from ..ops.rules import fla_functions
+from ..ops.rules.base import RuleOutput, Saved, in_rows
+from ..ops.rules.fla_functions import boundaries_on_host, why_not_called_so
 from ..ops.state_maps.state_map import StateMap
 from .plain import SSDInputs
 
@@ -45,7 +46,6 @@ _CALLED = {
         "q", "k", "v", "h", "g", "g_gamma", "o", "cu_seqlens", "chunk_indices", "scale", "T", "H",
         "HV", "K", "V", "BT", "STATE_V_FIRST",
     },
-    ("fla.ops.utils.index", "prepare_chunk_indices"): {"cu_seqlens_cpu"},
 }  # fmt: skip
 
 
@@ -55,33 +55,8 @@ def why_not_callable() -> str | None:
     return why_not_called_so(_MODULE, _CALLED)
 
 
-def stages() -> ModuleType:
-    """fla's module with the functions, which were checked when the rule was chosen.
-
-    Raises:
-        ImportError: the installed fla's functions cannot be called as this package calls them.
-    """
-    return checked_module(_MODULE, why_not_callable())
-
-
-class FlaSSD:
-    """A :class:`~..ops.rules.base.Rule` over :class:`SSDInputs`."""
-
-    name = "fla"
-    batch_invariant = False
-    operand_dtype = None
-    reads_again = frozenset({"x", "B", "C", "dt", "D"})
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
-
-    def begin(self, inputs: SSDInputs, documents: Documents | None) -> FlaForward:
-        return FlaForward(inputs, documents)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
-    ) -> FlaBackward:
-        return FlaBackward(d_o, inputs, saved, documents)
+def stages() -> Any:
+    return import_module(_MODULE)
 
 
 def output(of: _Operands, h: Tensor, g_sum: Tensor, boundaries: dict[str, Tensor | None]) -> Tensor:
@@ -103,21 +78,6 @@ def output(of: _Operands, h: Tensor, g_sum: Tensor, boundaries: dict[str, Tensor
     return o
 
 
-def _boundaries(documents: Documents | None) -> dict[str, Tensor | None]:
-    if documents is None:
-        return {"cu_seqlens": None, "chunk_indices": None}
-    from fla.ops.utils.index import prepare_chunk_indices
-
-    indices = prepare_chunk_indices(
-        documents.cu_seqlens, CHUNK, cu_seqlens_cpu=documents.cu_seqlens_cpu
-    )
-    return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": indices}
-
-
-def _rows(inputs: SSDInputs, documents: Documents | None) -> SSDInputs:
-    return inputs if documents is None else SSDInputs(*map(in_one_row, inputs))
-
-
 def _dense(state: Tensor | None) -> Tensor | None:
     """The state made contiguous, as the kernels read it; fla's own entry does the same."""
     return None if state is None else state.contiguous()
@@ -135,13 +95,10 @@ class _Operands:
         self.v = (inputs.x * inputs.dt[..., None]).to(inputs.x.dtype)
 
 
-class FlaForward:
-    def __init__(self, inputs: SSDInputs, documents: Documents | None) -> None:
-        self._rows = inputs.x.shape[:2]
-        self._inputs, self._documents = _rows(inputs, documents), documents
-        self._boundaries = _boundaries(documents)
-        self._operands = _Operands(self._inputs)
-        fla = stages()
+class FlaForward(fla_functions.FlaForward):
+    def __init__(self, rule: Any, inputs: SSDInputs, documents: Documents | None) -> None:
+        super().__init__(rule, inputs, documents)
+        self._operands, fla = _Operands(self._inputs), stages()
         self._g_sum = fla.chunk_local_cumsum(
             self._inputs.g.contiguous(), chunk_size=CHUNK, scale=fla.RCP_LN2, **self._boundaries
         )
@@ -175,25 +132,20 @@ class FlaForward:
         )  # fmt: skip
         o = output(of, h, self._g_sum, self._boundaries)
         o = o.addcmul_(inputs.x, inputs.D).to(inputs.x.dtype)
-        return RuleOutput(in_rows(o, self._rows), last, Saved((self._g_sum,), self._boundaries))
+        return self._output(o, last, self._g_sum)
 
 
-class FlaBackward:
+class FlaBackward(fla_functions.FlaBackward):
     def __init__(
-        self, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
+        self, rule: Any, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
     ) -> None:
-        self._rows = inputs.x.shape[:2]
-        self._d_o = d_o if documents is None else in_one_row(d_o)
-        self._inputs, self._documents = _rows(inputs, documents), documents
-        (self._g_sum,), self._boundaries = saved.tensors, saved.plan
-        self._operands = _Operands(self._inputs)
+        super().__init__(rule, d_o, inputs, saved, documents)
+        (self._g_sum,), self._operands = saved.tensors, _Operands(self._inputs)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        of, (B, _, H, V) = self._operands, self._inputs.x.shape
-        N = B if self._documents is None else len(self._documents.cu_seqlens) - 1
-        # fla computes the gradient of initial states only if it gets some; it reads no values.
-        initial = self._g_sum.new_empty(N, H, of.k.shape[-1], V)
+        of = self._operands
+        initial = self._some_states(of.k.shape[-1])
         _, d_local = stages().chunk_bwd_dh(
             q=of.q, k=of.k, v=of.v, do=self._d_o, h0=initial, dht=None, scale=1.0, g=self._g_sum,
             cu_seqlens=self._boundaries["cu_seqlens"], chunk_size=CHUNK,
@@ -229,3 +181,11 @@ class FlaBackward:
             d_D = d_D.sum(3, keepdim=True)
         found = (in_rows(t, self._rows) for t in (d_x, d_B, d_C, d_dt, d_g, d_D))
         return SSDInputs(*found)
+
+
+class FlaSSD(fla_functions.FlaRule):
+    """A rule over :class:`SSDInputs`."""
+
+    reads_again = frozenset({"x", "B", "C", "dt", "D"})
+    boundaries = staticmethod(boundaries_on_host)
+    forward, backward = FlaForward, FlaBackward

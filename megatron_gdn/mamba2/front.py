@@ -228,7 +228,7 @@ def mamba2_parts(
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32.
-        rule: from :func:`.rule.resolve_ssd`.
+        rule: from :func:`.rule.choose_ssd`.
         norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
             None: the gate alone.
         kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d

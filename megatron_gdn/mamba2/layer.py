@@ -103,7 +103,7 @@ class Mamba2Mixer(RecurrentMixer):
             number the layers.
         name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
-            ``"auto"``, see :func:`megatron_gdn.mamba2.rule.resolve_ssd`.
+            ``"auto"``, see :func:`megatron_gdn.mamba2.rule.choose_ssd`.
         cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
             :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group may be on several
             ranks; each of these holds a copy of the group's B and C.

@@ -1,46 +1,33 @@
-"""Inputs and gradients of the state-space dual (SSD): linear attention with a scalar decay.
+"""The state-space dual (SSD) in plain torch: any device, dtype and size; repeatable bit for bit.
 
     S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
-per head; heads h R .. h R + R - 1 read group h of B and C (Dao, Gu, *Transformers are SSMs*, 2024).
-
-Legend: B batch, S seq, G groups, H heads, R = H / G, K state dim, V head dim.
-
-The chunk form of the SSD recurrence in plain torch, one group of chunks at a time.
-
-With s_t the sum of g from the first token of a chunk to t, S the state that enters the chunk:
+per head: linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). With s_t
+the sum of g from the first token of a chunk to t, S the state that enters the chunk:
 
     o_t   = sum_{u <= t} exp(s_t - s_u) (C_t . B_u) dt_u x_u  +  exp(s_t) S^T C_t  +  D x_t
     S_out = exp(s_last) S  +  sum_u exp(s_last - s_u) B_u (dt_u x_u)^T
 
-Inside a chunk everything is a matrix product; the states at chunk boundaries follow one another.
-Every exponent is <= 0, so nothing overflows; those of u > t are masked before exp().
+Every exponent is <= 0; those of u > t are masked before exp(). Products have one shape on a GPU
+(:class:`..ops.rules.chunk_table.ChunkTable`), so the bits of a sequence do not depend on the others
+of its batch. The backward computes the forward again under autograd, one group of chunks at a time,
+so the T x T matrices of one group are kept, not those of a sequence.
 
-Legend: n chunks, T tokens of a chunk, G groups, R heads per group, H = G R, K state dim, V head
-dim, N sequences.
-
-The SSD recurrence in plain torch: any device, dtype and size; repeatable bit for bit.
-
-Every product has a fixed shape on a GPU (see :class:`..ops.rules.chunk_table.ChunkTable`), so the
-bits of a sequence do not depend on the others of its batch. The backward computes the forward again
-under autograd, one group of chunks at a time. So the T x T matrices of the chunks (T tokens each)
-are kept for one group, not for a whole sequence.
-
-Legend: N sequences, G groups, R heads per group, H = G R, K state dim, V head dim.
+Legend: B batch, S seq, N sequences, n chunks, T tokens of a chunk, G groups, R heads per group
+(heads h R .. h R + R - 1 read group h of B and C), H = G R, K state dim, V head dim.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.documents import Documents
 from ..ops.fp32_matmul import full_fp32_matmul
-from ..ops.rules.base import RuleOutput, Saved
-from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
+from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
 from ..ops.state_maps.state_map import StateMap
 
 UNLIMITED = (0.0, math.inf)
@@ -55,20 +42,6 @@ class SSDInputs(NamedTuple):
     dt: Tensor  # [B, S, H] fp32, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
     D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so all tokens share its memory
-
-
-def sequence_lengths(inputs: SSDInputs, documents: Documents | None) -> tuple[int, ...]:
-    """Tokens of the N sequences: batch rows, or non-empty documents of all rows end to end."""
-    if documents is None:
-        rows, tokens = inputs.x.shape[:2]
-        return (tokens,) * rows
-    return tuple(n for n in documents.lengths if n) or (0,)
-
-
-def decays_of_sequences(g: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """``[N, H]``: what is left of a state after every sequence, ``exp(sum of g)``."""
-    sums = [x.sum(0) for x in g.flatten(0, 1).split(lengths)]
-    return torch.stack(sums).exp()
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -94,37 +67,19 @@ class Ends(NamedTuple):
     final: Tensor  # [e, G, R, K, V], of the e sequences that end in the group
 
 
-def group_inputs(table: ChunkTable, group: ChunkGroup, inputs: SSDInputs) -> GroupInputs:
-    """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
-    G, heads = inputs.B.shape[2], inputs.x.shape[2]
-    grouped, wide = (G, heads // G), wide_dtype(inputs.x)
-
-    def chunks(rows: Tensor, kinds: tuple[int, ...]) -> Tensor:
-        return table.to_chunks(rows, group, kinds, wide)
-
-    return GroupInputs(
-        chunks(inputs.x, grouped), chunks(inputs.B, (G,)), chunks(inputs.C, (G,)),
-        chunks(inputs.dt, grouped), chunks(inputs.g, grouped), chunks(inputs.D, grouped),
-    )  # fmt: skip
-
-
-def written(x: GroupInputs, sums: Tensor) -> Tensor:
-    """``[n, G, R, K, V]``: what each chunk adds to the state that leaves it."""
-    weight = (sums[..., -1:] - sums).exp() * x.dt
-    return x.B.mT[:, :, None] @ (weight[..., None] * x.x)
-
-
 def walk(
-    group: ChunkGroup, decay: Tensor, local: Tensor, carried: Tensor, initial: Tensor
+    group: ChunkGroup, x: GroupInputs, sums: Tensor, carried: Tensor, initial: Tensor
 ) -> tuple[list[Tensor], Ends]:
     """The states that enter the chunks, chunk after chunk.
 
     Args:
-        decay: ``[n, G, R, 1, 1]``.
-        local: from :func:`written`.
+        sums: of g, within each chunk.
         carried: the state that the group before left.
         initial: ``[b, G, R, K, V]``, of the b sequences that begin in the group.
     """
+    decay = sums[..., -1:, None].exp()
+    weight = (sums[..., -1:] - sums).exp() * x.dt
+    local = x.B.mT[:, :, None] @ (weight[..., None] * x.x)
     state, entering, final = carried, [], []
     begins = {chunk: place for place, chunk in enumerate(group.begins)}
     for chunk in range(group.chunks):
@@ -138,15 +93,12 @@ def walk(
 
 
 def walk_back(
-    group: ChunkGroup, decay: Tensor, d_entering: Tensor, d_carried: Tensor, d_final: Tensor
+    group: ChunkGroup, x: GroupInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
 ) -> Ends:
-    """The transpose of :func:`walk`: gradients of ``carried`` and ``initial``.
-
-    Args:
-        d_entering: ``[n, G, R, K, V]``, of the states that enter the chunks.
-        d_carried: of the state that the group leaves.
-        d_final: ``[e, G, R, K, V]``.
-    """
+    """Gradients of ``carried`` and ``initial``, from ``d_o [n, G, R, T, V]``; read no state."""
+    sums = x.g.cumsum(-1)
+    d_entering = x.C.mT[:, :, None] @ (sums.exp()[..., None] * d_o)
+    decay = sums[..., -1:, None].exp()
     ends = {chunk: place for place, chunk in enumerate(group.ends)}
     d_initial: list[Tensor] = []
     for chunk in reversed(range(group.chunks)):
@@ -159,42 +111,8 @@ def walk_back(
     return Ends(d_carried, torch.stack(d_initial) if d_initial else d_final[:0])
 
 
-def states_of_group(group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor) -> Ends:
-    """The states alone, without an output."""
-    sums = x.g.cumsum(-1)
-    _, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
-    return ends
-
-
-def state_gradients_of_group(
-    group: ChunkGroup, x: GroupInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
-) -> Ends:
-    """The gradients of the states that enter, which depend on no state.
-
-    Args:
-        d_o: ``[n, G, R, T, V]``.
-    """
-    sums = x.g.cumsum(-1)
-    d_entering = x.C.mT[:, :, None] @ (sums.exp()[..., None] * d_o)
-    return walk_back(group, sums[..., -1:, None].exp(), d_entering, d_carried, d_final)
-
-
-def run_group(
-    group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor
-) -> tuple[Tensor, Ends]:
-    """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
-    sums = x.g.cumsum(-1)
-    entering, ends = walk(group, sums[..., -1:, None].exp(), written(x, sums), carried, initial)
-    return output_of_group(x, sums, entering), ends
-
-
 def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Tensor:
-    """``[n, G, R, T, V]``.
-
-    Args:
-        sums: of g, within each chunk.
-        entering: the states that enter the chunks; none for the empty chunks at the end.
-    """
+    """``[n, G, R, T, V]``; ``entering`` has no states for the empty chunks at the end."""
     empty = [torch.zeros_like(entering[0])] * (x.x.shape[0] - len(entering))
     # Masked before exp(), by 0: for -inf it takes ten times as long on a CPU. A token's decay to
     # itself is exp(0) and has no gradient. As a difference of sums it would add the largest terms
@@ -206,58 +124,48 @@ def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Ten
     return inside + before + x.D * x.x
 
 
+def run_group(
+    group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor
+) -> tuple[Tensor, Ends]:
+    """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
+    sums = x.g.cumsum(-1)
+    entering, ends = walk(group, x, sums, carried, initial)
+    return output_of_group(x, sums, entering), ends
+
+
 _CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
 
 
-class PlainSSD:
-    """A :class:`~..ops.rules.base.Rule` over :class:`SSDInputs`.
+class _Chunked:
+    """The chunks of a stage's inputs, and states in the shape that chunks are computed with."""
 
-    Args:
-        aligned: a token's bits depend on its sequence alone, see :mod:`..ops.aligned`.
-    """
-
-    name = "reference"
-    batch_invariant = True
-    aligned = False
-    operand_dtype = None
-    reads_again = frozenset(SSDInputs._fields)
-
-    def __init__(self, aligned: bool = False) -> None:
-        self.aligned = aligned
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
-
-    def begin(self, inputs: SSDInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents, self.aligned)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: SSDInputs, saved: Saved, documents: Documents | None
-    ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents)
-
-
-class _Pass:
-    """Inputs, their chunks, and states in the shape that chunks are computed with."""
-
-    def __init__(
-        self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
-    ) -> None:
-        self.inputs, self.lengths = inputs, sequence_lengths(inputs, documents)
-        H, V = inputs.x.shape[2:]
-        G, K = inputs.B.shape[2:]
+    def __init__(self, stage: Any, aligned: bool = False) -> None:
+        self.inputs: SSDInputs = stage._inputs
+        self.wide = wide_dtype(self.inputs.x)
+        self.lengths = lengths_of_sequences(stage._rows, stage._documents)
+        (H, V), (G, K) = self.inputs.x.shape[2:], self.inputs.B.shape[2:]
         self.state_shape = (G, H // G, K, V)
-        self.table = ChunkTable.build(self.lengths, CHUNK, H, inputs.x.device, aligned)
+        self.table = ChunkTable.build(self.lengths, CHUNK, H, self.inputs.x.device, aligned)
+
+    def of(self, group: ChunkGroup) -> GroupInputs:
+        """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
+        heads = self.state_shape[:2]
+        kinds = (heads if dims == 3 else heads[:1] for dims in _CHUNK_DIMS)
+        made = (
+            self.table.to_chunks(x, group, kind, self.wide)
+            for x, kind in zip(self.inputs, kinds, strict=True)
+        )
+        return GroupInputs(*made)
 
     def states(self, given: Tensor | None) -> Tensor:
         """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
-        shape, x = (len(self.lengths), *self.state_shape), self.inputs.x
+        shape = (len(self.lengths), *self.state_shape)
         if given is None:
-            return x.new_zeros(shape, dtype=wide_dtype(x))
-        return given.to(wide_dtype(x), copy=True).reshape(shape)
+            return self.inputs.x.new_zeros(shape, dtype=self.wide)
+        return given.to(self.wide, copy=True).reshape(shape)
 
     def carried(self) -> Tensor:
-        return self.inputs.x.new_zeros(self.state_shape, dtype=wide_dtype(self.inputs.x))
+        return self.inputs.x.new_zeros(self.state_shape, dtype=self.wide)
 
 
 def _take(states: Tensor, index: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -270,81 +178,69 @@ def _put(states: Tensor, index: tuple[Tensor, Tensor] | None, new: Tensor) -> No
         states.index_copy_(0, index[1], new)
 
 
-class PlainForward:
-    def __init__(
-        self, inputs: SSDInputs, documents: Documents | None, aligned: bool = False
-    ) -> None:
-        self._pass = _Pass(inputs, documents, aligned)
-
+class PlainForward(RuleForward):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        one, inputs = self._pass, self._pass.inputs
-        initial, final, carried = one.states(None), one.states(None), one.carried()
+        inputs, chunks = self._inputs, _Chunked(self, self._rule.aligned)
+        initial, final, carried = chunks.states(None), chunks.states(None), chunks.carried()
         with full_fp32_matmul(inputs.x.device.type):
-            for group in one.table.groups:
-                x = group_inputs(one.table, group, inputs)
-                ends = states_of_group(group, x, carried, _take(initial, group.begin_index))
+            for group in chunks.table.groups:
+                x, first = chunks.of(group), _take(initial, group.begin_index)
+                _, ends = walk(group, x, x.g.cumsum(-1), carried, first)
                 _put(final, group.end_index, ends.final)
                 carried = ends.carried
-        decay = decays_of_sequences(inputs.g.to(final.dtype), one.lengths)
-        K = one.state_shape[2]
+        sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(chunks.lengths)]
+        decay, K = torch.stack(sums).exp(), chunks.state_shape[2]  # of a state, over every sequence
         return StateMap(final.flatten(1, 2), decay[..., None, None].expand(-1, -1, K, 1))
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        one, inputs = self._pass, self._pass.inputs
-        walks = final or not one.table.are_chunks
-        entering, carried = one.states(initial), one.carried()
-        leaving = one.states(initial) if walks else entering
-        rows = one.table.rows_like(inputs.x)
-        with full_fp32_matmul(inputs.x.device.type):
-            for group in one.table.groups:
-                x = group_inputs(one.table, group, inputs)
-                first = _take(entering, group.begin_index)
+        chunks, like = _Chunked(self, self._rule.aligned), self._inputs.x
+        table = chunks.table
+        walks = final or not table.are_chunks
+        entering, carried = chunks.states(initial), chunks.carried()
+        leaving = chunks.states(initial) if walks else entering
+        rows = table.rows_like(like)
+        with full_fp32_matmul(like.device.type):
+            for group in table.groups:
+                x, first = chunks.of(group), _take(entering, group.begin_index)
                 if walks:
                     o, ends = run_group(group, x, carried, first)
                     _put(leaving, group.end_index, ends.final)
                     carried = ends.carried
                 else:
                     o = output_of_group(x, x.g.cumsum(-1), list(first))
-                one.table.put(rows, group, o.flatten(0, 2))
-        o = one.table.to_tokens(rows, inputs.x)
+                table.put(rows, group, o.flatten(0, 2))
+        o = in_rows(table.to_tokens(rows, like), self._rows)
         return RuleOutput(o, leaving.flatten(1, 2) if final else None, Saved())
 
 
-class PlainBackward:
-    def __init__(self, d_o: Tensor, inputs: SSDInputs, documents: Documents | None) -> None:
-        self._pass, self._d_o = _Pass(inputs, documents), d_o
-
-    def _d_chunks(self, group) -> Tensor:
-        one = self._pass
-        heads = one.state_shape[:2]
-        return one.table.to_chunks(self._d_o, group, heads, wide_dtype(one.inputs.x))
+class PlainBackward(RuleBackward):
+    def _d_chunks(self, chunks: _Chunked, group: ChunkGroup) -> Tensor:
+        return chunks.table.to_chunks(self._d_o, group, chunks.state_shape[:2], chunks.wide)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        one = self._pass
-        d_final, d_initial, d_carried = one.states(None), one.states(None), one.carried()
-        with full_fp32_matmul(one.inputs.x.device.type):
-            for group in reversed(one.table.groups):
-                x = group_inputs(one.table, group, one.inputs)
-                d_ends = state_gradients_of_group(
-                    group, x, self._d_chunks(group), d_carried, _take(d_final, group.end_index)
-                )
+        chunks = _Chunked(self)
+        d_final, d_initial, d_carried = chunks.states(None), chunks.states(None), chunks.carried()
+        with full_fp32_matmul(self._d_o.device.type):
+            for group in reversed(chunks.table.groups):
+                x, d_o = chunks.of(group), self._d_chunks(chunks, group)
+                d_ends = walk_back(group, x, d_o, d_carried, _take(d_final, group.end_index))
                 _put(d_initial, group.begin_index, d_ends.final)
                 d_carried = d_ends.carried
         return d_initial.flatten(1, 2)
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
-        one, inputs = self._pass, self._pass.inputs
-        entering, d_leaving = one.states(initial), one.states(d_final)
-        rows = [one.table.rows_like(x) for x in inputs]
-        with full_fp32_matmul(inputs.x.device.type):
-            starts, d_carried = self._starts(entering), one.carried()
-            for group in reversed(one.table.groups):
-                x, carried = group_inputs(one.table, group, inputs), starts.pop()
+        chunks, inputs = _Chunked(self), self._inputs
+        table, entering, d_leaving = chunks.table, chunks.states(initial), chunks.states(d_final)
+        rows = [table.rows_like(x) for x in inputs]
+        with full_fp32_matmul(self._d_o.device.type):
+            starts, d_carried = _starts(chunks, entering), chunks.carried()
+            for group in reversed(table.groups):
+                x, carried = chunks.of(group), starts.pop()
                 first = _take(entering, group.begin_index)
                 with torch.enable_grad():
                     leaves = GroupInputs(*(t.detach().requires_grad_() for t in x))
@@ -352,21 +248,32 @@ class PlainBackward:
                     o, ends = run_group(group, leaves, carried, first)
                 d_ends = (d_carried, _take(d_leaving, group.end_index))
                 *grads, d_carried = torch.autograd.grad(
-                    (o, *ends), (*leaves, carried), (self._d_chunks(group), *d_ends),
+                    (o, *ends), (*leaves, carried), (self._d_chunks(chunks, group), *d_ends),
                     materialize_grads=True,
                 )  # fmt: skip
                 for to, gradient, dims in zip(rows, grads, _CHUNK_DIMS, strict=True):
-                    one.table.put(to, group, gradient.flatten(0, dims - 1))
-        found = (one.table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
-        return SSDInputs(*found)
+                    table.put(to, group, gradient.flatten(0, dims - 1))
+        found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
+        return SSDInputs(*(in_rows(x, self._rows) for x in found))
 
-    @torch.no_grad()
-    def _starts(self, entering: Tensor) -> list[Tensor]:
-        """The state that enters every group of chunks."""
-        one = self._pass
-        starts = [one.carried()]
-        for group in one.table.groups[:-1]:
-            x = group_inputs(one.table, group, one.inputs)
-            first = _take(entering, group.begin_index)
-            starts.append(states_of_group(group, x, starts[-1], first).carried)
-        return starts
+
+@torch.no_grad()
+def _starts(chunks: _Chunked, entering: Tensor) -> list[Tensor]:
+    """The state that enters every group of chunks."""
+    starts = [chunks.carried()]
+    for group in chunks.table.groups[:-1]:
+        x, first = chunks.of(group), _take(entering, group.begin_index)
+        starts.append(walk(group, x, x.g.cumsum(-1), starts[-1], first)[1].carried)
+    return starts
+
+
+class PlainSSD(Rule):
+    """The chunk form as a rule over :class:`SSDInputs`: ``backend="reference"``."""
+
+    name = "reference"
+    batch_invariant = True
+    reads_again = frozenset(SSDInputs._fields)
+    forward, backward = PlainForward, PlainBackward
+
+    def __init__(self, aligned: bool = False) -> None:
+        self.aligned = aligned

@@ -30,7 +30,7 @@ from ..ops.documents import Documents, require_one_row
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
 from ..ops.parts import ALONE
-from ..ops.rules.base import PreparedRule, Rule
+from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
@@ -154,7 +154,7 @@ class MicroBatches:
         only = self._schemes_of(group, rule, layout).only()
         self._group = group
         # Every micro-batch will have this scheme, so kernels can be compiled now.
-        if only is not None and isinstance(rule, PreparedRule):
+        if only is not None:
             states = only.name == LinearCpMode.CHUNKWISE
             rule.prepare(only.layout, _expected_dtype(self._config), states)
 

@@ -34,7 +34,7 @@ from .host_tables import leaves_memory_unfilled
 from .parts import ALONE, Neighbours, Parts
 from .readout.base import Apart, Readout
 from .recompute import HandOver, RefilledOutput, SecondRun
-from .rules.base import Rule, Saved, kept_to_run_again
+from .rules.base import Rule, Saved
 from .rules.by_level import RuleByLevel
 from .trees import TreeDocuments
 
@@ -171,7 +171,7 @@ def _forward(
     if keep:
         wanted, again, of_readout = rule.reads_again, front.again, o if readout.reads_o else None
         if second_run is not None:
-            wanted, of_readout, of_rule = (), None, kept_to_run_again(rule, of_rule)
+            wanted, of_readout, of_rule = (), None, rule.kept_to_run_again(of_rule)
         named = zip(front.names, inputs, strict=True)
         read = [x if name in wanted and name not in again else None for name, x in named]
         stamp = None if neighbours.documents is None else neighbours.documents.stamp

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .front.base import Front
 from .parts import Neighbours
-from .rules.base import Rule, Saved, run_again
+from .rules.base import Rule, Saved
 
 
 def saved_tensors_are_hooked() -> bool:
@@ -168,13 +168,13 @@ class SecondRun:
         Args:
             rows, of_front: of the first run.
             linked: what the state link kept.
-            kept: from :func:`.rules.base.kept_to_run_again`.
+            kept: from :meth:`.rules.base.Rule.kept_to_run_again`.
         """
         if self._made is None:
             near = self._neighbours
             inputs = self._front.forward(rows, of_front, near.documents)
             initial = None if near.states is None else near.states.entered(linked)
-            o, _, saved = run_again(self._rule, inputs, kept, near.of_rule, initial)
+            o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
             self._made = Again(inputs, o, saved)
         return self._made
 

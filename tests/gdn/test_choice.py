@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.gdn import rule as repeatable
 from megatron_gdn.gdn import rule as resolve
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import Repeatable, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla
 from tests.gdn_mixer import gated_delta_mixer
 
@@ -50,7 +51,7 @@ def test_the_reference_may_always_be_asked_for(deterministic):
 
 
 KNOWN = Repeatable(
-    "flash_qla", (9, 0), {"flash-qla": "0.1.3"}, (torch.bfloat16,), (1, 2), "200 repeats were equal"
+    (9, 0), {"flash-qla": "0.1.3"}, (torch.bfloat16,), (1, 2), "200 repeats were equal"
 )
 
 
@@ -58,11 +59,10 @@ KNOWN = Repeatable(
 def hopper(monkeypatch):
     """A Hopper GPU with flash-qla 0.1.3, as far as the choice can see."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(repeatable, "installed_version", lambda package: "0.1.3")
-    monkeypatch.setattr(repeatable, "REPEATABLE", (KNOWN,))
+    monkeypatch.setattr(resolve, "installed_version", lambda package: "0.1.3")
+    monkeypatch.setattr(resolve, "REPEATABLE", (KNOWN,))
     monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
     monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
-    monkeypatch.setattr(resolve, "_make", lambda *made: made)
     say_once.cache_clear()
     return monkeypatch
 
@@ -74,7 +74,9 @@ def on_a_gpu(backend="auto", dtype=torch.bfloat16, sizes=SIZES):
 
 
 def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant_form(hopper):
-    assert on_a_gpu() == (("flash_qla", True), "deterministic mode; 200 repeats were equal")
+    rule, reason = on_a_gpu()
+    assert type(rule) is FlashQlaRule and rule.batch_invariant
+    assert reason == "deterministic mode; 200 repeats were equal"
 
 
 def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(hopper):
@@ -102,12 +104,13 @@ def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain
     ids=["GPU", "version", "dtype", "heads"],
 )
 def test_deterministic_auto_takes_nothing_untested(hopper, change, dtype, sizes):
-    hopper.setattr(repeatable, "REPEATABLE", (KNOWN._replace(**change),))
+    hopper.setattr(resolve, "REPEATABLE", (KNOWN._replace(**change),))
     choice = on_a_gpu(dtype=dtype, sizes=sizes)
-    assert choice.rule == ("reference",)
+    assert type(choice.rule) is PlainRule
     assert "not flash_qla: flash_qla was not tested for repeatability" in choice.reason
     by_name = on_a_gpu("flash_qla", dtype, sizes)
-    assert by_name.rule == ("flash_qla", True) and "was not tested" in by_name.reason
+    assert type(by_name.rule) is FlashQlaRule and by_name.rule.batch_invariant
+    assert "was not tested" in by_name.reason
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_flash_qla_names_the_size_or_dtype_it_cannot_take(dtype, sizes, why):
 
 def test_flash_qla_is_not_asked_for_an_odd_number_of_heads(hopper):
     odd = HeadSizes(1, 3, 128, 128)
-    assert on_a_gpu(sizes=odd).rule == ("reference",)
+    assert type(on_a_gpu(sizes=odd).rule) is PlainRule
     with pytest.raises(ValueError, match="even number of value heads per rank, not 3"):
         on_a_gpu("flash_qla", sizes=odd)
 

@@ -11,7 +11,7 @@ import torch
 from megatron_gdn.gdn import fla as fla_rule
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.rules import fla_functions
-from megatron_gdn.ops.rules.base import Saved, kept_to_run_again
+from megatron_gdn.ops.rules.base import Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import (
     Oracle,
@@ -158,7 +158,7 @@ def test_a_second_run_gives_what_the_backward_needs(rule, lengths):
     exact = [apart.forward()[0], *apart.backward(d_o)[0]]
     check(run_again(rule, inputs, d_o, documents), exact)
     check(run_again(rule, inputs, d_o, documents, map_first=True), exact)
-    assert kept_to_run_again(rule, rule.begin(inputs, documents).run().saved) == Saved()
+    assert rule.kept_to_run_again(rule.begin(inputs, documents).run().saved) == Saved()
 
 
 def test_fp16_operands_leave_no_trace(rule):

@@ -10,7 +10,6 @@ import torch
 
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import RuleInputs
-from megatron_gdn.ops.rules.base import kept_to_run_again, run_again
 from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
@@ -58,7 +57,7 @@ def test_the_rule_and_its_backward_in_parts_are_those_of_the_definition(stand_in
     for name, a, b in zip(NAMES, run_whole(rule, inputs, d_o, documents), exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)  # states are fp32
     o, _, saved = rule.begin(inputs, documents).run()
-    again = run_again(rule, inputs, kept_to_run_again(rule, saved), documents, None)
+    again = rule.run_again(inputs, rule.kept_to_run_again(saved), documents, None)
     grads = backward_of(rule, inputs, d_o, again.saved, documents).run()
     assert torch.equal(again.o, o)
     for name, a, b in zip(NAMES[1:], by_key_head(grads, wiring.HEADS[0]), exact[1:], strict=True):

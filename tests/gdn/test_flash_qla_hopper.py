@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn.gdn.flash_qla import held as flash_qla_held
 from megatron_gdn.gdn.flash_qla import hopper as flash_qla_hopper
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
@@ -41,11 +40,11 @@ def test_what_tilelang_wraps_is_called_itself():
             self.adapter = adapter
 
     for executable in (Module(), Executable()):
-        assert flash_qla_held.bare(Kernel(Adapter(executable)))(1, 2) == (1, 2)
+        assert flash_qla_hopper.bare(Kernel(Adapter(executable)))(1, 2) == (1, 2)
     with_results = Adapter(Module())
     with_results.result_idx = [0]
     for unknown in (Kernel(with_results), Kernel(object()), object()):
-        assert flash_qla_held.bare(unknown) is unknown
+        assert flash_qla_hopper.bare(unknown) is unknown
 
 
 @pytest.mark.parametrize("final", [False, True])

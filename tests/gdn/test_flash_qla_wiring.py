@@ -13,8 +13,6 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
-from megatron_gdn.ops.rules.base import kept_to_run_again
-from megatron_gdn.ops.rules.base import run_again as run_the_rule_again
 from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import (
@@ -361,8 +359,8 @@ def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
     if map_first:
         begun.state_map()
     first = begun.run(initial)
-    kept = kept_to_run_again(rule, first.saved)
-    again = run_the_rule_again(rule, inputs, kept, documents, initial)
+    kept = rule.kept_to_run_again(first.saved)
+    again = rule.run_again(inputs, kept, documents, initial)
     assert torch.equal(again.o, first.o)
     grads = backward_of(rule, inputs, d_o, again.saved, documents).run(initial)
     return [again.o, *by_key_head(grads, inputs.k.shape[2])]
@@ -397,6 +395,6 @@ def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
 def test_a_second_run_keeps_nothing_per_token(rule):
     inputs, _ = random_inputs(sum(LENGTHS))
     saved = rule.begin(inputs, documents_of(LENGTHS)).run().saved
-    kept = kept_to_run_again(rule, saved).tensors
+    kept = rule.kept_to_run_again(saved).tensors
     assert all(x.shape[1] == inputs.k.shape[1] for x in saved.tensors[:2])
     assert not any(torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron_gdn.gdn import rule as resolve
+from megatron_gdn.gdn.fla import FlaRule
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.half_torch import power_exponent
 from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
@@ -247,23 +249,10 @@ def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
     assert d_proj.dtype == torch.bfloat16 and d_proj.isfinite().all() and d_proj.any()
 
 
-class Gpu:
-    """What the choice sees of a GPU rule."""
-
-    reads_again = frozenset()
-
-    def __init__(self, name, deterministic=False):
-        self.name, self.batch_invariant = name, deterministic
-
-
 @pytest.fixture
 def choose(monkeypatch):
     monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
     monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
-    make = resolve._make
-    monkeypatch.setattr(
-        resolve, "_make", lambda name, *x: make(name) if name == "reference" else Gpu(name, *x)
-    )
 
     def choose(backend="auto", **options):
         options = {"dtype": torch.bfloat16, "device": "cpu", **options}
@@ -277,7 +266,7 @@ def test_the_choice_of_fp16_operands(choose, backend):
     rule, reason = choose(backend)
     assert isinstance(rule, HalfOperands) and rule.name == backend.replace("auto", "flash_qla")
     assert reason.endswith("fp16 operands")
-    assert isinstance(choose(backend, operands="bf16").rule, Gpu)
+    assert isinstance(choose(backend, operands="bf16").rule, FlaRule | FlashQlaRule)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +313,7 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
 
     class Looks(InHalf):
         def begin_backward(self, d_o, inputs, saved, documents):
-            return LooksBackward(d_o, inputs, documents, self.chunks)
+            return LooksBackward(self, d_o, inputs, saved, documents)
 
     monkeypatch.setattr(PlainReadout, "backward", remembered)
     proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)

@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("causal_conv1d", reason='needs the package, extra "conv1d"')
 
 from megatron_gdn.ops.conv import convolve_rows as plain
-from megatron_gdn.ops.delta_rule import front_conv_package, front_torch
+from megatron_gdn.ops.delta_rule import front_torch
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.front_choice import front_conv_package
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.conv_package import convolve_rows
 from tests.kernels.kernel_cases import FP32, Case, assert_close

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.rule import resolve_rule
-from megatron_gdn.mamba2.rule import resolve_ssd
+from megatron_gdn.mamba2.rule import choose_ssd
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.inference.row_mixers import gdn_kind, mamba2_kind, run_in_parts
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +24,8 @@ def rule_of(kind, backend):
     where = {"device": "cuda", "dtype": torch.bfloat16}
     if kind == "gdn":
         return resolve_rule(backend, sizes=HEADS, **where).rule
-    return resolve_ssd(backend, state_dim=128, **where).rule
+    state = StateShape(128, 128, 64, diagonal=True)
+    return choose_ssd(backend, state, torch.device("cuda"), torch.bfloat16).rule
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])

@@ -8,9 +8,10 @@ is a difference of sums of such products: twice that.
 import pytest
 import torch
 
-from megatron_gdn.kda.rule import PlainKDA, resolve_kda
+from megatron_gdn.kda.rule import PlainKDA, choose_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
+from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.ops.delta_rule.states import (
     documents_of,
     root_mean_square_errors,
@@ -57,10 +58,8 @@ def test_kernels_give_what_fp64_gives(backend, rows, gates):
     documents = documents_of(LENGTHS, "cuda") if packed else None
     count = len([n for n in LENGTHS if n]) if packed else rows
     initial, d_final = torch.randn(2, count, H, K, V, **kind)
-    rule = resolve_kda(
-        backend, device="cuda", dtype=torch.bfloat16, key_dim=K,
-        lower_bound=bound if backend == "fla" else -5.0,
-    ).rule  # fmt: skip
+    given = bound if backend == "fla" else -5.0
+    rule = choose_kda(backend, StateShape(H, K, V), given, initial.device, torch.bfloat16).rule
     found = run_everything(rule, inputs, d_o, documents, initial, d_final)
     wide = RuleInputs(*(x.double() for x in inputs))
     exact = run_everything(
@@ -89,7 +88,8 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(kernels):
         (1 + 0.3 * torch.randn(V, device="cuda")).bfloat16(),
     ]
     weight = torch.randn(300, 1, 4 * V, device="cuda").bfloat16()
-    fla = resolve_kda("fla", device="cuda", dtype=torch.bfloat16, key_dim=K).rule
+    state, device = StateShape(4, K, V), torch.device("cuda")
+    fla = choose_kda("fla", state, None, device, torch.bfloat16).rule
 
     def made(dtype, rule, kernels):
         wide = torch.promote_types(dtype, torch.float32)

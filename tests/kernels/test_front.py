@@ -152,7 +152,7 @@ def test_without_l2norm(device):
 def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     case = Case(device, S=9)
     alpha = torch.linspace(-80, 80, 9, device=device)[:, None, None]
-    case.proj[..., case.sizes.alpha_column :] = alpha
+    case.proj[..., case.sizes.layout.columns("alpha").start :] = alpha
     got, exact = forward(prepare, case), forward(prepare_torch, case.double())
     for t in range(9):  # per token: one large g must not hide the relative error of a tiny one
         # Held where the decay is 0 in fp32.

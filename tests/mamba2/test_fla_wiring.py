@@ -11,8 +11,9 @@ import torch
 from megatron_gdn.mamba2 import fla as fla_rule
 from megatron_gdn.mamba2 import rule as resolve
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
-from megatron_gdn.mamba2.rule import resolve_ssd
+from megatron_gdn.mamba2.rule import choose_ssd
 from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.state_maps.state_map import StateShape
 
 from .oracle import H, K, V, documents_of, oracle, random_inputs
 
@@ -152,23 +153,26 @@ def test_the_installed_fla_has_the_functions_that_are_called():
 
 
 def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
-    cpu = {"device": "cpu", "dtype": torch.bfloat16, "state_dim": 128}
-    assert resolve_ssd(**cpu).rule.name == "reference"
+    cpu = {"state": StateShape(2, 128, 64), "device": torch.device("cpu"), "dtype": torch.bfloat16}
+    assert choose_ssd("auto", **cpu).rule.name == "reference"
     with pytest.raises(ValueError, match="fla runs on a GPU, not on cpu"):
-        resolve_ssd("fla", **cpu)
+        choose_ssd("fla", **cpu)
     with pytest.raises(ValueError, match="in deterministic mode use 'auto' or 'reference'"):
-        resolve_ssd("fla", **cpu, deterministic=True)
+        choose_ssd("fla", **cpu, deterministic=True)
     with pytest.raises(ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"):
-        resolve_ssd("mamba_ssm", **cpu)
+        choose_ssd("mamba_ssm", **cpu)
 
 
-@pytest.mark.parametrize(("size", "value"), [("state_dim", 65), ("head_dim", 33)])
-def test_odd_sizes_go_to_the_reference(monkeypatch, size, value):
+@pytest.mark.parametrize(("rows", "columns", "said"), [(65, 32, "state dim, not 65"),
+                                                       (64, 33, "head dim, not 33")])  # fmt: skip
+def test_odd_sizes_go_to_the_reference(monkeypatch, rows, columns, said):
     """fla's kernel of dv refuses them in the backward, in 16 bits."""
-    monkeypatch.setattr(resolve, "why_not_fla", lambda *where: None)  # as on a GPU that has it
-    sizes = {"device": "cpu", "dtype": torch.bfloat16, "state_dim": 64, "head_dim": 32}
-    assert resolve_ssd(**sizes).rule.name == "fla"
-    sizes[size] = value
-    assert resolve_ssd(**sizes).rule.name == "reference"
-    with pytest.raises(ValueError, match=f"even {size.removesuffix('_dim')} dim, not {value}"):
-        resolve_ssd("fla", **sizes)
+    monkeypatch.setattr(
+        resolve, "why_not_fla", lambda *where, **of: None
+    )  # as on a GPU that has it
+    where = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    assert choose_ssd("auto", StateShape(2, 64, 32), **where).rule.name == "fla"
+    odd = StateShape(2, rows, columns)
+    assert choose_ssd("auto", odd, **where).rule.name == "reference"
+    with pytest.raises(ValueError, match=f"even {said}"):
+        choose_ssd("fla", odd, **where)

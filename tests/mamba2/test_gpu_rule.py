@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
-from megatron_gdn.mamba2.rule import resolve_ssd
+from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.ops.delta_rule.states import (
     documents_of,
     root_mean_square_errors,
@@ -29,7 +30,8 @@ def test_kernels_give_what_fp64_gives(packed):
     documents = documents_of(LENGTHS, "cuda") if packed else None
     count = len([n for n in LENGTHS if n]) if packed else rows
     initial, d_final = torch.randn(2, count, 8, 128, 64, device="cuda")
-    rule = resolve_ssd("fla", device="cuda", dtype=torch.bfloat16, state_dim=128).rule
+    state = StateShape(8, 128, 64, diagonal=True)
+    rule = choose_ssd("fla", state, initial.device, torch.bfloat16).rule
     found = run_everything(rule, inputs, d_o, documents, initial, d_final)
     wide = SSDInputs(*(x.double() for x in inputs))
     exact = run_everything(

@@ -1,17 +1,15 @@
 """FlashQLA's kernels are compiled once per machine, in parallel processes, and the log shows it.
 
-tilelang compiles a kernel at its first call. That takes minutes on one core, in every process. Here
-the first process that needs a kernel takes a lock beside tilelang's cache and starts
-``python -m megatron_gdn.warm_up``, which compiles all kernels for its heads in parallel processes:
-when a layer is built (:func:`compile_early`), or when a step calls a kernel that is missing. Every
-process goes on as soon as the cache has the kernel that it calls (:mod:`...ops.kernels.builds`).
+tilelang compiles a kernel at its first call, which takes minutes on one core, in every process.
+Here the first process that needs a kernel takes a lock beside tilelang's cache and starts
+``python -m megatron_gdn.warm_up``: when a layer is built (:func:`compile_early`), or when a step
+calls a kernel that is missing. Every process goes on as soon as the cache has the kernel that it
+calls (:mod:`...ops.kernels.builds`).
 
-Which of FlashQLA's kernels are in tilelang's cache on disk, without tilelang's slow look-up.
-
-tilelang's key of a kernel is the program that the kernel's Python function writes. Making it takes
-up to two seconds per kernel. So this module keeps a small file per kernel beside that cache. Its
-name is a digest of the function's source and arguments; it holds the path of tilelang's entry,
-from the folder of the cache on: a copy of the cache elsewhere is found as well.
+tilelang's key of a kernel is the program that its Python function writes, which takes up to two
+seconds to make. So a small file per kernel lies beside that cache. Its name is a digest of the
+function's source and arguments; it holds the path of tilelang's entry, from the folder of the cache
+on: a copy of the cache elsewhere is found as well.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ...ops.kernels.builds import build_lock
+from ...ops.obstacles import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +66,7 @@ class Heads(NamedTuple):
         return cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
 
     def ready(self, part: str, multiprocessors: int) -> Path:
-        """A file that is there once all kernels of this part are compiled.
-
-        FlashQLA chooses among its kernels by the GPU's number of multiprocessors.
-        """
+        """A file that is there once all kernels of this part are compiled for such a GPU."""
         of = self.key, self.value, self.operands, part, multiprocessors, *versions()
         return cache_folder() / "-".join(map(str, ("ready", *of)))
 
@@ -85,12 +80,7 @@ _started: dict[Heads, subprocess.Popen] = {}
 
 
 def expect(heads: Heads, part: str) -> None:
-    """Set the heads and the part of FlashQLA's next calls; a kernel's arguments do not say them.
-
-    Args:
-        heads: of the rule's inputs.
-        part: one of PARTS.
-    """
+    """Set the heads and the part of FlashQLA's next calls; a kernel's arguments do not say them."""
     global _heads, _part
     _heads, _part = heads, part
 
@@ -102,10 +92,8 @@ def compile_early(heads: Heads, part: str) -> None:
     for these heads, without a Hopper GPU, without a cache on disk, or under
     ``MEGATRON_GDN_COMPILE_AHEAD=0``.
 
-    Args:
-        heads: of the rule's inputs.
-        part: one of PARTS, to be compiled first. The others follow, because the first batch may
-            differ from what the layer expects.
+    ``part`` is compiled first. The others follow, because the first batch may differ from what the
+    layer expects.
     """
     if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
         return
@@ -211,7 +199,7 @@ def cache_is_used() -> bool:
 
 def versions() -> tuple[str, ...]:
     """Of tilelang and flash-qla, which a compiled kernel depends on."""
-    return _version("tilelang"), _version("flash-qla")
+    return tuple(installed_version(name) or "unknown" for name in ("tilelang", "flash-qla"))
 
 
 class CacheEntry(NamedTuple):
@@ -246,10 +234,3 @@ class CacheEntry(NamedTuple):
         own = self.file.with_suffix(f".{os.getpid()}")  # another process reads all of it or nothing
         own.write_text(os.path.relpath(place, tilelang_cache()))
         own.replace(self.file)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

@@ -2,15 +2,15 @@
 
 On Hopper, ordinary stores write shared memory through one proxy, and bulk copies (TMA) read it
 through another. Between the two, each thread that wrote must issue ``fence.proxy.async`` before it
-signals that its part is done (PTX ISA, "Async proxy"). flash-qla 0.1.3 leaves that fence out where
-dq, dk and dv (``fused_bwd``) and o (``fused_fwd``) are stored. tilelang 0.1.15 does not add it,
-because other warps issue the copy. (In ``kkt_solve`` tilelang adds a fence to the thread that
-issues the copy; here the writers get fences there as well.) Without the fence the bulk store may
-send the buffer's old contents. docs/determinism.md has the observations. The kernels for Blackwell
-were not examined.
+signals that its part is done (PTX ISA, "Async proxy"); else the bulk store may send the buffer's
+old contents. flash-qla 0.1.3 leaves that fence out where dq, dk and dv (``fused_bwd``) and o
+(``fused_fwd``) are stored, and tilelang 0.1.15 does not add it, because other warps issue the copy.
+(In ``kkt_solve`` tilelang adds a fence to the thread that issues the copy; here the writers get
+fences there as well.) docs/determinism.md has the observations. The kernels for Blackwell were not
+examined.
 
-tilelang compiles a kernel at its first use, and passes its CUDA source to a hook before that. The
-hook of this file adds the fences.
+tilelang passes a kernel's CUDA source to a hook before it compiles it. The hook of this file adds
+the fences.
 """
 
 from __future__ import annotations
@@ -74,12 +74,10 @@ def with_fences(source: str) -> str:
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     """Compile these kernels with the fences that they lack, in this process, from here on.
 
-    All callers of FlashQLA in this process get these kernels. Each kernel is checked at its first
-    use, because a hook that was set later may have replaced this one.
+    Each is checked at its first use, because a hook that was set later may have replaced this one.
 
     Args:
-        kernels: pairs of a module of FlashQLA and the name of a function in it that tilelang
-            compiles.
+        kernels: a module of FlashQLA and the name of a function in it that tilelang compiles.
     """
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]

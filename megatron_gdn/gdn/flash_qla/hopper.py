@@ -1,8 +1,9 @@
 """FlashQLA's stages on Hopper, kernels held: the same kernels and results, less host time.
 
-In each call FlashQLA's own functions look a kernel up by some twenty arguments. They allocate
-memory for every argument, also for those that the kernel does not read. :mod:`.held`
-says what is done instead.
+In each call FlashQLA's own functions look a kernel up by some twenty arguments, and allocate memory
+for every argument; tilelang then checks and repacks them, and the compiled function does so again.
+Here the compiled function is called directly. An argument that it does not read is some tensor of
+the right shape and dtype, or memory that was allocated once.
 
 Functions have FlashQLA's names and its order of calls, see
 ``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of flash-qla 0.1.3.
@@ -12,19 +13,18 @@ Legend: B batch, S tokens, G key heads, H value heads, K key dim, V value dim, P
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .held import HeldKernels
-
 _F32 = torch.float32
 
 
-class HopperStages(HeldKernels):
+class HopperStages:
     """FlashQLA's stages for Hopper.
 
     Args:
@@ -35,20 +35,46 @@ class HopperStages(HeldKernels):
     CHUNK_SIZE = 64
 
     def __init__(self, library: ModuleType, homes: dict[str, ModuleType]) -> None:
-        super().__init__(homes)
-        self._library = library
+        self._library, self._homes = library, homes
         self.build_cp_context = library.build_cp_context
         self.FlashQLACPContext = library.FlashQLACPContext
+        # One cache for each object, so that kernels do not outlive it.
+        self._kernel = lru_cache(maxsize=256)(self._find_kernel)
+        self._blank = lru_cache(maxsize=64)(_blank)
+
+    def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
+        """The compiled function of one of FlashQLA's factories; ``args`` are the factory's."""
+        return bare(getattr(self._homes[stage], factory)(*args))
+
+    @cached_property
+    def _index(self) -> ModuleType:
+        from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
+
+        return index
+
+    def _places(
+        self, like: Tensor, cu_seqlens: Tensor | None, count: int
+    ) -> tuple[int, Tensor, Tensor, int]:
+        """The number of sequences, their boundaries and first chunks, and the chunks of a row."""
+        if cu_seqlens is None:
+            rows, tokens = like.shape[:2]
+            unread = self._blank((rows + 1,), torch.int32, like.device)
+            return rows, unread, unread, -(-tokens // count)
+        offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, count)
+        return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
+
+    def _at_chunks(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
+        """Room for the states at chunks; if they are not wanted, of none."""
+        (B, _, _, K), (H, V) = k.shape, v.shape[2:]
+        if wanted:
+            return k.new_empty(B, chunks, H, K, V)
+        return self._blank((B, 0, H, K, V), k.dtype, k.device)
 
     @cached_property
     def _cache_of_parts(self) -> type:
         from flash_qla.ops.gated_delta_rule.chunk.cp import CPCache  # pyright: ignore[reportMissingImports]
 
         return CPCache
-
-    @cached_property
-    def _many_programs(self) -> int:
-        return self._homes["fused_gdr_fwd"].TARGET_NUM_CTAS
 
     def chunk_local_cumsum(
         self,
@@ -134,8 +160,7 @@ class HopperStages(HeldKernels):
         ``final_dtype``: of the last two; None is FlashQLA's, that of k with
         ``num_warmup_chunks``, else fp32.
         """
-        B, _, G, K = k.shape
-        H, V = v.shape[2:]
+        (G, K), (H, V) = k.shape[2:], v.shape[2:]
         chunk_size, warm = a.shape[-1], num_warmup_chunks is not None
         N, boundaries, first, chunks = self._places(k, cu_seqlens, chunk_size)
         if final_dtype is None:
@@ -143,19 +168,15 @@ class HopperStages(HeldKernels):
         upto = num_warmup_chunks
         if not warm and cu_seqlens is not None:
             upto = self._blank((N, H), boundaries.dtype, k.device)
-        if output_h:
-            h = k.new_empty(B, chunks, H, K, V)
-        else:
-            h = self._blank((B, 0, H, K, V), k.dtype, k.device)
-        final = None
+        h, final = self._at_chunks(output_h, k, v, chunks), None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
         # The kernel always writes it, with zeros if it was not asked for.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
         if start is None:  # not read: any memory of that shape
-            start = final if final_dtype is _F32 and final is not None else None
-            start = k.new_empty(N, H, K, V, dtype=_F32) if start is None else start
+            unread = final if final_dtype is _F32 else None
+            start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
             "fused_gdr_h", "tilelang_prepare_h",
             H, G, K, V, chunk_size, "float32", k.dtype, g.dtype, b.dtype, start.dtype, final_dtype,
@@ -182,8 +203,7 @@ class HopperStages(HeldKernels):
             given is not None, False, backward, backward,
         )  # fmt: skip
         out = local.new_empty(P, H, K, V, dtype=dtype)
-        raw = () if given is None else (given,)
-        run(*raw, local, through, fallback, first, out)
+        run(*(() if given is None else (given,)), local, through, fallback, first, out)
         return out
 
     def fused_gdr_fwd(
@@ -203,28 +223,21 @@ class HopperStages(HeldKernels):
         output_h: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, with ``output_h`` the states at chunks, and the final states if asked for."""
-        B, _, G, K = k.shape
-        H, V = v.shape[2:]
+        (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._places(k, cu_seqlens, a.shape[-1])
         whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1
         if raw_cu_seqlens is None:
             raw_cu_seqlens = self._blank((N + 1,), boundaries.dtype, k.device)
-        owner = cp_seq_map
-        if owner is None:
-            owner = self._blank((N,), boundaries.dtype, k.device)
+        owner = self._blank((N,), boundaries.dtype, k.device) if cp_seq_map is None else cp_seq_map
         final = None
         if output_final_state or initial_state is None:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
-        if initial_state is not None:
-            start = initial_state
-        else:  # not read
-            start = final if whole == N else None
-            start = k.new_empty(N, H, K, V, dtype=_F32) if start is None else start
+        start = initial_state
+        if start is None:  # not read
+            start = final if whole == N else k.new_empty(N, H, K, V, dtype=_F32)
         ending = start[:whole] if final is None else final
-        programs = N * H
-        block = 128
-        if programs < self._many_programs:
-            block = 64 if programs * 2 >= self._many_programs else 32
+        programs, many = N * H, self._homes["fused_gdr_fwd"].TARGET_NUM_CTAS
+        block = 128 if programs >= many else 64 if programs * 2 >= many else 32
         o = torch.empty_like(v)
         run = self._kernel(
             "fused_gdr_fwd", "tilelang_fused_chunk_gdr_fwd",
@@ -232,13 +245,8 @@ class HopperStages(HeldKernels):
             k.dtype, o.dtype, boundaries.dtype, initial_state is not None, output_final_state,
             output_h, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
         )  # fmt: skip
-        if output_h:
-            h = k.new_empty(B, chunks, H, K, V)
-        else:
-            h = self._blank((B, 0, H, K, V), k.dtype, k.device)
-        run(
-            q, k, v, a, g, b, start, boundaries, first, owner, raw_cu_seqlens, o, h, ending
-        )  # fmt: skip
+        h = self._at_chunks(output_h, k, v, chunks)
+        run(q, k, v, a, g, b, start, boundaries, first, owner, raw_cu_seqlens, o, h, ending)
         return o, h if output_h else None, final if output_final_state else None
 
     def fused_gdr_dh(
@@ -258,8 +266,7 @@ class HopperStages(HeldKernels):
     ) -> tuple[None, Tensor]:
         """Gradient of the states that enter parts; that of the states that leave them is zero."""
         assert dht is None and output_dh0 and not output_dh
-        B, _, G, K = k.shape
-        H, V = do.shape[2:]
+        (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
         run = self._kernel(
             "fused_gdr_dh", "tilelang_prepare_dh_ws",
@@ -267,7 +274,7 @@ class HopperStages(HeldKernels):
             do.dtype, boundaries.dtype, False, True, False, True, True, False,
         )  # fmt: skip
         d_first = k.new_empty(N, H, K, V, dtype=_F32)
-        d_states = self._blank((B, 0, H, K, V), k.dtype, k.device)
+        d_states = self._at_chunks(False, k, do, 0)
         run(
             q, k, a, g, b, do, d_first, boundaries, first, num_warmup_chunks, d_states, d_first
         )  # fmt: skip
@@ -293,8 +300,7 @@ class HopperStages(HeldKernels):
         ``overwrite_dht`` saves memory: the gradient of a first state is written over its dht. One
         program does both, and it reads the dht first.
         """
-        _, _, G, K = k.shape
-        H, V = v.shape[2:]
+        (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
         dq, dk, dv = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
         dg, db = torch.empty_like(g), torch.empty_like(b)
@@ -369,3 +375,24 @@ class HopperStages(HeldKernels):
             d_local, cp_cache.mt, cp_cache.fallback_bwd, context.seq_map_r2c, dht, backward=True
         )
         return cp_cache.h0, leaving
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for an argument that a kernel neither reads nor writes, on any stream."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def bare(kernel: Any) -> Callable[..., Any]:
+    """The compiled function under a tilelang kernel, which checks its arguments itself.
+
+    Returns ``kernel`` itself if tilelang runs it in a way that is not known here.
+    """
+    adapter = getattr(kernel, "adapter", None)
+    if adapter is None or getattr(adapter, "result_idx", True):
+        return kernel
+    try:
+        executable = adapter.get_exportable_executable()
+        module = executable.jit() if "jit" in dir(type(executable)) else executable
+        return module.main
+    except AttributeError:
+        return kernel

@@ -1,16 +1,15 @@
-"""FlashQLA's cut of a batch's sequences into parts, made from host offsets and kept by value.
+"""FlashQLA's stages, and its cut of a batch's sequences into parts, made on the host.
 
-FlashQLA's plan of documents in fixed buffers, for CUDA graphs.
-
-FlashQLA's grids have one block of threads per part (or sequence) and head, or per chunk; a block
-without tokens writes nothing. The host knows the largest number of each, and the tables on the
-device say which tokens a block has. A sequence is cut by its own length and the number of heads,
-also without ``batch_invariant``: FlashQLA's own cut for a whole batch is chosen on the host.
+In fixed buffers the device alone knows the documents. FlashQLA's grids have one block of threads
+per part (or sequence) and head, or per chunk; a block without tokens writes nothing. The host knows
+the largest number of each, and tables on the device say which tokens a block has. A sequence is
+cut by its own length and the number of heads there, with or without ``batch_invariant``.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -50,15 +49,15 @@ UNFENCED = {
 def stages() -> Any:
     """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
     chunk = own_stages()
-    homes = {name: sys.modules[fn.__module__] for name, fn in _functions_of(chunk)}
-    if ".hopper." in homes["fused_gdr_fwd"].__name__:
-        return HopperStages(chunk, homes)
-    return chunk
+    homes = _homes(chunk)
+    on_hopper = ".hopper." in homes["fused_gdr_fwd"].__name__
+    return HopperStages(chunk, homes) if on_hopper else chunk
 
 
-def _functions_of(chunk: ModuleType) -> list[tuple[str, Any]]:
-    found = ((name, getattr(chunk, name)) for name in _STAGES)
-    return [(name, fn) for name, fn in found if hasattr(fn, "__module__")]
+def _homes(chunk: ModuleType) -> dict[str, ModuleType]:
+    """The modules of the stages that are functions or classes."""
+    found = {name: getattr(getattr(chunk, name), "__module__", None) for name in _STAGES}
+    return {name: sys.modules[home] for name, home in found.items() if home is not None}
 
 
 @cache
@@ -72,27 +71,21 @@ def own_stages() -> ModuleType:
             f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
             f"Install that, or choose backend='fla'."
         )
-    modules = {name: sys.modules[getattr(chunk, name).__module__] for name in UNFENCED}
-    if all(".hopper." in module.__name__ for module in modules.values()):
+    homes = _homes(chunk)
+    if all(".hopper." in homes[name].__name__ for name in UNFENCED):
         try:
-            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
+            fence_bulk_stores(*((homes[name], kernel) for name, kernel in UNFENCED.items()))
         except (AttributeError, TypeError, ImportError) as error:
             raise ImportError(
                 f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
                 f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
                 f"those, or choose backend='fla'."
             ) from error
-    watch_builds(_kernels(chunk))
-    return chunk
-
-
-def _kernels(chunk: ModuleType) -> list[Any]:
-    """What tilelang compiles in the modules of the stages."""
     from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
-    homes = {getattr(getattr(chunk, name), "__module__", __name__) for name in _STAGES}
-    found = (x for home in sorted(homes) for x in vars(sys.modules[home]).values())
-    return list({id(x): x for x in found if isinstance(x, JITImpl)}.values())
+    found = [x for home in homes.values() for x in vars(home).values() if isinstance(x, JITImpl)]
+    watch_builds(list({id(x): x for x in found}.values()))
+    return chunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,11 +100,30 @@ class Plan:
     context: Any
     parts: Parts | StaticParts | None
 
+    @staticmethod
+    def whole(parts: Parts | StaticParts) -> Plan:
+        """Of sequences that are not cut."""
+        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
+
+    @staticmethod
+    def in_parts(parts: Parts | StaticParts) -> Plan:
+        context = stages().FlashQLACPContext(
+            is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
+            seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
+            ht_mask_bwd=parts.opens,
+        )  # fmt: skip
+        return Plan(context, parts)
+
     @property
     def cut(self) -> Parts:
         """:attr:`parts` of a plan for states, which always has them."""
         assert isinstance(self.parts, Parts), "states do not enter documents in fixed buffers"
         return self.parts
+
+    @property
+    def carrying(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``cu_seqlens``, ``cp_seq_map`` and ``raw_cu_seqlens`` of a forward with states."""
+        return self.cut.offsets, self.cut.owner, self.cut.sequences
 
     def part(self, states: bool) -> str:
         """Which of FlashQLA's kernels it takes, as ``megatron_gdn.warm_up`` names them."""
@@ -128,10 +140,7 @@ class Plan:
 
 
 def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | None:
-    """FlashQLA's cut for the batch as a whole; None if it cuts no sequence.
-
-    It depends on lengths and heads only, never on data, so it repeats.
-    """
+    """FlashQLA's cut for the whole batch, by lengths and heads; None if it cuts no sequence."""
     with torch.device("cpu"):
         context = stages().build_cp_context(
             torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
@@ -142,12 +151,11 @@ def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | No
 
 @cached_by_stream(64)
 def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
-    """The plan of batch rows that start at zero, for all of them together.
+    """The plan of batch rows that start at zero.
 
-    FlashQLA runs one block of threads per row and head. With fewer blocks than multiprocessors a
-    part of the GPU idles. The rows are then laid end to end, and FlashQLA's cost model cuts them as
-    it cuts documents of these lengths. Rows that it does not cut, and those of a full GPU, run side
-    by side as they are.
+    FlashQLA runs one block of threads per row and head. Where these are fewer than multiprocessors,
+    the rows are laid end to end and FlashQLA's cost model cuts them as it cuts documents. Rows that
+    it does not cut, and those of a full GPU, run side by side.
     """
     sequences = row_offsets(rows, tokens)
     full = rows * value_heads >= multiprocessors()
@@ -163,10 +171,7 @@ def row_offsets(rows: int, tokens: int) -> tuple[int, ...]:
 
 @cached_by_stream(64)
 def plan_of(
-    sequences: tuple[int, ...],
-    value_heads: int,
-    batch_invariant: bool,
-    device: torch.device,
+    sequences: tuple[int, ...], value_heads: int, batch_invariant: bool, device: torch.device
 ) -> Plan:
     """The plan of sequences that begin at these offsets.
 
@@ -176,30 +181,25 @@ def plan_of(
     cut = choose(sequences, value_heads)
     if cut is None:
         return plan_of_whole(sequences, device)
-    parts = Parts.build(sequences, cut, device)
-    _remember_chunks(parts.sequences, sequences)
-    _remember_chunks(parts.offsets, cut)
-    # With batch_invariant also if no sequence is long enough to be cut. A long sequence needs the
-    # kernels that carry states between parts. A short one always takes them too, so that its bits
-    # do not depend on a long one beside it.
-    context = stages().FlashQLACPContext(
-        is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
-        seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
-        ht_mask_bwd=parts.opens,
-    )  # fmt: skip
-    return Plan(context, parts)
+    # With batch_invariant also if no sequence is long enough to be cut: a short one always takes
+    # the kernels that carry states between parts, as it would with a long one beside it.
+    return Plan.in_parts(_parts(sequences, cut, device))
 
 
 @cached_by_stream(64)
 def plan_of_whole(sequences: tuple[int, ...], device: torch.device) -> Plan:
     """The plan of sequences that are not cut."""
-    parts = Parts.build(sequences, sequences, device)
+    return Plan.whole(_parts(sequences, sequences, device))
+
+
+def _parts(sequences: tuple[int, ...], cut: Sequence[int], device: torch.device) -> Parts:
+    parts = Parts.build(sequences, cut, device)
     _remember_chunks(parts.sequences, sequences)
-    _remember_chunks(parts.offsets, sequences)
-    return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
+    _remember_chunks(parts.offsets, cut)
+    return parts
 
 
-def _remember_chunks(on_device: Tensor, offsets) -> None:
+def _remember_chunks(on_device: Tensor, offsets: Sequence[int]) -> None:
     """Store the chunks, so that the kernels' wrappers do not read lengths back from the device."""
     from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
 
@@ -219,11 +219,11 @@ def static_plan_of(
     """
     key = (Plan, states) if states else (Plan, value_heads, batch_invariant)
     if key not in documents.plans:
-        documents.plans[key] = _plan(documents, value_heads, batch_invariant, states)
+        documents.plans[key] = _static_plan(documents, value_heads, batch_invariant, states)
     return documents.plans[key]
 
 
-def _plan(
+def _static_plan(
     documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
 ) -> Plan:
     size = stages().CHUNK_SIZE
@@ -233,22 +233,14 @@ def _plan(
             f"flash_qla takes documents in fixed buffers of at least {size} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."
         )
-    if states:
-        uncut = uncut_parts(documents)
-        _give_chunks(uncut.sequences, documents.chunks(size), size)
-        return Plan(stages().FlashQLACPContext(cu_seqlens=uncut.sequences), uncut)
-    parts = static_parts(documents, value_heads)
+    parts = uncut_parts(documents) if states else static_parts(documents, value_heads)
     _give_chunks(parts.sequences, documents.chunks(size), size)
+    if isinstance(parts, Parts):
+        return Plan.whole(parts)
     if not (batch_invariant or most_cuts(documents, value_heads)):
-        whole = parts._replace(offsets=parts.sequences)
-        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), whole)
+        return Plan.whole(parts._replace(offsets=parts.sequences))
     _give_chunks(parts.offsets, parts.chunks, size)
-    context: Any = stages().FlashQLACPContext(
-        is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
-        seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
-        ht_mask_bwd=parts.opens,
-    )  # fmt: skip
-    return Plan(context, parts)
+    return Plan.in_parts(parts)
 
 
 def _give_chunks(offsets: Tensor, chunks: ChunkPlaces, size: int) -> None:

@@ -1,9 +1,9 @@
-"""States in and out of FlashQLA: the state maps of parts, and gradients of states.
+"""Calls of FlashQLA's stages: state maps of parts, outputs, gradients of states.
 
 FlashQLA's kernel for the states of parts gives, per part and head, ``S_out = through @ S_in +
-local``. Its own driver calls it for sequences that it cuts. Here it also serves whole sequences:
-their maps are the products of their parts' maps. One such pass gives the maps that context
-parallelism sends and, with the entering states, the forward.
+local``. Its own driver calls it for sequences that it cuts; here it also serves whole sequences,
+whose maps are the products of their parts'. One such pass gives the maps that context parallelism
+sends and, with the entering states, the forward.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero there and ``local``
 needs only the last chunks, over which that sum is reached: e^-20 = 2e-9 is below fp32's precision
@@ -14,23 +14,19 @@ Legend: S tokens, N sequences, P parts, H value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleInputs
-from ...ops.rules.base import Saved
-from ...ops.state_maps.parts import entering_states
 from .hopper import HopperStages
 from .plan import Plan, stages
 
 _FORGOTTEN = -20.0
 
 
-@dataclass(frozen=True, eq=False)
-class PartMaps:
+class PartMaps(NamedTuple):
     """The maps of a batch's parts, and intermediates that other passes reuse."""
 
     plan: Plan
@@ -40,19 +36,10 @@ class PartMaps:
     through: Tensor  # [P, H, K, K] fp32
     chunks_back: Tensor  # [P, H] int32, chunks from a part's start that S_in reaches
 
-
-@dataclass(frozen=True, eq=False)
-class Carried:
-    """The plan of a forward with states; it saved :func:`saved_tensors`."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True, eq=False)
-class WholeSequences:
-    """The plan of :func:`forward_whole`; it saved g_sum, A, and the initial states if given."""
-
-    plan: Plan
+    def saved(self, entering: Tensor | None) -> tuple[Any, ...]:
+        """For a backward in parts; if sequences are cut, with the entering states."""
+        kept = self.g_sum, self.A, self.chunks_back
+        return kept if self.plan.cut.are_sequences else (*kept, self.through, entering)
 
 
 def part_maps(
@@ -62,92 +49,23 @@ def part_maps(
 
     ``known``: ``g_sum`` and ``A`` of a forward that has computed them.
     """
-    parts = plan.cut
+    parts, run = plan.cut, stages()
     g_sum, A = triangular(inputs, plan) if known is None else known
-    chunks, chunks_back, *_ = stages().get_warmup_chunks_bidi(
+    chunks, chunks_back, *_ = run.get_warmup_chunks_bidi(
         g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
-        chunk_size=stages().CHUNK_SIZE, threshold=_FORGOTTEN,
+        chunk_size=run.CHUNK_SIZE, threshold=_FORGOTTEN,
     )  # fmt: skip
     # The kernel counts chunks back from a part's end. An end inside a chunk is off the chunk grid;
     # such a part takes all its chunks.
     if parts.ragged is not None:
         chunks = torch.where(parts.ragged, parts.chunks, chunks)
-    local, through = _run_parts(inputs, g_sum, A, parts.offsets, chunks)
-    return PartMaps(plan, g_sum, A, local, through, chunks_back)
-
-
-def _run_parts(
-    inputs: RuleInputs, g_sum: Tensor, A: Tensor, offsets: Tensor, chunks: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``local`` and ``through`` of every part, from its last ``chunks`` chunks."""
-    run: Any = stages()
     # FlashQLA's own function rounds what its kernel returns to bf16.
     wide = {"final_dtype": torch.float32} if isinstance(run, HopperStages) else {}
-    fused_gdr_h: Any = run.fused_gdr_h
-    _, local, through = fused_gdr_h(
+    _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
-        output_h=False, cu_seqlens=offsets, num_warmup_chunks=chunks, **wide,
+        output_h=False, cu_seqlens=parts.offsets, num_warmup_chunks=chunks, **wide,
     )  # fmt: skip
-    return local.float(), through.float()
-
-
-def saved_tensors(maps: PartMaps, entering: Tensor | None) -> tuple[Any, ...]:
-    """g_sum, A, chunks_back; if sequences are cut, also ``through`` and the entering states."""
-    if maps.plan.cut.are_sequences:
-        return maps.g_sum, maps.A, maps.chunks_back
-    return maps.g_sum, maps.A, maps.chunks_back, maps.through, entering
-
-
-def forward(
-    inputs: RuleInputs, initial: Tensor | None, maps: PartMaps, keep: bool, final: bool
-) -> tuple[Tensor, Tensor | None, Saved]:
-    """o ``[1, S, H, V]`` from states ``[N, H, K, V]`` that enter the sequences.
-
-    With ``final`` also the states that leave them.
-    """
-    parts = maps.plan.cut
-    entering = entering_states(maps.local, maps.through, parts, initial)
-    o, _, last = stages().fused_gdr_fwd(
-        q=inputs.q, k=inputs.k, v=inputs.v, a=maps.A, g=maps.g_sum, b=inputs.beta,
-        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, output_final_state=final,
-        cu_seqlens=parts.offsets, cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
-    )  # fmt: skip
-    kept = saved_tensors(maps, entering) if keep else ()
-    return o, last, Saved(kept, Carried(maps.plan))
-
-
-def forward_whole(
-    inputs: RuleInputs, initial: Tensor | None, plan: Plan, keep: bool
-) -> tuple[Tensor, Tensor, Saved]:
-    """As :func:`forward`, of sequences that are not cut.
-
-    States always enter and leave, so that training and generation run one compiled kernel.
-    """
-    parts, (H, V), K = plan.cut, inputs.v.shape[2:], inputs.k.shape[3]
-    given = () if initial is None else (initial,)
-    if initial is None:
-        sequences = len(parts.owner)
-        initial = torch.zeros(sequences, H, K, V, dtype=torch.float32, device=inputs.v.device)
-    g_sum, A = triangular(inputs, plan)
-    o, _, last = stages().fused_gdr_fwd(
-        q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, scale=K**-0.5,
-        initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=parts.offsets,
-        cp_seq_map=parts.owner, raw_cu_seqlens=parts.sequences,
-    )  # fmt: skip
-    return o, last, Saved((g_sum, A, *given) if keep else (), WholeSequences(plan))
-
-
-def run_again(
-    inputs: RuleInputs, initial: Tensor | None, kept: tuple[Any, ...], plan: Plan
-) -> tuple[Tensor, Saved]:
-    """``o`` and ``saved`` of :func:`forward`, from what :func:`saved_tensors` gives after A."""
-    parts = plan.cut
-    g_sum, A = triangular(inputs, plan)
-    entering = initial if parts.are_sequences else kept[2]
-    o, at_chunks = output_and_states(
-        inputs, g_sum, A, entering, parts.offsets, parts.owner, parts.sequences
-    )
-    return o, Saved((g_sum, A, *kept), Carried(plan), at_chunks)
+    return PartMaps(plan, g_sum, A, local.float(), through.float(), chunks_back)
 
 
 def triangular(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -157,7 +75,7 @@ def triangular(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
     return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, **of)
 
 
-def output_and_states(
+def output(
     inputs: RuleInputs,
     g_sum: Tensor,
     A: Tensor,
@@ -165,19 +83,39 @@ def output_and_states(
     offsets: Tensor | None,
     owner: Tensor | None,
     sequences: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``o``, and the states at chunks that the backward reads: one pass for both.
+    **wanted: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``o``, the states at chunks that the backward reads, and the states that leave sequences.
 
     Args:
         entering: states that enter the parts; None is zero.
-        offsets, owner, sequences: of the parts, as the forward took them.
+        offsets, owner, sequences: of the parts, see :class:`..ops.state_maps.parts.Parts`.
+        wanted: ``output_h`` and ``output_final_state``, for the last two results.
     """
-    o, at_chunks, _ = stages().fused_gdr_fwd(
+    return stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta,
-        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, output_final_state=False,
-        output_h=True, cu_seqlens=offsets, cp_seq_map=owner, raw_cu_seqlens=sequences,
+        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=offsets,
+        cp_seq_map=owner, raw_cu_seqlens=sequences, **wanted,
     )  # fmt: skip
-    return o, at_chunks
+
+
+def whole_output(
+    inputs: RuleInputs, initial: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """``o`` and final states of sequences that are not cut; g_sum, A and the states if given.
+
+    States always enter and leave, so that training and generation run one compiled kernel.
+    """
+    given = () if initial is None else (initial,)
+    if initial is None:
+        (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
+        initial = torch.zeros(len(plan.cut.owner), H, K, V, dtype=torch.float32, device=device)
+    g_sum, A = triangular(inputs, plan)
+    o, _, last = output(
+        inputs, g_sum, A, initial.contiguous(), *plan.carrying,
+        output_h=False, output_final_state=True,
+    )  # fmt: skip
+    return o, last, (g_sum, A, *given)
 
 
 def d_initial_of_parts(
@@ -191,3 +129,41 @@ def d_initial_of_parts(
         num_warmup_chunks=chunks_back,
     )  # fmt: skip
     return d_local
+
+
+def gradients(
+    d_o: Tensor,
+    inputs: RuleInputs,
+    g_sum: Tensor,
+    A: Tensor,
+    plan: Plan,
+    first: Tensor | None,
+    last_grad: Tensor | None,
+    states: Tensor | None,
+    overwrite_last: bool = False,
+) -> tuple[Tensor, ...]:
+    """The gradients of the inputs, in their order.
+
+    Args:
+        first: states that enter the parts.
+        last_grad: gradient of the states that leave them.
+        states: at chunks, of a second run of the forward; None: computed here.
+        overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
+    """
+    run = stages()
+    sparing = {"overwrite_dht": overwrite_last} if isinstance(run, HopperStages) else {}
+    common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
+              "cu_seqlens": plan.part_offsets}  # fmt: skip
+    if states is None:
+        states, *_ = run.fused_gdr_h(
+            initial_state=first, output_final_state=False, output_h=True, **common
+        )
+    dq, dk, dv, dg, dbeta, _ = run.fused_gdr_bwd(
+        q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5,
+        **common, **sparing,
+    )  # fmt: skip
+    dg = run.chunk_local_cumsum(
+        dg, chunk_size=A.shape[-1], reverse=True, cu_seqlens=plan.context.cu_seqlens,
+        zero_last_chunk=True,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta

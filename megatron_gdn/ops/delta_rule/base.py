@@ -1,10 +1,6 @@
-"""Inputs and gradients of the gated delta rule.
+"""The gated delta rule's inputs, gradients, heads, and checks of shapes.
 
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
-
-Shape checks shared by every implementation of the gated delta rule.
-
-The heads of a Gated DeltaNet that one rank holds, as plain numbers for the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from torch import Tensor
 
 from ..documents import Documents, require_one_row
 from ..layout import Layout, Section, SizeError
-from ..rules.base import in_one_row
 from ..state_maps.state_map import StateShape
 
 
@@ -35,8 +30,8 @@ class RuleGrads(NamedTuple):
     """Gradients of the inputs, for the front's backward.
 
     dq and dk may have H heads, one per value head: the front sums those of one key head. With a
-    ``factor`` the true gradient of a head is ``tensor * factor[head]``, which the front computes in
-    fp32. The factor is a power of two, the same for the value heads of one key head.
+    ``factor``, a power of two for each key head, the true gradient is ``tensor * factor[head]``,
+    which the front computes in fp32.
     """
 
     q: Tensor
@@ -45,10 +40,6 @@ class RuleGrads(NamedTuple):
     g: Tensor
     beta: Tensor
     factor: Tensor | None = None  # [H] fp32
-
-
-def inputs_in_one_row(inputs: RuleInputs) -> RuleInputs:
-    return inputs if inputs.k.shape[0] == 1 else RuleInputs(*map(in_one_row, inputs))
 
 
 def check_rule_inputs(
@@ -141,10 +132,6 @@ class HeadSizes(NamedTuple):
     @property
     def beta_column(self) -> int:
         return _layout(*self).columns("beta").start
-
-    @property
-    def alpha_column(self) -> int:
-        return _layout(*self).columns("alpha").start
 
     @property
     def width(self) -> int:

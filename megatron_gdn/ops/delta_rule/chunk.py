@@ -1,11 +1,9 @@
 """The chunk form of the gated delta rule in plain torch, forward and backward.
 
-A sequence is cut into chunks of C tokens. Inside a chunk everything is a matrix product; only the
-state at chunk boundaries is computed one chunk after the other (:mod:`.chunk_math` has the
-equations). The backward is in closed form. It computes the forward again and keeps its
-intermediates until the walk back, so no tensor of size T * C outlives either pass. Every reduction
-has a fixed order, so results repeat bit for bit. Every product has a fixed shape on a GPU, so a
-sequence's results do not depend on the others of its batch.
+Inside a chunk everything is a matrix product; only the state at chunk boundaries is computed one
+chunk after the other (:mod:`.chunk_math` has the equations). The backward, in closed form, computes
+the forward again, so no tensor of size T * C outlives either pass. Every reduction has a fixed
+order, so results repeat bit for bit.
 
 Legend: N sequences, n chunks, T tokens, G key heads, R value heads per key head, H = G * R, K key
 dim, V value dim.
@@ -41,7 +39,6 @@ class ChunkedRule(NamedTuple):
     Attributes:
         lengths: tokens of every sequence, in order; or documents in fixed buffers. There, empty
             sequences keep their states.
-        chunk_size: tokens per chunk.
         scale: factor on the output.
         aligned: the forward computes groups of one size on a CPU too, see :mod:`..aligned`.
         chunks: makes the chunks of a group, :func:`.static_chunks.chunks_of` or its like.
@@ -70,32 +67,22 @@ class ChunkedRule(NamedTuple):
             return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
         return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device, aligned)
 
-    def forward(self, q, k, v, g, beta, state: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
-        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``.
-
-        Without ``last`` the final states may be left out: they have no meaning then.
-        """
-        table = self._table(v, self.aligned)
+    def forward(
+        self, q, k, v, g, beta, state: Tensor, last: bool = True, output: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``, each if it is asked for."""
+        table = self._table(v, self.aligned and output)
         walks = last or not table.are_chunks
-        rows, final, carried = table.rows_like(v), _copy(state) if walks else state, None
+        rows = table.rows_like(v) if output else v
+        final, carried = _copy(state) if walks else state, None
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=True)
+                x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=output)
                 S, carried = x.walk(carried, *ends) if walks else (x.entering(ends[0]), None)
-                table.put(rows, group, x.output(S))
-        return table.to_tokens(rows, v), final
-
-    def final_states(self, q, k, v, g, beta, state: Tensor) -> Tensor:
-        """The final states ``[N, G, R, K, V]`` of :meth:`forward`, without the output."""
-        table = self._table(v)
-        final, carried = _copy(state), None
-        ends = state.flatten(1, 2), final.flatten(1, 2)
-        with full_fp32_matmul(v.device.type):
-            for group in table.groups:
-                x = self.chunks(table, group, q, k, v, g, beta, self.scale)
-                _, carried = x.walk(carried, *ends)
-        return final
+                if output:
+                    table.put(rows, group, x.output(S))
+        return table.to_tokens(rows, v) if output else rows, final
 
     def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
         """The gradient of the initial states, as :meth:`backward` returns it; reads no state."""
@@ -111,8 +98,7 @@ class ChunkedRule(NamedTuple):
     def backward(self, do, d_final, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g, beta and the initial states.
 
-        Intermediates of the walk forward are kept until the walk back: some 0.36 MiB per chunk and
-        value head of 128 x 128, within this call only.
+        The walk forward keeps some 0.36 MiB per chunk and head of 128 x 128 for the walk back.
         """
         table = self._table(v)
         inputs = (q, k, v, g, beta)

@@ -15,8 +15,7 @@ the state after the chunk:
     S_next       = M S + Z      Z = (exp(G_C - G) B k)^T U,  M = exp(G_C) I + (exp(G_C - G) B k)^T W
 
 All but S is computed for many chunks at once; the walk from state to state is one product per
-chunk. Its gradient walks back with M^T. Q and K are stacked, Q first, so that shared products take
-one launch.
+chunk. Q and K are stacked, Q first, so that shared products take one launch.
 
 Legend: n chunks of the group, G key heads, R value heads per key head, m = n * G, b = m * R,
 C tokens of a chunk, K key dim, V value dim, N sequences.
@@ -113,9 +112,9 @@ class Chunks:
         """Zero the tokens whose k, v, g or beta is not finite.
 
         In products with triangular matrices an earlier token takes 0 times a later one's values,
-        and 0 * NaN is NaN. So these tokens are set to zero, and NaN is written where the recurrence
-        has it: in the output from the first of them on, and in the state after the chunk. (A q that
-        is not finite reaches its own output only.)
+        and 0 * NaN is NaN. NaN is then written where the recurrence has it: in the output from the
+        first of them on, and in the state after the chunk. (A q that is not finite reaches its own
+        output only.)
 
         Returns:
             bool ``[b, C]``: the tokens that they reach.
@@ -211,12 +210,10 @@ class Chunks:
 
         Args:
             carried: ``[G * R, K, V]``, the state that the chunks before left; None at the start.
-            initial, final: ``[N, G * R, K, V]``, read where a sequence begins, written where it
-                ends.
+            initial, final: ``[N, G * R, K, V]``, read where a sequence begins, written at its end.
 
         Returns:
-            The state before every chunk ``[b, K, V]``, and the one after the last chunk. Deletes
-            :attr:`v`.
+            The state before every chunk ``[b, K, V]``, and the one after the last.
         """
         states = self._states(initial)
         torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
@@ -242,11 +239,7 @@ class Chunks:
         return states[:-1].flatten(0, 1), at[self.group.chunks]
 
     def entering(self, initial: Tensor) -> Tensor:
-        """The state before every chunk ``[b, K, V]`` where each begins a sequence.
-
-        Args:
-            initial: ``[N, G * R, K, V]``.
-        """
+        """The state before every chunk ``[b, K, V]`` where each begins a sequence."""
         states = initial.new_zeros(len(self.beta) // initial.shape[1], *initial.shape[1:])
         assert self.group.begin_index is not None
         first, sequences = self.group.begin_index
@@ -279,13 +272,7 @@ class Chunks:
     def walk_back(
         self, do: Tensor, carried: Tensor | None, d_final: Tensor, d_initial: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The reverse of :meth:`walk`.
-
-        Args:
-            do: ``[b, C, V]``.
-            carried: gradient of the state after the group; None at the end.
-            d_final, d_initial: ``[N, G * R, K, V]``, read where a sequence ends, written where it
-                begins.
+        """The reverse of :meth:`walk`, with ``do [b, C, V]`` and the gradients of its states.
 
         Returns:
             Three gradients: of the state after every chunk ``[b, K, V]``; of B x through the
@@ -327,11 +314,7 @@ class Chunks:
         return dv, dbeta, written, pairs
 
     def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:
-        """From the states before every chunk and what :meth:`walk_back` returns.
-
-        Args:
-            do_dv: ``[b, 2, C, V]``, do and room for dv.
-        """
+        """From do and room for dv, the states before every chunk and what walk_back returns."""
         dv, dbeta, written, pairs = self._of_tokens(do_dv, S, dS, d_written)
         pairs = _without_diagonal_of_second(pairs.mul_(self.gamma[:, None]))
         pairs = self._per_key_head(pairs)
@@ -378,12 +361,11 @@ def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Ten
     """Gradient of the per-token log-decay from the interactions it scales.
 
     g_t multiplies every interaction between a writer before t and a reader at t or later. Only
-    those are summed. Differences of larger sums would lose relative accuracy under strong decay.
+    those are summed: differences of larger sums would lose accuracy under strong decay.
 
     Args:
-        crossing: ``[b, C, C]``, reader i against writer j; entries with j >= i are ignored.
-        read: ``[b, C]``, token i reading the state from before the chunk.
-        written: ``[b, C]``, the state after the chunk receiving what token j wrote.
+        crossing: ``[b, C, C]``, reader i against writer j < i.
+        read, written: ``[b, C]``, a token and the state before the chunk, or after it.
         through: ``[b]``, the state before the chunk against the state after it.
     """
     C = crossing.shape[-1]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from ..front.conv_package import why_not_conv_package
+from ..front.conv_package import convolve_rows, why_not_conv_package
 from ..obstacles import say_once, why_not_triton
-from . import front_conv_package, front_torch
+from . import front_torch
 from .base import HeadSizes
 
+# The plain twin with its convolution by the package causal-conv1d.
+front_conv_package = SimpleNamespace(
+    prepare_forward=partial(front_torch.prepare_forward, convolve=convolve_rows),
+    prepare_backward=partial(front_torch.prepare_backward, convolve=convolve_rows),
+    edges_of=front_torch.edges_of,
+)
 
-def is_triton(kernels: ModuleType) -> bool:
+
+def is_triton(kernels: Any) -> bool:
     """Whether :func:`kernels_for` returned the Triton kernels."""
     return kernels not in (front_torch, front_conv_package)
 
@@ -24,8 +33,8 @@ def kernels_for(
     sizes: HeadSizes,
     kernels: str = "auto",
     aligned: bool = False,
-) -> ModuleType:
-    """The front's module: our Triton kernels or their plain-torch twins.
+) -> Any:
+    """The functions of a front: our Triton kernels or their plain-torch twins.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
@@ -47,7 +56,7 @@ def kernels_for(
 
 def _without_triton(
     why: str, device: str, dtype: torch.dtype, taps: int, sizes: HeadSizes, aligned: bool
-) -> ModuleType:
+) -> Any:
     in_torch = "Gated DeltaNet runs conv, gates and norm in plain torch"
     if device != "cuda":
         say_once(f"{in_torch}: {why}.", device)

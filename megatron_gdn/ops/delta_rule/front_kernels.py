@@ -1,17 +1,11 @@
-"""Triton kernel before the delta rule: conv + SiLU + l2norm + gates, in one launch.
+"""Triton kernels around the delta rule: conv + SiLU + l2norm + gates, and their backward.
+
+The forward reads the projection rows where they lie: element (t, b, column) of ``proj`` is at
+``t * stride_s + b * stride_b + column``. Arithmetic is fp32, with one rounding at the store. The
+backward computes activations again from the rows.
 
 Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
 hand, W taps; in tile names R segments walked side by side, T tokens of a span.
-
-The kernel reads the projection rows where they lie: element (t, b, column) of ``proj`` is at
-``t * stride_s + b * stride_b + column``. Arithmetic is fp32, with one rounding at the store.
-
-Triton kernel after the delta rule's backward: dq, dk, dv, dg, dbeta to d_proj.
-
-Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim, D dim of the head at
-hand, W taps; in tile names R segments walked side by side, T tokens of a span.
-
-Only the projection was saved: activations are computed again from its rows.
 """
 
 from __future__ import annotations

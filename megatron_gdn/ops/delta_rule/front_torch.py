@@ -6,7 +6,6 @@ C conv channels, W taps.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +26,6 @@ class GDNParameterGrads(NamedTuple):
     dt_bias: Tensor
 
 
-def _column_slices(sizes: HeadSizes) -> list[slice]:
-    """Columns of query, key and value in a row, which are their conv channels too."""
-    ends = list(accumulate(sizes.layout.conv_widths))
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
 def prepare_forward(
     proj: Tensor,
     conv_weight: Tensor,
@@ -44,7 +37,6 @@ def prepare_forward(
     documents: Documents | None = None,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
-    eps: float = 1e-6,
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
@@ -57,9 +49,9 @@ def prepare_forward(
     assert parts and parts in "qkvg"
     heads = {"q": sizes.key_heads, "k": sizes.key_heads, "v": sizes.value_heads}
     made: dict[str, Any] = dict.fromkeys(RuleInputs._fields)
-    columns = dict(zip("qkv", _column_slices(sizes), strict=True))
+    names = {"q": "query", "k": "key", "v": "value"}
     for part in parts.rstrip("g"):
-        section = columns[part]
+        section = sizes.layout.columns(names[part])  # of a row, and of conv channels
         x = convolve(
             rows_BSP[..., section].to(wide),
             conv_weight.flatten(1)[section].to(wide),
@@ -68,7 +60,7 @@ def prepare_forward(
         )
         x = x.unflatten(-1, (heads[part], -1))
         if normalise_qk and part != "v":
-            x = l2norm(x, eps)
+            x = l2norm(x)
         made[part] = x.to(dtype or proj.dtype).contiguous()
     if "g" in parts:
         raw = rows_BSP[..., sizes.beta_column :] if gates is None else gates.transpose(0, 1)
@@ -102,7 +94,6 @@ def prepare_backward(
     factor: Tensor | None = None,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
-    eps: float = 1e-6,
     batch_invariant: bool = False,
     convolve: Convolve = convolve_rows,
     gates: Tensor | None = None,
@@ -119,7 +110,7 @@ def prepare_backward(
         outputs = prepare_forward(
             rows, weight, others[0] if others else None, decay, time_bias, sizes,
             documents=documents, normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval,
-            eps=eps, convolve=convolve, gates=raw, parts="qkv" if dg is None else "qkvg",
+            convolve=convolve, gates=raw, parts="qkv" if dg is None else "qkvg",
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))

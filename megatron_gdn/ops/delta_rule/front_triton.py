@@ -1,9 +1,9 @@
 """Everything between the projection and the delta rule, as one launch each way (Triton).
 
-The plain-torch twin, with the same signatures, is :mod:`.front_torch`.
+:mod:`.front_torch` is the plain-torch twin, with the same signatures.
 
-Legend: S seq, B batch, P projection width, G key heads, H value heads, K key dim,
-V value dim, C conv channels, W taps.
+Legend: S seq, B batch, P projection width, G key heads, H value heads, K key dim, V value dim,
+C conv channels, W taps.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from .base import HeadSizes, RuleInputs
 from .front_kernels import prepare_backward_kernel, prepare_forward_kernel
 from .front_torch import GDNParameterGrads
 
+_EPS = 1e-6  # of l2norm
+
 
 def prepare_forward(
     proj: Tensor,
@@ -45,7 +47,6 @@ def prepare_forward(
     documents: Documents | None = None,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
-    eps: float = 1e-6,
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
@@ -60,20 +61,15 @@ def prepare_forward(
     Args:
         proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha; any strides of the first
             two dimensions.
-        conv_weight: ``[C, 1, W]`` or ``[C, W]``, W >= 2, contiguous.
-        conv_bias: ``[C]`` or None.
-        A_log, dt_bias: ``[H]``.
-        documents: boundaries of packed documents, the same in every batch row; None when every row
-            is one sequence. Taps never cross a boundary, in either direction.
-        normalise_qk: False leaves q and k as SiLU made them.
-        allow_neg_eigval: beta = 2 sigmoid(b).
+        conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``, W >= 2, contiguous; ``[C]`` or None.
+        documents: the same in every batch row; None when every row is one sequence. Taps never
+            cross a boundary, in either direction.
         batch_invariant: the bits of a packed document do not depend on its place. Tokens near
-            boundaries and far from them take one path. It has no fused multiply-add: a compiler may
-            use that in one copy of a loop and not in another.
+            boundaries and far from them take one path, without fused multiply-adds: a compiler may
+            use these in one copy of a loop and not in another.
         parts: what to compute, a substring of ``"qkvg"`` (g is both gates); the rest is None.
         dtype: of q, k and v; None is the projection's.
-        tile: overrides the table of :mod:`..kernels.tiles`, for tuning and tests. It is made
-            smaller if tokens lie too far apart for it, see :func:`..kernels.tiles.within_reach`.
+        tile: overrides the table of :mod:`..kernels.tiles`, for tuning and tests.
         gates: ``[S, B, 2 H]``, beta | alpha, contiguous, if they are not columns of ``proj``.
 
     Returns:
@@ -96,7 +92,7 @@ def prepare_forward(
     position_T = None if documents is None else documents.position_T
     stride_s, stride_b, _ = proj.stride()
     launch = _forward_launch(
-        sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, eps, conv_bias is not None,
+        sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, conv_bias is not None,
         documents is not None, batch_invariant, normalise_qk, largest_beta(allow_neg_eigval),
         gates is not None, tile,
     )  # fmt: skip
@@ -113,7 +109,7 @@ def prepare_forward(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
-    sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str, eps: float,
+    sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str,
     has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, most_beta: float,
     apart: bool,
     tile: Walk | None,
@@ -132,7 +128,7 @@ def _forward_launch(
     return Launch(
         prepare_forward_kernel,
         (sum(slots[part] for part in parts), triton.cdiv(S, tile.tokens), B),
-        S, tile.steps, first, stride_s, stride_b, eps, most_beta,
+        S, tile.steps, first, stride_s, stride_b, _EPS, most_beta,
         G=G, H=H, K=K, V=V, W=W, ROWS=tile.rows, STAGES=tile.stages,
         BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
         HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, APART=apart,
@@ -158,27 +154,19 @@ def prepare_backward(
     factor: Tensor | None = None,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
-    eps: float = 1e-6,
     batch_invariant: bool = False,
     tile: Walk | None = None,
     gates: Tensor | None = None,
     d_gates: Tensor | None = None,
 ) -> GDNParameterGrads:
-    """The backward of :func:`prepare_forward`. Of the forward it needs only the inputs.
-
-    Writes every column of ``d_proj`` except z's, and each exactly once.
+    """The backward of :func:`prepare_forward`, from its inputs; writes all of ``d_proj`` but z.
 
     Args:
         dq, dk: ``[B, S, G, K]``, or ``[B, S, H, K]`` with one gradient per value head: heads that
             share a key head are summed here, in fp32.
-        dv: ``[B, S, H, V]``.
         dg, dbeta: ``[B, S, H]``. None for rows whose gates are made elsewhere: only the convolved
             columns are written then, and A_log and dt_bias get zeros.
-        d_proj: ``[S, B, P]``, written.
-        factor: ``[H]`` fp32; the true gradient is tensor * factor[h]. The value heads of one key
-            head have the same factor. None is 1.
-        batch_invariant: as in :func:`prepare_forward`.
-        tile: overrides the table of :mod:`..kernels.tiles`, for tuning and tests.
+        factor: ``[H]`` fp32, see :class:`.base.RuleGrads`; None is 1.
         gates, d_gates: ``[S, B, 2 H]``, contiguous, the second written, if the gates are not
             columns of ``proj`` and ``d_proj``.
     """
@@ -191,7 +179,7 @@ def prepare_backward(
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
     plan = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
-        proj.element_size(), dv.element_size(), eps, conv_bias is not None, documents is not None,
+        proj.element_size(), dv.element_size(), conv_bias is not None, documents is not None,
         batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None,
         gates is not None, gated, tile,
     )  # fmt: skip
@@ -227,7 +215,7 @@ class _Backward(NamedTuple):
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
-    d_heads: int, size: int, d_size: int, eps: float, has_bias: bool, packed: bool,
+    d_heads: int, size: int, d_size: int, has_bias: bool, packed: bool,
     batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, apart: bool,
     gated: bool, tile: Walk | None,
 ) -> _Backward:  # fmt: skip
@@ -247,7 +235,7 @@ def _backward_plan(
         launch = Launch(
             prepare_backward_kernel,
             (gated + 2 * G + H, tiles, B),
-            S, tile.steps, *strides[:2], *d_strides[:2], eps, most_beta,
+            S, tile.steps, *strides[:2], *d_strides[:2], _EPS, most_beta,
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
             HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,

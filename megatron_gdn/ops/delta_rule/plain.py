@@ -3,27 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..documents import Documents
-from ..rules.base import RuleOutput, Saved, in_one_row, in_rows
-from ..rules.chunk_table import CHUNK
+from ..rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from ..rules.chunk_table import CHUNK, lengths_of_sequences
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
-from .base import RuleGrads, RuleInputs, inputs_in_one_row
+from .base import RuleGrads, RuleInputs
 from .chunk import ChunkedRule
 from .chunk_math import Chunks
 from .static_chunks import chunks_of
 
 
-class PlainRule:
-    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
+def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
+    """The chunk form over the sequences of a stage."""
+    documents = stage._documents
+    lengths = documents
+    if not isinstance(documents, StaticDocuments):
+        lengths = lengths_of_sequences(stage._rows, documents)
+    K = stage._inputs.k.shape[-1]
+    return ChunkedRule(lengths, CHUNK, K**-0.5, aligned, stage._rule.chunks)
 
-    Args:
-        aligned: a token's bits depend on its sequence alone, see :mod:`..aligned`.
+
+def _state(chunked: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
+    """``[N, H, K, V]``, or None for zero, as ``[N, G, R, K, V]``."""
+    zero = chunked.zero_state(inputs.k, inputs.v)
+    return zero if state is None else state.to(zero.dtype).reshape(zero.shape)
+
+
+class PlainForward(RuleForward):
+    def state_map(self) -> StateMap:
+        """Final states with K more value columns, whose values are 0 and whose initial state is I.
+
+        The first V columns are ``local``, the others ``through``.
+        """
+        inputs, chunked = self._inputs, _chunked(self, self._rule.aligned)
+        v, (K, V) = inputs.v, (inputs.k.shape[3], inputs.v.shape[3])
+        wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
+        state = chunked.zero_state(inputs.k, wide_v)
+        state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
+        _, final = chunked.forward(*inputs._replace(v=wide_v), state, output=False)
+        return StateMap(*final.flatten(1, 2).split([V, K], dim=-1))
+
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        inputs, chunked = self._inputs, _chunked(self, self._rule.aligned)
+        o, last = chunked.forward(*inputs, _state(chunked, inputs, initial), final)
+        return RuleOutput(in_rows(o, self._rows), last.flatten(1, 2) if final else None, Saved())
+
+
+class PlainBackward(RuleBackward):
+    def d_initial(self) -> Tensor:
+        inputs, chunked = self._inputs, _chunked(self)
+        nothing = _state(chunked, inputs, None)
+        return chunked.state_gradient(self._d_o, nothing, *inputs).flatten(1, 2)
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+        inputs, chunked = self._inputs, _chunked(self)
+        state, d_state = (_state(chunked, inputs, x) for x in (initial, d_final))
+        *grads, _ = chunked.backward(self._d_o, d_state, *inputs, state)
+        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
+
+
+class PlainRule(Rule):
+    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
 
     Attributes:
         chunks: as of :class:`.chunk.ChunkedRule`.
@@ -31,100 +78,9 @@ class PlainRule:
 
     name = "reference"
     batch_invariant = True
-    aligned = False
-    operand_dtype = None
     reads_again = frozenset(RuleInputs._fields)
     chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
+    forward, backward = PlainForward, PlainBackward
 
     def __init__(self, aligned: bool = False) -> None:
         self.aligned = aligned
-
-    def why_not_heads(self, heads: int) -> None:
-        """Any number of them can run."""
-
-    def begin(self, inputs: RuleInputs, documents: Documents | None) -> PlainForward:
-        return PlainForward(inputs, documents, self.chunks, self.aligned)
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
-    ) -> PlainBackward:
-        return PlainBackward(d_o, inputs, documents, self.chunks)
-
-
-def _chunked(
-    inputs: RuleInputs,
-    documents: Documents | None,
-    chunks: Callable[..., Chunks],
-    aligned: bool = False,
-) -> tuple[RuleInputs, ChunkedRule]:
-    if documents is None:
-        rows, tokens = inputs.k.shape[:2]
-        lengths = (tokens,) * rows
-    else:
-        inputs = inputs_in_one_row(inputs)
-        if isinstance(documents, StaticDocuments):
-            lengths = documents
-        else:
-            lengths = tuple(n for n in documents.lengths if n) or (0,)
-    return inputs, ChunkedRule(lengths, CHUNK, inputs.k.shape[-1] ** -0.5, aligned, chunks)
-
-
-def _state(rule: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
-    """``[N, H, K, V]``, or None for zero, as ``[N, G, R, K, V]``."""
-    zero = rule.zero_state(inputs.k, inputs.v)
-    return zero if state is None else state.to(zero.dtype).reshape(zero.shape)
-
-
-class PlainForward:
-    def __init__(
-        self,
-        inputs: RuleInputs,
-        documents: Documents | None,
-        chunks: Callable[..., Chunks] = chunks_of,
-        aligned: bool = False,
-    ) -> None:
-        self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents, chunks, aligned)
-
-    def state_map(self) -> StateMap:
-        """Final states with K more value columns, whose values are 0 and whose initial state is I.
-
-        The first V columns are ``local``, the others ``through``.
-        """
-        inputs, rule = self._inputs, self._rule
-        v, (K, V) = inputs.v, (inputs.k.shape[3], inputs.v.shape[3])
-        wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
-        state = rule.zero_state(inputs.k, wide_v)
-        state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
-        final = rule.final_states(*inputs._replace(v=wide_v), state)
-        return StateMap(*final.flatten(1, 2).split([V, K], dim=-1))
-
-    def run(
-        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
-    ) -> RuleOutput:
-        inputs, rule = self._inputs, self._rule
-        o, last = rule.forward(*inputs, _state(rule, inputs, initial), final)
-        last_state = last.flatten(1, 2) if final else None
-        return RuleOutput(in_rows(o, self._rows), last_state, Saved())
-
-
-class PlainBackward:
-    def __init__(
-        self, d_o: Tensor, inputs: RuleInputs, documents: Documents | None,
-        chunks: Callable[..., Chunks] = chunks_of,
-    ) -> None:  # fmt: skip
-        self._rows = inputs.v.shape[:2]
-        self._inputs, self._rule = _chunked(inputs, documents, chunks)
-        self._d_o = d_o if documents is None else in_one_row(d_o)
-
-    def d_initial(self) -> Tensor:
-        nothing = self._rule.zero_state(self._inputs.k, self._inputs.v)
-        return self._rule.state_gradient(self._d_o, nothing, *self._inputs).flatten(1, 2)
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Does nothing: no tensor made from d_o is kept."""
-
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        state, d_state = (_state(self._rule, self._inputs, x) for x in (initial, d_final))
-        *grads, _ = self._rule.backward(self._d_o, d_state, *self._inputs, state)
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads))

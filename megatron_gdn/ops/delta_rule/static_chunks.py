@@ -21,7 +21,7 @@ from .chunk_math import Chunks
 
 
 class _Places(NamedTuple):
-    """Tables of all chunks; n of them, filled up to whole groups on a GPU."""
+    """Tables of all n chunks, filled up to whole groups on a GPU."""
 
     slot: Tensor  # int64 [T], the slot of each token
     token: Tensor  # int64 [n * C], the token in each slot; empty slots repeat the last token
@@ -36,22 +36,16 @@ class _Places(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StaticChunkGroup(ChunkGroup):
-    """Consecutive chunks, with or without tokens. ``begins`` and ``ends`` of the base stay empty.
+    """Consecutive chunks, some without tokens; ``begins`` and ``ends`` of the base stay empty."""
 
-    Attributes:
-        sequence: int64 ``[n]``, of every chunk.
-        begin, end: bool ``[n]``, whether a sequence begins or ends with the chunk.
-        first, last: int64 ``[N]``, the first and the last chunk of every sequence, counted in the
-            group and clamped to it.
-        first_here, last_here: bool ``[N, 1, 1, 1]``, whether that chunk is in the group.
-    """
-
-    sequence: Tensor
-    begin: Tensor
+    sequence: Tensor  # int64 [n]
+    begin: Tensor  # bool [n], whether a sequence begins with the chunk
     end: Tensor
-    first: Tensor
+    first: (
+        Tensor  # int64 [N], the first chunk of a sequence, counted in the group and clamped to it
+    )
     last: Tensor
-    first_here: Tensor
+    first_here: Tensor  # bool [N, 1, 1, 1], whether that chunk is in the group
     last_here: Tensor
 
 
@@ -76,27 +70,14 @@ def _build(documents: StaticDocuments, C: int, at_once: int) -> ChunkTable:
             ("ends in group", C, start, stop),
             lambda these, start=start, stop=stop, places=places: _in_group(places, start, stop),
         )
-        groups.append(
-            StaticChunkGroup(
-                slots=slots,
-                token=places.token[slots],
-                empty=places.empty[slots],
-                tokens=None,
-                slot=None,
-                begins={},
-                ends={},
-                begin_index=None,
-                end_index=None,
-                chunks=stop - start,
-                sequence=places.sequence[start:stop],
-                begin=places.begins[start:stop],
-                end=places.ends[start:stop],
-                first=first,
-                last=last,
-                first_here=first_here,
-                last_here=last_here,
-            )  # fmt: skip
-        )
+        chunks = slice(start, stop)
+        group = StaticChunkGroup(
+            slots, places.token[slots], places.empty[slots], tokens=None, slot=None, begins={},
+            ends={}, begin_index=None, end_index=None, chunks=stop - start,
+            sequence=places.sequence[chunks], begin=places.begins[chunks], end=places.ends[chunks],
+            first=first, last=last, first_here=first_here, last_here=last_here,
+        )  # fmt: skip
+        groups.append(group)
     return ChunkTable(C, documents.sequences, tuple(groups), places.slot)
 
 

@@ -1,15 +1,14 @@
 """The inverse of a unit lower triangular matrix from matrix products, for many small matrices.
 
-A batched triangular solve walks down the rows one after the other, which leaves a GPU idle. Here a
-matrix is cut in two, both halves are inverted side by side, and the corner follows:
+A batched triangular solve walks down the rows, which leaves a GPU idle. Here a matrix is cut in
+two, both halves are inverted side by side, and the corner follows:
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
 
-The corner is two products of inverses with the original entries, as in substitution by blocks, so
-errors grow as they do there (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2). The
-shorter way, (I - L)(I + L^2)(I + L^4)..., is not used: powers of an L with entries near one (a key
-that repeats) reach 1e18 before they cancel.
+Errors grow as in substitution by blocks (Higham, "Accuracy and Stability of Numerical Algorithms",
+14.2). The shorter (I - L)(I + L^2)(I + L^4)... is not used: powers of an L with entries near one (a
+key that repeats) reach 1e18 before they cancel.
 
 Legend: C rows and columns of a matrix, any number of leading dimensions.
 """
@@ -25,14 +24,7 @@ _SMALL = 16
 
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
-    """``(I + L)^-1`` for strictly lower triangular ``L``.
-
-    Args:
-        L: ``[..., C, C]``, any C; entries on and above the diagonal must be zero.
-
-    Returns:
-        ``[..., C, C]``, contiguous, in ``L.dtype``.
-    """
+    """``(I + L)^-1``, contiguous, for strictly lower triangular ``L [..., C, C]``."""
     C = rows = L.shape[-1]
     while rows > _SMALL and rows % 2 == 0:
         rows //= 2

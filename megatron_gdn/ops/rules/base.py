@@ -4,27 +4,20 @@
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in where dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)        the rest
 
-A stage keeps what its calls share, so a call of ``state_map`` before ``run`` costs little. No call
-waits for the device. Between forward and backward only the tensors that the mixer saves are kept.
+A stage keeps what its calls share. No call waits for the device. Between forward and backward only
+the tensors that the mixer saves are kept.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. N counts sequences:
 the batch rows, or the non-empty documents. Documents of several batch rows lie end to end, row
 after row. Without a state a sequence starts at zero.
 
 Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V columns.
-
-A rule's forward, run a second time in the backward in place of what the first one kept.
-
-A rule whose backward needs less than a whole forward for that says so by :class:`RunsAgain`. Any
-other rule begins again from its inputs.
-
-Batch rows laid end to end, as kernels for one long row take them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +27,13 @@ from ..layout import Layout
 from ..state_maps.state_map import StateMap
 
 
-def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
-    return type(inputs)(*(None if x is None else change(x) for x in inputs))
-
-
 class Saved(NamedTuple):
     """What a forward keeps for its backward beside the inputs.
 
     Attributes:
         tensors: saved by autograd, None among them where a rule has no tensor to save.
         plan: how the batch was run, in the rule's own type; None if the documents determine it.
-        made: what a second run of the forward has made for the backward, see :mod:`.base`.
+        made: what a second run of the forward has made for the backward.
     """
 
     tensors: tuple[Any, ...] = ()
@@ -61,12 +49,21 @@ class RuleOutput(NamedTuple):
     saved: Saved  # no tensors if keep is False
 
 
-class RuleForward(Protocol):
+class _Stage:
+    """The inputs of a stage, packed documents in one row."""
+
+    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+        self._rule, self._documents = rule, documents
+        self._rows = next(x for x in inputs if x is not None).shape[:2]
+        self._inputs = inputs if documents is None else in_one_row(inputs)
+
+
+class RuleForward(_Stage):
     """A forward that has begun."""
 
     def state_map(self) -> StateMap:
         """The map of each of the N sequences, ``local`` and ``through`` ``[N, H, K, .]``."""
-        ...
+        raise NotImplementedError
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
@@ -78,18 +75,30 @@ class RuleForward(Protocol):
             keep: whether a backward will come.
             final: also return the states after the last tokens.
         """
-        ...
+        raise NotImplementedError
 
 
-class RuleBackward(Protocol):
+class RuleBackward(_Stage):
     """A backward that has begun."""
+
+    def __init__(
+        self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+    ) -> None:
+        super().__init__(rule, inputs, documents)
+        self._saved, self._d_o = saved, d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
         """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.
 
         With a ``d_final`` the gradient is this plus ``through^T @ d_final``.
         """
-        ...
+        raise NotImplementedError
+
+    def d_o_was_scaled(self, by: Tensor) -> None:
+        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, see :mod:`...gdn.half`.
+
+        Nothing is left to do for a backward that keeps no tensor made from d_o.
+        """
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
@@ -98,105 +107,79 @@ class RuleBackward(Protocol):
             initial: the forward's.
             d_final: ``[N, H, K, V]``, the gradient of the final states; None is zero.
         """
-        ...
+        raise NotImplementedError
 
 
-class ScalableBackward(RuleBackward, Protocol):
-    """A backward whose d_o may be scaled between its calls, see :mod:`...gdn.half`."""
-
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, powers of two."""
-        ...
-
-
-class Rule(Protocol):
+class Rule:
     """A recurrence over the inputs that a front makes.
 
     Attributes:
         name: the ``backend`` that selects it.
         batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
+        aligned: a token's bits depend on its sequence alone, see :mod:`..aligned`.
         operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
             projection's dtype.
         reads_again: names of the inputs that the backward reads. It gets None for the others.
+        forward, backward: what begins.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-    @property
-    def operand_dtype(self) -> torch.dtype | None: ...
-    @property
-    def reads_again(self) -> frozenset[str]: ...
+    name: str
+    batch_invariant: bool = False
+    aligned: bool = False
+    operand_dtype: torch.dtype | None = None
+    reads_again: frozenset[str] = frozenset()
+    forward: ClassVar[Callable[..., RuleForward]]
+    backward: ClassVar[Callable[..., RuleBackward]]
 
     def why_not_heads(self, heads: int) -> str | None:
         """Why the rule cannot run this many heads on a rank; None if it can."""
-        ...
+        return None
 
-    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward: ...
+    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
+        return self.forward(self, inputs, documents)
 
     def begin_backward(
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
         """Begin a backward. The rule owns ``d_o`` and may free it."""
-        ...
-
-
-@runtime_checkable
-class PreparedRule(Protocol):
-    """A rule with work to do before its first call, such as compiling kernels."""
+        return self.backward(self, d_o, inputs, saved, documents)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        """Called when a layer is built that will run this rule. Returns at once.
+        """Called when a layer is built that will run this rule, to start compiling its kernels.
 
         Args:
             layout: the projection columns on the rank where the rule runs, with the rule's heads.
             dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
             states: whether states enter and leave it.
         """
-        ...
-
-
-@runtime_checkable
-class RunsAgain(Protocol):
-    """A rule that keeps something small for a second run, or whose backward takes its products."""
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """What of a forward's ``saved`` the second run reads: little per token."""
-        ...
+        """What of a forward's ``saved`` a second run of it reads: little per token."""
+        return Saved()
 
     def run_again(
         self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """``o``, and ``saved`` for ``begin_backward``; arguments as of :func:`run_again`."""
-        ...
+        """``o`` of a forward whose output was dropped, and what its backward needs.
+
+        Args:
+            inputs: all of them, with the bits of the first run.
+            kept: from :meth:`kept_to_run_again`.
+            initial: the states that entered the sequences, as in the first run.
+        """
+        return self.begin(inputs, documents).run(initial)
 
 
-def kept_to_run_again(rule: Rule, saved: Saved) -> Saved:
-    """What a forward keeps if it is run again; empty for a rule that begins again."""
-    return rule.kept_to_run_again(saved) if isinstance(rule, RunsAgain) else Saved()
-
-
-def run_again(
-    rule: Rule, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
-) -> RuleOutput:
-    """``o`` of a forward whose output was dropped, and what its backward needs.
-
-    Args:
-        inputs: all of them, with the bits of the first run.
-        kept: from :func:`kept_to_run_again`.
-        initial: the states that entered the sequences, as in the first run.
-    """
-    if isinstance(rule, RunsAgain):
-        return rule.run_again(inputs, kept, documents, initial)
-    return rule.begin(inputs, documents).run(initial)
+def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
+    return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
 
 def in_one_row(x: Any) -> Any:
-    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; None stays."""
-    if x is None or x.shape[0] == 1:
-        return x
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; or inputs."""
+    if not isinstance(x, Tensor):
+        return on_tokens(x, in_one_row)
+    return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:

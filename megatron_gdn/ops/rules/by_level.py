@@ -9,56 +9,21 @@ Legend: N sequences of one level, H heads with a state, K rows of a state, V col
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..documents import Documents
 from ..fp32_matmul import full_fp32_matmul
 from ..state_maps.state_map import StateMap
 from ..trees import Level, TreeDocuments
-from .base import Rule, RuleOutput, Saved, on_tokens
+from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
 
 ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
 
 
-class _Kept(NamedTuple):
-    """What the backward of one level takes beside the inputs.
-
-    The saved tensors of a level are the states that entered, ``through``, and the rule's.
-    """
-
-    plan: Any  # the rule's
-    tensors: int  # how many are the rule's
-
-
-class RuleByLevel:
-    """Runs ``rule`` once for each level; takes and gives what the rule does.
-
-    Padding of a slot belongs to no sequence: its ``o`` and its gradients are zero.
-    """
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self.name, self.batch_invariant = rule.name, rule.batch_invariant
-        self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
-
-    def why_not_heads(self, heads: int) -> str | None:
-        return self._rule.why_not_heads(heads)
-
-    def begin(self, inputs: Any, documents: Documents | None) -> ForwardByLevel:
-        return ForwardByLevel(self._rule, inputs, cast(TreeDocuments, documents))
-
-    def begin_backward(
-        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
-    ) -> BackwardByLevel:
-        return BackwardByLevel(self._rule, d_o, inputs, saved, cast(TreeDocuments, documents))
-
-
-class ForwardByLevel:
-    def __init__(self, rule: Rule, inputs: Any, documents: TreeDocuments) -> None:
-        self._rule, self._inputs, self._documents = rule, inputs, documents
+class ForwardByLevel(RuleForward):
+    _documents: TreeDocuments
 
     def state_map(self) -> StateMap:
         raise NotImplementedError("documents that continue others lie whole on a rank.")
@@ -70,7 +35,7 @@ class ForwardByLevel:
         pieces, tensors, plans = [], [], []
         ended: Tensor | None = None
         for level in self._documents.levels:
-            begun = self._rule.begin(_of(level, self._inputs), level.documents)
+            begun = self._rule.rule.begin(_of(level, self._inputs), level.documents)
             entering, through = None, None
             if level.parents is not None:
                 assert ended is not None
@@ -80,17 +45,13 @@ class ForwardByLevel:
             o, ended, saved = begun.run(entering, keep=keep, final=level.continued)
             pieces.append(o)
             tensors += [entering, through, *saved.tensors]
-            plans.append(_Kept(saved.plan, len(saved.tensors)))
+            plans.append((saved.plan, len(saved.tensors)))
         o = _in_buffer(pieces, self._documents)
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
 
 
-class BackwardByLevel:
-    def __init__(
-        self, rule: Rule, d_o: Tensor, inputs: Any, saved: Saved, documents: TreeDocuments
-    ) -> None:
-        self._rule, self._d_o, self._inputs = rule, d_o, inputs
-        self._saved, self._documents = saved, documents
+class BackwardByLevel(RuleBackward):
+    _documents: TreeDocuments
 
     def d_initial(self) -> Tensor:
         raise NotImplementedError("no state enters the top of a tree.")
@@ -100,12 +61,12 @@ class BackwardByLevel:
         tensors, grads = list(self._saved.tensors), []
         levels = self._documents.levels
         for number in reversed(range(len(levels))):
-            level, kept = levels[number], self._saved.plan[number]
-            entered, through, *mine = tensors[len(tensors) - kept.tensors - 2 :]
-            del tensors[len(tensors) - kept.tensors - 2 :]
-            begun = self._rule.begin_backward(
+            level, (plan, count) = levels[number], self._saved.plan[number]
+            entered, through, *mine = tensors[-count - 2 :]
+            del tensors[-count - 2 :]
+            begun = self._rule.rule.begin_backward(
                 _rows(level, self._d_o), _of(level, self._inputs),
-                Saved(tuple(mine), kept.plan), level.documents,
+                Saved(tuple(mine), plan), level.documents,
             )  # fmt: skip
             if level.parents is None:
                 grads.insert(0, begun.run(None, d_final))
@@ -116,6 +77,23 @@ class BackwardByLevel:
             grads.insert(0, begun.run(entered, d_final))
             d_final = _summed(d_entered, level, len(levels[number - 1].documents.lengths))
         return _gathered(grads, self._documents)
+
+
+class RuleByLevel(Rule):
+    """Runs ``rule`` once for each level; takes and gives what the rule does.
+
+    Padding of a slot belongs to no sequence: its ``o`` and its gradients are zero.
+    """
+
+    forward, backward = ForwardByLevel, BackwardByLevel
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.name, self.batch_invariant = rule.name, rule.batch_invariant
+        self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
+
+    def why_not_heads(self, heads: int) -> str | None:
+        return self.rule.why_not_heads(heads)
 
 
 def _carried(maps: StateMap, d_final: Tensor) -> Tensor:
@@ -163,8 +141,8 @@ def _in_buffer(pieces: list[Tensor], documents: TreeDocuments) -> Tensor:
 def _gathered(grads: list[Any], documents: TreeDocuments) -> Any:
     """One tuple of gradients from those of the levels.
 
-    The factors of a head (see :class:`..delta_rule.base.RuleGrads`) become the largest of them, as
-    if all levels had been one call: powers of two, so that only what is tiny beside it is rounded.
+    The factors of a head (:class:`..delta_rule.base.RuleGrads`) become the largest of them, as if
+    all levels had been one call. They are powers of two: only what is tiny beside it is rounded.
     """
     kind, factor = type(grads[0]), {}
     if getattr(grads[0], "factor", None) is not None:

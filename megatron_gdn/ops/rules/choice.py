@@ -1,4 +1,4 @@
-"""A chosen rule, and the choice of a mixer whose kernels are fla's or another package's."""
+"""The choice of a mixer's rule: a table for each mixer, one function for all of them."""
 
 from __future__ import annotations
 
@@ -18,45 +18,61 @@ class Choice(NamedTuple):
     reason: str
 
 
+class Tested(NamedTuple):
+    """Whether kernels were seen to repeat bit for bit on inputs like these, and what to say."""
+
+    repeats: bool
+    words: str
+
+
 class Kernels(NamedTuple):
     """A backend that computes the rule in a package's kernels.
 
     Attributes:
         why_not: why it cannot run here.
-        rule: builds the rule.
-        unsteady: why a result may have other bits in another run or beside other sequences.
+        rule: builds the rule; tested ones with ``batch_invariant=True`` or ``aligned=True`` too.
+        fits: the reason if ``"auto"`` takes the first of a table.
+        unsteady: why a result may have other bits in another run or beside other sequences, if
+            there is no ``tested``.
+        tested: whether bits may be promised here.
+        by_name: ``"auto"`` does not take it.
     """
 
     why_not: Callable[[], Obstacle | None]
-    rule: Callable[[], Rule]
-    unsteady: str
+    rule: Callable[..., Rule]
+    fits: str = ""
+    unsteady: str | None = None
+    tested: Callable[[], Tested] | None = None
+    by_name: bool = False
 
 
 class Plain(Protocol):
     def __call__(self, *, aligned: bool = False) -> Rule: ...
 
 
-def kernels_or_plain(
+def choose(
     backend: str,
     mixer: str,
-    plain: Plain,
     kernels: Mapping[str, Kernels],
+    plain: Plain,
     *,
-    device: torch.device | str,
+    device: torch.device,
     deterministic: bool,
     aligned: bool,
 ) -> Choice:
-    """The rule of a mixer that runs on fla's kernels or in plain torch.
+    """The rule of a mixer: kernels in order of preference, or else plain torch.
 
     Args:
-        backend: a name of ``kernels``, ``"reference"`` (plain torch), or ``"auto"``, fla where it
-            runs, else the reference. A name is never replaced by another.
+        backend: a name of ``kernels``, ``"reference"`` (plain torch), or ``"auto"``: the first that
+            runs here; if that is not the first one, the log says why, once. A name is never
+            replaced by another.
         mixer: its name in messages.
         plain: builds the reference.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
-            its batch: the reference.
+            its batch: kernels that were tested for that, or the reference. Kernels may be asked
+            for by name where they were not tested; the log then says so.
         aligned: training and generation give a token the same bits, see
-            :mod:`megatron_gdn.ops.aligned`: the reference on its grid.
+            :mod:`megatron_gdn.ops.aligned`: tested kernels or the reference, on the grid.
 
     Raises:
         ValueError: an unknown name, or one that ``deterministic``, ``aligned`` or the kernels' own
@@ -67,36 +83,75 @@ def kernels_or_plain(
         legal = ", ".join(repr(name) for name in (*kernels, "reference"))
         raise ValueError(f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}.")
     if aligned:
-        why = why_not_aligned(backend)
-        if why is not None:
-            raise ValueError(why)
-        return Choice(plain(aligned=True), ON_GRID)
+        return _aligned(backend, kernels, plain)
     if backend == "reference":
         return Choice(plain(), "requested")
-    if deterministic:
-        if backend != "auto":
-            raise ValueError(
-                f"backend={backend!r}: {kernels[backend].unsteady}; in deterministic mode use "
-                f"'auto' or 'reference'."
-            )
-        return Choice(plain(), "deterministic mode")
-    taken = kernels["fla" if backend == "auto" else backend]
-    obstacle = taken.why_not()
-    if obstacle is None:
-        return Choice(taken.rule(), "fla runs here" if backend == "auto" else "requested")
     if backend != "auto":
+        return _by_name(backend, mixer, kernels, device, deterministic)
+    passed: dict[str, Obstacle] = {}
+    said = ["deterministic mode"] if deterministic else []
+    for name, each in kernels.items():
+        if each.by_name or (deterministic and each.tested is None):
+            continue
+        tested = each.tested() if deterministic and each.tested else Tested(True, each.fits)
+        obstacle = each.why_not() or (None if tested.repeats else Obstacle(tested.words))
+        if obstacle is None:
+            said += _say_passed(mixer, name, passed, device, deterministic) or [tested.words]
+            return Choice(_made(each, deterministic), "; ".join(said))
+        passed[name] = obstacle
+    said += _say_passed(mixer, "reference", passed, device, deterministic)
+    return Choice(plain(), "; ".join(said) + told_of_plain(device, *passed.values()))
+
+
+def _say_passed(
+    mixer: str, taken: str, passed: dict[str, Obstacle], device: torch.device, deterministic: bool
+) -> list[str]:
+    """Why kernels before the taken ones do not run; also logged."""
+    whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
+    if whys:
+        mixer = f"Deterministic {mixer}" if deterministic else mixer
+        say_once(f"{mixer} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type)
+    return whys
+
+
+def _by_name(
+    backend: str,
+    mixer: str,
+    kernels: Mapping[str, Kernels],
+    device: torch.device,
+    deterministic: bool,
+) -> Choice:
+    asked = kernels[backend]
+    if deterministic and asked.tested is None:
+        *others, last = "auto", *(name for name in kernels if kernels[name].tested), "reference"
+        legal = f"{', '.join(map(repr, others))} or {last!r}"
+        raise ValueError(
+            f"backend={backend!r}: {asked.unsteady}; in deterministic mode use {legal}."
+        )
+    obstacle = asked.why_not()
+    if obstacle is not None:
         raise obstacle.error(f"backend={backend!r}: {obstacle.why}.")
-    kind = torch.device(device).type
-    if kind == "cuda":
-        say_once(f"{mixer} takes the plain-torch rule ({obstacle.why}).", kind)
-    return Choice(plain(), f"not fla: {obstacle.why}{told_of_plain(kind, obstacle)}")
+    reason = "requested"
+    if deterministic and asked.tested is not None:
+        repeats, words = asked.tested()
+        if not repeats:
+            reason = f"requested; {words}"
+            say_once(f"Deterministic {mixer}: {words}.", device.type)
+    return Choice(_made(asked, deterministic), reason)
 
 
-def why_not_aligned(backend: str) -> str | None:
-    """Why with this backend the tokens of one call change each other's bits; None if not."""
-    if backend in ("auto", "reference"):
-        return None
-    return (
-        f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose bits "
-        f"were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode off."
-    )
+def _made(kernels: Kernels, deterministic: bool) -> Rule:
+    return kernels.rule(batch_invariant=True) if deterministic else kernels.rule()
+
+
+def _aligned(backend: str, kernels: Mapping[str, Kernels], plain: Plain) -> Choice:
+    if backend not in ("auto", "reference"):
+        raise ValueError(
+            f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "
+            f"bits were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode "
+            f"off."
+        )
+    for each in kernels.values() if backend == "auto" else ():
+        if each.tested is not None and each.tested().repeats and each.why_not() is None:
+            return Choice(each.rule(aligned=True), ON_GRID)
+    return Choice(plain(aligned=True), ON_GRID)

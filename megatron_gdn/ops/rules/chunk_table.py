@@ -6,6 +6,7 @@ Legend: N sequences, n chunks, C tokens of a chunk, T tokens of all sequences.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,13 +14,20 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..host_tables import cached_by_stream, to_device
 
 CHUNK = 64  # tokens
-# Chunk-heads computed side by side: enough matrix products of 64 x 64 to fill the GPU, and to keep
-# the host ahead of it. Not a power of two: documents in a buffer of, say, 2^15 tokens have a few
-# chunks more than a power of two, and would need one more group that is almost empty.
+# Chunk-heads computed side by side: enough products of 64 x 64 to fill a GPU. Not a power of two:
+# documents in a buffer of 2^15 tokens have a few chunks more, which would need another group.
 _AT_ONCE = 1536
+
+
+def lengths_of_sequences(rows: Sequence[int], documents: Documents | None) -> tuple[int, ...]:
+    """Tokens of the N sequences: batch rows ``[B, S, ...]``, or non-empty documents end to end."""
+    if documents is None:
+        return (rows[1],) * rows[0]
+    return tuple(n for n in documents.lengths if n) or (0,)
 
 
 def chunks_at_once(heads: int) -> int:
@@ -41,21 +49,18 @@ class ChunkGroup:
     """Some consecutive chunks.
 
     Attributes:
-        slots: which slots of the table these chunks are.
-        token: int64 ``[slots]``, the token in each; empty slots repeat some token. A slice when
-            the tokens follow each other.
-        empty: bool ``[slots]``, or None when no slot is empty.
+        token: int64, the token in each slot; empty slots repeat some token. A slice when the
+            tokens follow each other.
         tokens: the tokens of these chunks, which follow each other; None if the host does not know.
         slot: int64, the slot of each of them, counted in the group; None when slots are tokens.
         begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
-        begin_index, end_index: the same as two int64 tensors each, chunks and sequences; None when
-            there are none.
+        begin_index, end_index: the same as two int64 tensors each, chunks and sequences.
         chunks: how many chunks there are; the rest, up to the group's size, is empty.
     """
 
-    slots: slice
+    slots: slice  # of the table
     token: Tensor | slice
-    empty: Tensor | None
+    empty: Tensor | None  # bool, per slot; None when no slot is empty
     tokens: slice | None
     slot: Tensor | None
     begins: dict[int, int]
@@ -69,9 +74,8 @@ class ChunkGroup:
 class ChunkTable:
     """The chunks of N sequences, sequence after sequence.
 
-    On a GPU all groups have one size; the last is filled up with empty chunks. So every matrix
-    product has one shape for any batch, the library takes one kernel for it, and no bit of a
-    sequence depends on its neighbours.
+    On a GPU all groups have one size; the last is filled up with empty chunks. So every product has
+    one shape for any batch, and no bit of a sequence depends on its neighbours.
 
     Attributes:
         slot: int64 ``[T]``, the slot of each token; None where groups know their tokens.

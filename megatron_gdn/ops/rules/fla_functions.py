@@ -1,7 +1,11 @@
-"""The functions of flash-linear-attention (fla) that are called here, checked before it is chosen.
+"""fla (flash-linear-attention) as a rule: what its mixers share, and a check of what they call.
 
-Most of them lie beneath fla's public ones and may change with any release. Importing fla takes
-seconds and needs triton, so nothing here runs before a GPU backend is considered.
+The rules call functions beneath fla's autograd classes. That skips fla's own saved tensors and its
+copies of strided inputs, and lets the mixer call the backward. The functions belong to fla 0.6 and
+may change with any release, so their arguments are checked before a rule is chosen. Importing fla
+takes seconds and needs triton, so nothing here does before a GPU backend is considered.
+
+Legend: B batch, S seq, N sequences, H heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,34 +21,37 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..host_tables import cached_by_stream
-from ..state_maps.parts import CHUNK, Parts, parts_by_length, uncut_parts
+from ..state_maps.parts import CHUNK, Parts, compose, parts_by_length, uncut_parts
+from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
+from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 
-_RULE = "fla.ops.gated_delta_rule"
-_CHUNK = f"{_RULE}.chunk"
 SEQUENCES = {"cu_seqlens", "chunk_indices"}
+_INDEX = "fla.ops.utils.index", "prepare_chunk_indices"
+_RULE = "fla.ops.gated_delta_rule.chunk"
 
-# Module, function: the arguments that are passed by name.
+Boundaries = dict[str, Tensor | None]  # fla's arguments of these names
+
+# Of the gated delta rule. Module, function: the arguments that are passed by name.
 _CALLED = {
-    (_CHUNK, "chunk_gated_delta_rule_fwd"): {
+    (_RULE, "chunk_gated_delta_rule_fwd"): {
         "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", *SEQUENCES,
     },
-    (_CHUNK, "chunk_gated_delta_rule_bwd"): {
+    (_RULE, "chunk_gated_delta_rule_bwd"): {
         "q", "k", "v", "g", "beta", "A", "scale", "initial_state", "do", "dht", *SEQUENCES,
     },
-    (_CHUNK, "chunk_local_cumsum"): {"g", "chunk_size", "scale", *SEQUENCES},
-    (_CHUNK, "chunk_gated_delta_rule_fwd_intra"): {"k", "v", "g", "beta", *SEQUENCES},
-    (_CHUNK, "chunk_gated_delta_rule_fwd_h"): {"k", "w", "u", "g", "initial_state", *SEQUENCES},
-    (_CHUNK, "chunk_fwd_o"): {"q", "k", "v", "h", "g", "scale", *SEQUENCES},
-    (_CHUNK, "recompute_w_u_fwd"): {"k", "v", "beta", "A", "g", *SEQUENCES},
-    (_CHUNK, "chunk_bwd_dv_local"): {"q", "k", "g", "do", "scale", *SEQUENCES},
-    (_CHUNK, "chunk_gated_delta_rule_bwd_dhu"): {
+    (_RULE, "chunk_local_cumsum"): {"g", "chunk_size", "scale", *SEQUENCES},
+    (_RULE, "chunk_gated_delta_rule_fwd_intra"): {"k", "v", "g", "beta", *SEQUENCES},
+    (_RULE, "chunk_gated_delta_rule_fwd_h"): {"k", "w", "u", "g", "initial_state", *SEQUENCES},
+    (_RULE, "chunk_fwd_o"): {"q", "k", "v", "h", "g", "scale", *SEQUENCES},
+    (_RULE, "recompute_w_u_fwd"): {"k", "v", "beta", "A", "g", *SEQUENCES},
+    (_RULE, "chunk_bwd_dv_local"): {"q", "k", "g", "do", "scale", *SEQUENCES},
+    (_RULE, "chunk_gated_delta_rule_bwd_dhu"): {
         "q", "k", "w", "do", "dv", "g", "h0", "dht", "scale", *SEQUENCES,
     },
     ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h"): {
         "k", "w", "u", "hm", "g", "cu_seqlens", "chunk_size", "multi_seqs",
     },
-    ("fla.ops.utils.index", "prepare_chunk_indices"): {"cu_seqlens_cpu"},
 }  # fmt: skip
 
 
@@ -56,7 +62,7 @@ def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[st
         home_of_rule: the module that imports them, and has ``RCP_LN2`` beside them.
         called: (module, function) to the arguments that are passed by name.
     """
-    for (home, name), wanted in called.items():
+    for (home, name), wanted in {**called, _INDEX: {"cu_seqlens_cpu"}}.items():
         try:
             module = import_module(home)
         except Exception as error:  # what fla needs may be missing or broken in any way
@@ -64,7 +70,10 @@ def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[st
         function = getattr(module, name, None)
         if function is None:
             return f"{home} has no {name}"
-        missing = sorted(wanted - _arguments(function))
+        arguments = getattr(function, "arg_names", None)  # of a Triton kernel
+        if arguments is None:
+            arguments = inspect.signature(function).parameters
+        missing = sorted(wanted.difference(arguments))
         if missing:
             return f"{name} of {home} has no argument {', '.join(missing)}"
     if not hasattr(import_module(home_of_rule), "RCP_LN2"):
@@ -72,58 +81,84 @@ def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[st
     return None
 
 
-def _arguments(function: Any) -> set[str]:
-    """Names of the arguments of a function or a Triton kernel."""
-    names = getattr(function, "arg_names", None)
-    return set(inspect.signature(function).parameters if names is None else names)
-
-
-def checked_module(home_of_rule: str, why_not: str | None) -> ModuleType:
-    """The module ``home_of_rule``.
-
-    Args:
-        why_not: what :func:`why_not_called_so` returned.
-
-    Raises:
-        ImportError: ``why_not`` is not None.
-    """
-    if why_not is not None:
-        raise ImportError(f"flash-linear-attention is not the one that is known here: {why_not}.")
-    return import_module(home_of_rule)
-
-
 @cache
 def why_not_callable() -> str | None:
     """Which function of the installed fla cannot be called as in this package; None if all can."""
-    return why_not_called_so(_CHUNK, _CALLED)
+    return why_not_called_so(_RULE, _CALLED)
 
 
-def stages() -> ModuleType:
-    """fla's module with the stages of the rule, which were checked when the rule was chosen.
-
-    Raises:
-        ImportError: the installed fla's functions cannot be called as this package calls them.
-    """
-    return checked_module(_CHUNK, why_not_callable())
+def stages() -> Any:
+    """fla's module with the stages of the gated delta rule."""
+    return import_module(_RULE)
 
 
-def boundaries_of(documents: Documents | None) -> dict[str, Tensor | None]:
-    if documents is None:
-        return {"cu_seqlens": None, "chunk_indices": None}
+def boundaries_of(documents: Documents | None) -> Boundaries:
     if isinstance(documents, StaticDocuments):
         # fla caches tables by the identity of the offsets tensor, and this one changes in place. A
         # new alias has no older tables. It lives as long as one forward and backward.
-        return {
-            "cu_seqlens": documents.cu_seqlens.view(-1),
-            "chunk_indices": documents.chunks(CHUNK).indices,
-        }
+        offsets, indices = documents.cu_seqlens.view(-1), documents.chunks(CHUNK).indices
+        return {"cu_seqlens": offsets, "chunk_indices": indices}
+    return boundaries_on_host(documents)
+
+
+def boundaries_on_host(documents: Documents | None) -> Boundaries:
+    """As :func:`boundaries_of`; refuses documents in fixed buffers."""
+    if documents is None:
+        return {"cu_seqlens": None, "chunk_indices": None}
     from fla.ops.utils.index import prepare_chunk_indices
 
     # fla caches by tensor identity; Documents keeps both tensors, so all layers hit.
-    indices = prepare_chunk_indices(
-        documents.cu_seqlens, CHUNK, cu_seqlens_cpu=documents.cu_seqlens_cpu
-    )
-    return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": indices}
+    offsets = documents.cu_seqlens
+    indices = prepare_chunk_indices(offsets, CHUNK, cu_seqlens_cpu=documents.cu_seqlens_cpu)
+    return {"cu_seqlens": offsets, "chunk_indices": indices}
+
+
+class FlaRule(Rule):
+    """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``."""
+
+    name = "fla"
+    boundaries = staticmethod(boundaries_of)
+
+
+class FlaForward(RuleForward):
+    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+        super().__init__(rule, inputs, documents)
+        self._boundaries = rule.boundaries(documents)
+
+    def _output(self, o: Tensor, last: Tensor | None, *saved: Tensor) -> RuleOutput:
+        # The boundaries hold chunk indices, which would otherwise be built again on the host.
+        return RuleOutput(in_rows(o, self._rows), last, Saved(saved, self._boundaries))
+
+    def _maps(self, k: Tensor, w: Tensor, u: Tensor, **g: Tensor) -> StateMap:
+        """The state maps of chunks that write ``u - w S``.
+
+        Args:
+            g: the log-decays summed within chunks, as ``g`` or, per channel, as ``gk``.
+        """
+        from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
+
+        parts = parts_of(self._inputs, self._documents)
+        # [local | through] of every part: the summaries that fla's own context parallelism sends.
+        (H, V), K, P = u.shape[2:], k.shape[-1], len(parts.offsets) - 1
+        maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
+        rows = {name: x.flatten(0, 1)[None] for name, x in {"k": k, "w": w, "u": u, **g}.items()}
+        chunk_cp_fwd_h(**rows, hm=maps, cu_seqlens=parts.offsets, chunk_size=CHUNK, multi_seqs=True)
+        local, through = (x.contiguous() for x in maps.split([V, K], dim=-1))
+        return StateMap(*compose(local, through, parts))
+
+
+class FlaBackward(RuleBackward):
+    def __init__(
+        self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+    ) -> None:
+        super().__init__(rule, d_o, inputs, saved, documents)
+        self._boundaries = saved.plan
+
+    def _some_states(self, K: int) -> Tensor:
+        """fla computes the gradient of initial states only if it gets some; it reads no values."""
+        B, _, H, V = self._d_o.shape
+        N = B if self._documents is None else len(self._documents.cu_seqlens) - 1
+        return self._d_o.new_empty(N, H, K, V, dtype=torch.float32)
 
 
 @cached_by_stream(64)

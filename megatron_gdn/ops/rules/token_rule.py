@@ -1,6 +1,14 @@
-"""Token recurrences as rules, for the few tokens that a decode step has.
+"""The recurrences of all mixers one token after the other: the oracle, and a decode step.
 
-Legend: B batch, S seq, H heads with a state, K rows of a state, V columns.
+This is the definition everything else is tested against. Per head, with state ``S [K, V]``:
+
+    S_t = exp(g_t) S_{t-1}                                g_t one number, or one for each row
+    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule
+    S_t = S_t + k_t v_t^T                                 if nothing is erased
+    o_t = S_t^T q_t
+
+Legend: B batch, T tokens, G key heads, R heads per key head, H = G R heads with a state, K rows of
+a state, V columns, N sequences.
 """
 
 from __future__ import annotations
@@ -12,41 +20,61 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..state_maps.state_map import StateMap
-from .base import RuleOutput, Saved
+from .base import Rule, RuleForward, RuleOutput, Saved
 
 
-class TokenRule:
-    """The definition of a recurrence, one token after the other, as a :class:`.base.Rule`.
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial: Tensor | None,
+    offsets: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Elementwise products and sums over the rows of a state; differentiable.
 
-    A token's bits depend only on its inputs and on the state before it, not on how many tokens a
-    call has. The rule has no backward and no state maps.
+    Args:
+        q, k: ``[B, T, G, K]``, each for R neighbouring heads. All tensors have one dtype.
+        v: ``[B, T, H, V]``.
+        g: ``[B, T, H]`` or ``[B, T, H, K]``.
+        beta: ``[B, T, H]``; None: nothing is erased.
+        initial: ``[N, H, K, V]``; None is zero.
+        offsets: where sequences begin in the one row, and its end; None: each row is a sequence.
+
+    Returns:
+        The output ``[B, T, H, V]`` and the states after it, ``[N, H, K, V]``.
     """
+    groups, K = k.shape[2:]
+    v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))
+    if g.dim() == 3:
+        g_BTGRK = g_BTGRK[..., None]
+    beta_BTGR = None if beta is None else beta.unflatten(2, (groups, -1))
+    spans = [(slice(None), slice(None), 0, q.shape[1])]
+    if offsets is not None:
+        ends = zip(offsets, offsets[1:], strict=False)
+        spans = [(slice(0, 1), slice(n, n + 1), *end) for n, end in enumerate(ends)]
 
-    name = "recurrent"
-    batch_invariant = True
-    operand_dtype = None
-    reads_again: frozenset[str] = frozenset()
-
-    def tokens(
-        self, inputs: Any, documents: Documents | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Output ``[B, S, H, V]`` and the states after it, ``[N, H, K, V]``."""
-        raise NotImplementedError
-
-    def why_not_heads(self, heads: int) -> None:
-        """None: the rule can run any number of heads."""
-
-    def begin(self, inputs: Any, documents: Documents | None) -> TokenForward:
-        return TokenForward(self, inputs, documents)
-
-    def begin_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "the token recurrence is for generation and has no backward; train with the layer's "
-            "own rule."
-        )
+    outputs, states = [], []
+    for rows, sequences, start, end in spans:
+        if initial is not None:
+            S = initial[sequences].to(v.dtype).unflatten(1, (groups, -1))
+        else:
+            S = v.new_zeros(len(v) if offsets is None else 1, *v_BTGRV.shape[2:4], K, v.shape[3])
+        for t in range(start, end):
+            q_K, k_K = q[rows, t, :, None, :, None], k[rows, t, :, None, :, None]
+            write_K, x_V = k_K, v_BTGRV[rows, t, :, :, None]
+            S = g_BTGRK[rows, t, ..., None].exp() * S
+            if beta_BTGR is not None:
+                x_V = x_V - (S * k_K).sum(-2, keepdim=True)
+                write_K = beta_BTGR[rows, t, :, :, None, None] * k_K
+            S = S + write_K * x_V
+            outputs.append((S * q_K).sum(-2).flatten(1, 2))
+        states.append(S.flatten(1, 2))
+    return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v), torch.cat(states)
 
 
-class TokenForward:
+class TokenForward(RuleForward):
     def __init__(self, rule: TokenRule, inputs: Any, documents: Documents | None) -> None:
         self._rule, self._inputs, self._documents = rule, inputs, documents
 
@@ -57,6 +85,29 @@ class TokenForward:
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """``keep`` has no effect: there is no backward."""
         o, last = self._rule.tokens(self._inputs, self._documents, initial)
         return RuleOutput(o, last if final else None, Saved())
+
+
+class TokenRule(Rule):
+    """A recurrence token by token as a rule, without a backward and state maps.
+
+    A token's bits depend only on its inputs and on the state before it, not on how many tokens a
+    call has.
+    """
+
+    name = "recurrent"
+    batch_invariant = True
+    forward = TokenForward
+
+    def tokens(
+        self, inputs: Any, documents: Documents | None, initial: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Output ``[B, S, H, V]`` and the states after it, ``[N, H, K, V]``."""
+        raise NotImplementedError
+
+    def begin_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "the token recurrence is for generation and has no backward; train with the layer's "
+            "own rule."
+        )

@@ -36,7 +36,7 @@ class InHalf(PlainRule):
 
     def begin_backward(self, d_o, inputs, saved, documents):
         assert {x.dtype for x in (d_o, *inputs[:3])} == {torch.float16}
-        return InHalfBackward(d_o, inputs, documents, self.chunks)
+        return InHalfBackward(self, d_o, inputs, saved, documents)
 
 
 class InHalfBackward(PlainBackward):

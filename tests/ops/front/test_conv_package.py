@@ -10,8 +10,9 @@ import torch
 from megatron_gdn.gdn import front
 from megatron_gdn.mamba2 import front as mamba2
 from megatron_gdn.ops.conv import convolve_rows as plain
-from megatron_gdn.ops.delta_rule import front_choice, front_conv_package, front_torch
+from megatron_gdn.ops.delta_rule import front_choice, front_torch
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.front_choice import front_conv_package
 from megatron_gdn.ops.front import conv_package
 from megatron_gdn.ops.front.conv_package import why_not_conv_package
 from megatron_gdn.ops.obstacles import say_once
