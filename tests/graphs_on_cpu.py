@@ -90,3 +90,38 @@ def graphs_on_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(_Runner, "create_bwd_graph", _backward_of))
         stack.callback(cuda_graphs.delete_cuda_graphs)
         yield
+
+
+@contextmanager
+def capturing_by_megatron() -> Iterator[None]:
+    """As in its ``create_cudagraphs``, around warm-up and capture."""
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def captured_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's local graphs give a layer to capture in the place of these arguments.
+
+    The first step describes its tensors, and the capture finds tensors of zeros in their place.
+    """
+    described = cuda_graphs.tree_map(
+        lambda x: cuda_graphs.ArgMetadata(x) if torch.is_tensor(x) else x, arguments
+    )
+    with capturing_by_megatron():
+        return cuda_graphs.tree_map(
+            lambda x: x.zeros_like() if isinstance(x, cuda_graphs.ArgMetadata) else x, described
+        )
+
+
+def mismatches(arguments: dict[str, Any], captured: dict[str, Any]) -> list[str]:
+    """Why Megatron would not replay a graph that was recorded with ``captured`` for these."""
+    runner = object.__new__(cuda_graphs._CudaGraphRunner)
+    torch.nn.Module.__init__(runner)
+    runner.fwd_graph_input_arg_metas = []
+    runner.fwd_graph_input_kwarg_metas = {
+        name: cuda_graphs.ArgMetadata(x) for name, x in captured.items()
+    }
+    return runner.get_mismatch_errors((), arguments)

@@ -1,14 +1,13 @@
 """Kimi Delta Attentions to be held to laws: how they are built and shared out."""
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.init import take_share
 from megatron_gdn.ops.layout import layout_of_in_proj
-from tests.parallel import group_of_one, make_config, parallel
+from tests.parallel import alone, make_config, parallel
 
 LOCAL = KimiDeltaAttentionSubmodules(
     in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
@@ -29,6 +28,7 @@ def kda_config(**changes):
 
 def build(config, groups, **options) -> KimiDeltaAttention:
     """In ``config.params_dtype``; of fp64 all of it, so that laws are held to fp64's rounding."""
+    options = {"layer_number": 1, **options}
     mixer = KimiDeltaAttention(config, LOCAL, pg_collection=groups, **options)
     return mixer.double() if config.params_dtype == torch.float64 else mixer
 
@@ -57,8 +57,7 @@ def share_of(name: str, whole: torch.Tensor, mixer: KimiDeltaAttention) -> torch
 def whole_mixer(config, **options) -> KimiDeltaAttention:
     """On one rank, the same on all."""
     torch.manual_seed(7)
-    groups = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
-    mixer = build(config, groups, **options)
+    mixer = build(config, alone(), **options)
     randomise_(mixer)
     return mixer
 

@@ -2,13 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.init import take_share
 from tests.mamba2.oracle import SSDInputs, token_by_token
-from tests.parallel import group_of_one, make_config
+from tests.parallel import alone, make_config
 
 D = 20
 SIZES = {
@@ -27,12 +26,9 @@ def mamba_config(**changes):
 
 def build(config, groups, **options) -> Mamba2Mixer:
     """In ``config.params_dtype``; of fp64 all of it, so that laws are held to fp64's rounding."""
+    options = {"layer_number": 1, **options}
     mixer = Mamba2Mixer(config, LOCAL, config.hidden_size, pg_collection=groups, **options)
     return mixer.double() if config.params_dtype == torch.float64 else mixer
-
-
-def alone() -> ProcessGroupCollection:
-    return ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
 
 
 def randomise_(mixer) -> None:

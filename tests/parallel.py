@@ -7,6 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -121,6 +126,25 @@ def group_of_one() -> dist.ProcessGroup:
             if other == rank:
                 _own_group[rank] = group
     return _own_group[rank]
+
+
+def alone() -> ProcessGroupCollection:
+    return ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
+
+
+def groups_of_megatron() -> ProcessGroupCollection:
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+
+
+def in_ddp(layer: torch.nn.Module, **settings) -> DistributedDataParallel:
+    """Megatron's wrapper with these settings of DistributedDataParallelConfig."""
+    return DistributedDataParallel(layer.config, DistributedDataParallelConfig(**settings), layer)
+
+
+def reduce_gradients(ddp: DistributedDataParallel) -> None:
+    """What Megatron does to them at the end of a backward."""
+    ddp.finish_grad_sync()
+    _allreduce_non_tensor_model_parallel_grads([ddp], ddp.config)
 
 
 def sections_of(name: str, layout: Layout, dims: GDNDims):

@@ -1,9 +1,14 @@
 """Runs module-level functions on real processes joined by gloo (or, on GPUs, nccl). gloo's are
 forked from a server that has imported Megatron; a pool starts once per session. What a function
-returns comes back, one value per rank, and what it raises is raised in the test."""
+returns comes back, one value per rank, and what it raises is raised in the test. A test that is
+nothing but what its ranks do is decorated by `on_ranks`."""
 
 import contextlib
 import faulthandler
+import functools
+import importlib
+import inspect
+import math
 import multiprocessing
 import os
 import queue
@@ -25,6 +30,7 @@ TIMEOUT_S = {"gloo": 120, "nccl": 600}
 GRACE_S = 5
 # What every rank imports. The server runs nothing of it: no thread holds a lock when it forks.
 _IMPORTED_ONCE = [
+    "pytest",
     "megatron_gdn.specs",
     "megatron_gdn.hf",
     "megatron.core.models.gpt",
@@ -203,3 +209,39 @@ class RankPool:
         if self._stacks:
             shutil.rmtree(self._stacks[0].parent)
         self._processes, self._pipes, self._stacks = [], [], []
+
+
+def on_ranks(ranks: int | str | None = None, **state: Any) -> Callable:
+    """The test runs on every rank, inside Megatron's parallel state where its sizes are given.
+
+    Next to the function, below all marks. A string stands for the test's argument of that name.
+
+    Args:
+        ranks: how many; by default the product of the parallel state's sizes.
+        state: arguments of ``tests.parallel.parallel``.
+    """
+
+    def decorate(law: Callable) -> Callable:
+        def test(pools: Callable, **arguments: Any) -> None:
+            sizes = {k: arguments[v] if isinstance(v, str) else v for k, v in state.items()}
+            size = math.prod(sizes.values()) if ranks is None else ranks
+            size = arguments[size] if isinstance(size, str) else size
+            pools(size).run(_run, law.__module__, law.__name__, sizes, arguments)
+
+        signature = inspect.signature(law)
+        pools = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [pools, *signature.parameters.values()]
+        functools.update_wrapper(test, law)
+        test.__signature__ = signature.replace(parameters=parameters)
+        return test
+
+    return decorate
+
+
+def _run(module: str, name: str, state: dict[str, int], arguments: dict[str, Any]) -> None:
+    """What a rank does of a test that `on_ranks` decorates."""
+    from tests.parallel import parallel
+
+    law = getattr(importlib.import_module(module), name).__wrapped__
+    with parallel(**state) if state else contextlib.nullcontext():
+        law(**arguments)

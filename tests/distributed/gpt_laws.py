@@ -22,30 +22,30 @@ FULL_RECOMPUTE = {
 }
 
 
-def build_model(cp: int, recompute: bool, **options) -> GPTModel:
+def build_model(cp: int, recompute: bool, layers=(1, 1), positions="none", **options) -> GPTModel:
+    """In fp64, of the same weights whatever the number of ranks; ``layers`` of 1 are recurrent."""
     config = make_config(
-        num_layers=2,
-        context_parallel_size=cp,
-        ffn_hidden_size=32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=[1, 1],
-        transformer_impl="local",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        cp_comm_type="p2p",
+        num_layers=len(layers), linear_attention_freq=list(layers), context_parallel_size=cp,
+        ffn_hidden_size=32, num_query_groups=2, attention_dropout=0.0, hidden_dropout=0.0,
+        experimental_attention_variant="gated_delta_net", transformer_impl="local",
+        gated_linear_unit=True, add_bias_linear=False, cp_comm_type="p2p",
         **(FULL_RECOMPUTE if recompute else {}),
-    )
-    torch.manual_seed(3)  # the same weights whatever the number of ranks
-    return GPTModel(
-        config,
-        gpt_block_spec(config, **options),
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=False,
-    )
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = GPTModel(
+        config, gpt_block_spec(config, **options), vocab_size=VOCABULARY, max_sequence_length=64,
+        position_embedding_type=positions, share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    return model.double()
+
+
+def summed_gradients(model, of: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of every parameter, and more, summed over the context-parallel ranks."""
+    of.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()} | more
+    for value in found.values():
+        dist.all_reduce(value, group=parallel_state.get_context_parallel_group())
+    return found
 
 
 def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, torch.Tensor]:
@@ -55,21 +55,16 @@ def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, to
     """
     with parallel(cp=cp):
         model = build_model(cp, recompute, **options)
-        model.double()
-        group, forwards = parallel_state.get_context_parallel_group(), []
+        rank, forwards = parallel_state.get_context_parallel_rank(), []
         layer = model.decoder.layers[0].self_attention
         layer.register_forward_pre_hook(lambda *_: forwards.append(1))
         torch.manual_seed(11)
         tokens = torch.randint(0, VOCABULARY, (1, sum(LENGTHS) + 1))
-        held = local_indices(LENGTHS, cp, group.rank())
+        held = local_indices(LENGTHS, cp, rank)
         logits = model(tokens[:, :-1][:, held], held[None], None, packed_seq_params=thd(LENGTHS))
         loss = F.cross_entropy(logits[0], tokens[0, 1:][held], reduction="sum")
-        loss.backward()
+        found = summed_gradients(model, loss, loss=loss.detach())
         assert len(forwards) == 1 + recompute
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found["loss"] = loss.detach()
-        for value in found.values():
-            dist.all_reduce(value, group=group)
         return found
 
 

@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import (
-    _allreduce_non_tensor_model_parallel_grads,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import Float16Module
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from tests.distributed.layer_laws import thd
-from tests.parallel import assert_close, group_of_one, parallel
+from tests.distributed.layer_laws import forward_backward, thd
+from tests.parallel import (
+    alone,
+    assert_close,
+    group_of_one,
+    groups_of_megatron,
+    in_ddp,
+    parallel,
+    reduce_gradients,
+)
 from tests.trees import Tree, separately
 
 
@@ -48,8 +51,7 @@ class Mixers:
     def whole(self, config, **options) -> torch.nn.Module:
         """The mixer of one rank, the same on all."""
         torch.manual_seed(7)
-        alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
-        mixer = self.build(config, alone, **options)
+        mixer = self.build(config, alone(), **options)
         self.randomise(mixer)
         return mixer
 
@@ -57,13 +59,6 @@ class Mixers:
         with torch.no_grad():
             for name, parameter in mixer.named_parameters():
                 parameter.copy_(self.share(name, one.get_parameter(name), mixer))
-
-
-def groups_of_megatron() -> ProcessGroupCollection:
-    return ProcessGroupCollection(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-    )
 
 
 def parallel_equals_one_rank(
@@ -142,16 +137,14 @@ def parallel_equals_one_rank(
             groups.cp = group_of_one()
         mixer = mixers.build(config, groups, cp_layout=layout, linear_cp_mode=mode, **options)
         mixers.copy_shares(mixer, one)
-        in_fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=dtype == torch.float32)
-        ddp = DistributedDataParallel(config, in_fp32, mixer)
+        ddp = in_ddp(mixer, grad_reduce_in_fp32=dtype == torch.float32)
         found = []
         for _repeat in range(2 if config.deterministic_mode else 1):
             ddp.zero_grad_buffer()
             x_mine = x.detach()[mine].requires_grad_()
             y_mine = output(ddp, x_mine, packed(**brought))
             (y_mine * weight[mine]).sum().backward()
-            ddp.finish_grad_sync()
-            _allreduce_non_tensor_model_parallel_grads([ddp], config)
+            reduce_gradients(ddp)
             grads = [p.main_grad.clone() for p in mixer.parameters()]
             y_mine = y_mine.detach() if tree is None else y_mine.detach() * (weight[mine] != 0)
             found.append([y_mine, x_mine.grad, *grads])
@@ -162,6 +155,25 @@ def parallel_equals_one_rank(
             expected = mixers.share(name, one.get_parameter(name).grad, mixer)
             assert expected.abs().max() > 0, f"{name}: no gradient to compare"
             assert_close(f"gradient of {name}", grad, expected, mixers.tolerance)
+
+
+def equals_written_out(mixer, written_out, lengths=None, tokens: int = 70) -> None:
+    """Output and every gradient are those of ``written_out(mixer, x, lengths)``, all in fp64."""
+    tokens, batch = (tokens, 2) if lengths is None else (sum(lengths), 1)
+    shape = tokens, batch, mixer.config.hidden_size
+    x, weight = (torch.randn(shape, dtype=torch.float64) for _ in "xw")
+    exact = x.clone().requires_grad_()
+    expected, parameters = written_out(mixer, exact, lengths or (tokens,))
+    (expected * weight).sum().backward()
+    packed = None if lengths is None else thd(lengths)
+    found = forward_backward(mixer, x, packed, weight=weight)
+    tolerance = 1e-11  # sums of some hundred terms that partly cancel, at 1e-16 each
+    assert_close("output", found.pop("output"), expected, tolerance)
+    assert_close("input gradient", found.pop("input"), exact.grad, tolerance)
+    for name, grad in found.items():
+        expected = parameters[name].grad
+        assert expected.abs().max() > 0, f"{name}: no gradient to compare"
+        assert_close(f"gradient of {name}", grad, expected, tolerance)
 
 
 def checkpoint_law(mixers: Mixers) -> None:

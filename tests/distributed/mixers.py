@@ -30,22 +30,36 @@ OLMO_HYBRID = replace(
     ),
     build=partial(build_gdn, allow_neg_eigval=True),
 )  # fmt: skip
-MAMBA2 = Mixers(
-    config=partial(mamba_mixers.mamba_config, params_dtype=torch.float64, deterministic_mode=True),
+MAMBA2_FP32 = replace(
+    GDN,
+    config=mamba_mixers.mamba_config,
     build=mamba_mixers.build,
     randomise=mamba_mixers.randomise_,
     share=mamba_mixers.share_of,
-    tolerance=1e-11,  # fp64: sums of some hundred terms that partly cancel, at 1e-16 each
     fp32=("A_log", "dt_bias", "D"),
 )
-KDA = Mixers(
-    config=partial(kda_mixers.kda_config, params_dtype=torch.float64, deterministic_mode=True),
+KDA_FP32 = replace(
+    GDN,
+    config=kda_mixers.kda_config,
     build=kda_mixers.build,
     randomise=kda_mixers.randomise_,
     share=kda_mixers.share_of,
-    tolerance=1e-11,  # as Mamba2's
-    fp32=("A_log", "dt_bias"),
 )
+BY_NAME = {"gdn": GDN, "mamba2": MAMBA2_FP32, "kda": KDA_FP32}
+
+
+def whole(kind: str, changes: dict | None = None, **options) -> torch.nn.Module:
+    """One of ``BY_NAME`` in fp32 on one rank, with random values; ``changes`` are the config's."""
+    return BY_NAME[kind].whole(BY_NAME[kind].config(**(changes or {})), **options)
+
+
+def _exactly(mixers: Mixers) -> Mixers:
+    """In fp64 and deterministic mode: sums of some hundred terms that partly cancel."""
+    fp64 = {"params_dtype": torch.float64, "deterministic_mode": True}
+    return replace(mixers, config=partial(mixers.config, **fp64), tolerance=1e-11)
+
+
+MAMBA2, KDA = _exactly(MAMBA2_FP32), _exactly(KDA_FP32)
 TOY = Mixers(
     config=partial(parallel.make_config, deterministic_mode=True),
     build=toy_mixer.ToyMixer,

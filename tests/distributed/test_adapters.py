@@ -1,53 +1,258 @@
 """Adapters around in_proj (LoRA, DoRA) load at every tensor-parallel size."""
 
 import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor, nn
 
-from tests.distributed import adapter_laws as laws
-from tests.distributed import bridge, peft_rows_laws
-from tests.distributed import bridge_peft_laws as peft_laws
-from tests.distributed.bridge import needs_bridge
+from megatron_gdn.mixers.init import take_share
+from tests.distributed import bridge
+from tests.distributed.bridge import adapted, needs_bridge
+from tests.distributed.mixers import BY_NAME
+from tests.distributed.model_laws import metadata
+from tests.parallel import assert_close, groups_of_megatron, parallel
+from tests.ranks import on_ranks
+
+RANK, SCALE = 4, 32 / 4  # Bridge's alpha is 32
+MIXERS = {"gdn": "self_attention", "mamba2": "mixer"}  # and their names in a layer
+TARGETS = ("in_proj", "out_proj")
+
+
+class Adapter(nn.Module):
+    """D -> RANK -> P between two of Megatron's linears, and DoRA's magnitude ``[P]``."""
+
+    def __init__(self, linear: ColumnParallelLinear) -> None:
+        super().__init__()
+
+        def column(rows: int, columns: int, gather: bool) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                rows, columns, config=linear.config, bias=False, gather_output=gather,
+                init_method=nn.init.xavier_normal_, tp_group=linear.tp_group,
+            )  # fmt: skip
+
+        self.linear_in = column(linear.input_size, RANK, gather=True)
+        self.linear_out = column(RANK, linear.output_size, gather=False)
+        self.weight_magnitude = nn.Parameter(torch.zeros(linear.output_size_per_partition))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_out(self.linear_in(x)[0])[0] * self.weight_magnitude
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        key = f"{prefix}weight_magnitude"
+        magnitude = make_tp_sharded_tensor_for_checkpoint(
+            self.weight_magnitude, key, 0, prepend_offsets=sharded_offsets,
+            tp_group=self.linear_out.tp_group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        parts = [
+            getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+            for name in ("linear_in", "linear_out")
+        ]
+        return {key: magnitude, **parts[0], **parts[1]}
+
+
+class Adapted(nn.Module):
+    """A linear and its adapter; the linear keeps its place in state dicts."""
+
+    def __init__(self, linear: ColumnParallelLinear) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = linear, Adapter(linear)
+
+    def forward(self, x: Tensor):
+        rows, bias = self.to_wrap(x)
+        return rows + self.adapter(x), bias
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {
+            **self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata),
+            **self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata),
+        }
+
+
+class PeftAdapted(nn.Module):
+    """With the names of peft, as mcore-bridge's."""
+
+    def __init__(self, linear) -> None:
+        super().__init__()
+        adapter = Adapter(linear)
+        self.base_layer = linear
+        self.lora_A = nn.ModuleDict({"default": adapter.linear_in})
+        self.lora_B = nn.ModuleDict({"default": adapter.linear_out})
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        parts = {
+            "base_layer.": self.base_layer,
+            "lora_A.default.": self.lora_A["default"],
+            "lora_B.default.": self.lora_B["default"],
+        }
+        return {
+            key: value
+            for name, part in parts.items()
+            for key, value in part.sharded_state_dict(
+                f"{prefix}{name}", sharded_offsets, metadata
+            ).items()
+        }
+
+
+def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A layer, and what its adapted ``in_proj`` holds: this rank's share of numbers of one seed.
+
+    Args:
+        kind: Bridge's "LoRA" or "DoRA", or "ours" or "peft", of these names.
+    """
+    torch.manual_seed(11)
+    mixers = BY_NAME[mixer]
+    layer = mixers.build(mixers.config(tensor_model_parallel_size=tp), groups_of_megatron())
+    rows, columns = layer.global_dims.layout.widths, layer.global_dims.hidden_size
+    if kind == "peft":
+        layer.in_proj = PeftAdapted(layer.in_proj)
+        names = "lora_A.default.weight", "lora_B.default.weight"
+        more = {"base_layer.weight": (rows, columns)}
+    else:
+        path = f"decoder.layers.0.{MIXERS[mixer]}.in_proj"
+        own = kind == "ours"
+        layer.in_proj = (
+            Adapted(layer.in_proj) if own
+            else adapted(bridge.FOLDER, kind, layer.in_proj, path, RANK)
+        )  # fmt: skip
+        names = "adapter.linear_in.weight", "adapter.linear_out.weight"
+        more = {} if kind == "LoRA" else {"adapter.weight_magnitude": (rows,)}
+    sizes = {names[0]: ((RANK,), columns), names[1]: (rows, RANK), **more}
+    values = {
+        name: take_share(torch.randn(sum(cut), *n), 0, cut, layer.tp_group.rank(), tp)
+        for name, (cut, *n) in sizes.items()
+    }
+    return layer, values
+
+
+def _state(layer: nn.Module, names, as_bridge_alone: bool = False) -> dict:
+    """Of the adapter; as Bridge stores it around a layer that knows of no adapters."""
+    if as_bridge_alone:
+        state = layer.in_proj.sharded_state_dict("layer.in_proj.", (), metadata())
+    else:
+        state = layer.sharded_state_dict("layer.", metadata=metadata())
+    return {key: state[key] for key in (f"layer.in_proj.{name}" for name in names)}
+
+
+def two_ranks_to_one_and_two(folder: str, mixer: str, kind: str, as_bridge_alone: bool) -> None:
+    with parallel(tp=2):
+        layer, values = _build(mixer, 2, kind)
+        layer.in_proj.load_state_dict(values, strict=False)
+        dist_checkpointing.save(_state(layer, values, as_bridge_alone), folder)
+    for tp in (1, 2):
+        with parallel(tp=tp):
+            layer, values = _build(mixer, tp, kind)
+            for parameter in layer.in_proj.parameters():
+                nn.init.constant_(parameter, float("nan"))
+            loaded = dist_checkpointing.load(_state(layer, values), folder)
+            for name, value in values.items():
+                assert torch.equal(loaded[f"layer.in_proj.{name}"], value), (name, tp)
 
 
 @pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+@pytest.mark.parametrize("mixer", MIXERS)
+@on_ranks(2)
 def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
-    pools, tmp_path, mixer, as_bridge_alone
+    tmp_path, mixer, as_bridge_alone
 ):
     """Files by sections, and files with whole rows that were written without this package."""
-    pools(2).run(laws.save, mixer, str(tmp_path), 2, as_bridge_alone)
-    for tp in (1, 2):
-        for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp):
-            assert len(differences) == 3
-            assert not any(differences.values()), differences
+    two_ranks_to_one_and_two(str(tmp_path), mixer, "ours", as_bridge_alone)
 
 
-def test_an_adapter_with_pefts_names_is_the_same_on_one_rank_and_two(pools, tmp_path):
-    pools(2).run(peft_rows_laws.save, str(tmp_path), 2)
-    for tp in (1, 2):
-        for equal in pools(2).run(peft_rows_laws.load, str(tmp_path), tp):
-            assert equal == dict.fromkeys(equal, True)
+@on_ranks(2)
+def test_an_adapter_with_pefts_names_is_the_same_on_one_rank_and_two(tmp_path):
+    two_ranks_to_one_and_two(str(tmp_path), "gdn", "peft", False)
 
 
 @needs_bridge
 @pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
 @pytest.mark.parametrize(("mixer", "kind"), [("gdn", "LoRA"), ("gdn", "DoRA"), ("mamba2", "LoRA")])
-def test_bridges_own_adapters_do_the_same(pools, tmp_path, mixer, kind, as_bridge_alone):
+@on_ranks(2)
+def test_bridges_own_adapters_do_the_same(tmp_path, mixer, kind, as_bridge_alone):
     """DoRA around Mamba's in_proj has no files in Bridge: its own adapter raises TypeError."""
-    own = (bridge.FOLDER, kind)
-    pools(2).run(laws.save, mixer, str(tmp_path), 2, as_bridge_alone, own)
-    for tp in (1, 2):
-        for differences in pools(2).run(laws.load, mixer, str(tmp_path), tp, own):
-            assert len(differences) == {"LoRA": 2, "DoRA": 3}[kind]
-            assert not any(differences.values()), differences
+    two_ranks_to_one_and_two(str(tmp_path), mixer, kind, as_bridge_alone)
+
+
+def adapter_share(name: str, whole: Tensor, layer: nn.Module, share) -> Tensor:
+    """This rank's part of an adapter's matrix: A is cut by its columns around ``out_proj``."""
+    if name.startswith("in_proj") and "linear_out" in name:
+        return share("in_proj.weight", whole, layer)
+    dim = 1 if name.startswith("out_proj") and "linear_in" in name else 0
+    return whole.chunk(layer.tp_group.size(), dim)[layer.tp_group.rank()]
 
 
 @needs_bridge
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"]
 )
-def test_a_layer_with_bridges_lora_equals_the_layer_of_merged_weights(
-    pools, mixer, tp, sequence_parallel
-):
-    """Output, input gradient and the gradients of every A and B; nothing else has one."""
-    pools(tp).run(peft_laws.equals_the_merged_layer, bridge.FOLDER, mixer, tp, sequence_parallel)
+@on_ranks(tp="tp")
+def test_a_layer_with_bridges_lora_equals_the_layer_of_merged_weights(mixer, tp, sequence_parallel):
+    """Output, input gradient and the gradients of every A and B; nothing else has one.
+
+    W + s B A in one layer on one rank; that W and B, A apart, on ``tp`` ranks.
+
+    With G the gradient of the merged weight, that of B is s G A^T and that of A is s B^T G.
+    """
+    kind, paths = BY_NAME[mixer], MIXERS[mixer]
+    one = kind.whole(kind.config())
+    base = {name: p.detach().clone() for name, p in one.named_parameters()}
+    matrices = {}
+    for target in TARGETS:
+        weight = one.get_parameter(f"{target}.weight")
+        matrices[target] = (
+            torch.randn(weight.shape[0], RANK) * 0.1,
+            torch.randn(RANK, weight.shape[1]) * 0.1,
+        )
+        b, a = matrices[target]
+        with torch.no_grad():
+            weight += SCALE * b @ a
+    x = torch.randn(32, 2, one.global_dims.hidden_size, requires_grad=True)
+    of_y = torch.randn(x.shape)
+    y = one(x, None)[0]
+    (y * of_y).sum().backward()
+
+    sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+    layer = kind.build(kind.config(**sizes), groups_of_megatron())
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(kind.share(name, base[name], layer))
+        layer.requires_grad_(False)
+    for target in TARGETS:
+        path = f"decoder.layers.0.{paths}.{target}"
+        linear = getattr(layer, target)
+        setattr(layer, target, adapted(bridge.FOLDER, "LoRA", linear, path, RANK))
+    adapters = {
+        f"{target}.{half}": getattr(getattr(layer, target).adapter, half).weight
+        for target in TARGETS
+        for half in ("linear_out", "linear_in")
+    }
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            b, a = matrices[name.split(".")[0]]
+            parameter.copy_(
+                adapter_share(name, b if "linear_out" in name else a, layer, kind.share)
+            )
+
+    mine = slice(None)
+    if sequence_parallel:
+        mine = torch.arange(len(x)).chunk(tp)[layer.tp_group.rank()]
+    x_mine = x.detach()[mine].requires_grad_()
+    y_mine = layer(x_mine, None)[0]
+    (y_mine * of_y[mine]).sum().backward()
+
+    assert_close("output", y_mine, y[mine], 1e-5)
+    assert_close("input gradient", x_mine.grad, x.grad[mine], 1e-5)
+    for target, (b, a) in matrices.items():
+        of_weight = one.get_parameter(f"{target}.weight").grad
+        whole = {
+            f"{target}.linear_out": SCALE * of_weight @ a.T,
+            f"{target}.linear_in": SCALE * b.T @ of_weight,
+        }
+        for name, expected in whole.items():
+            assert_close(
+                name, adapters[name].grad, adapter_share(name, expected, layer, kind.share), 1e-5
+            )
+    trained = {name for name, p in layer.named_parameters() if p.grad is not None}
+    assert trained == {f"{n.replace('.', '.adapter.')}.weight" for n in adapters}, trained

@@ -1,25 +1,134 @@
 """Context-parallel ranks are given the same micro-batch, or told that they were not."""
 
-from tests.distributed import agreement_laws as laws
+import gc
+import weakref
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_gdn.context_parallel import agreement
+from megatron_gdn.gdn.rule import choose_rule
+from megatron_gdn.mixers.loader_layout import LoaderLayout
+from megatron_gdn.mixers.micro_batch import MicroBatches
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from tests.distributed.layer_laws import over_ranks, thd
+from tests.parallel import make_config
+from tests.ranks import on_ranks
 
 
-def test_ranks_that_disagree_are_told_what_each_was_given(pools):
-    pools(2).run(laws.ranks_that_disagree_are_told_what_each_was_given)
+def _layers(count: int) -> list:
+    agreement._groups.clear()  # groups are kept from test to test
+    return [over_ranks() for _ in range(count)]
 
 
-def test_ranks_that_disagree_about_sizes_or_packing_are_told_so(pools):
-    pools(2).run(laws.ranks_that_disagree_about_sizes_or_packing_are_told_so)
+def _run(layers, tokens=16, rows=1, packed: PackedSeqParams | None = None) -> torch.Tensor:
+    x = torch.zeros(tokens // dist.get_world_size(), rows, layers[0].hidden_size)
+    for layer in layers:
+        x, _ = layer(x, None, packed_seq_params=packed)
+    return x
 
 
-def test_nobody_waits_alone_for_an_object_that_another_rank_has_resolved(pools):
-    pools(2).run(laws.nobody_waits_alone_for_an_object_that_another_rank_has_resolved)
+def _refusal(*args, **options) -> str:
+    try:
+        _run(*args, **options)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("accepted")
 
 
-def test_one_layer_compares_and_knows_contents_that_it_has_seen(pools):
-    pools(2).run(laws.one_layer_compares_and_knows_contents_that_it_has_seen)
+@on_ranks(cp=2)
+def test_ranks_that_disagree_are_told_what_each_was_given():
+    rank = dist.get_rank()
+    layers = _layers(2)
+    _run(layers, packed=thd((8, 8)))  # what they agree on is no reason to trust the next
+    message = _refusal(layers, packed=thd((8, 8) if rank else (4, 12)))
+    assert "rank 0: 16 tokens over all ranks in 1 row, 2 documents" in message, message
+    own = [0, 8, 16] if rank else [0, 4, 16]
+    assert f"This rank was given cu_seqlens={own}" in message, message
+    assert "global boundaries" in message and "before any split" in message, message
+    packed = thd((8, 8))
+    packed.cp_partition_mode = "contiguous" if rank else "zigzag"
+    message = _refusal(layers, packed=packed)
+    assert "cut 'zigzag'; rank 1" in message and "cut 'contiguous'" in message, message
 
 
-def test_schemes_of_groups_that_went_are_not_kept(pools):
+@on_ranks(cp=2)
+def test_ranks_that_disagree_about_sizes_or_packing_are_told_so():
+    rank = dist.get_rank()
+    layers = _layers(1)
+    message = _refusal(layers, tokens=32 if rank else 16)
+    assert "rank 1: 32 tokens over all ranks in 1 row, not packed" in message, message
+    message = _refusal(layers, rows=3 if rank else 2)
+    assert "rank 0: 16 tokens over all ranks in 2 rows" in message, message
+    message = _refusal(layers, tokens=24, packed=thd((8, 16)) if rank else None)
+    assert "rank 0: 24 tokens over all ranks in 1 row, not packed" in message, message
+    assert "rank 1: 24 tokens over all ranks in 1 row, 2 documents" in message, message
+
+
+@on_ranks(cp=2)
+def test_nobody_waits_alone_for_an_object_that_another_rank_has_resolved():
+    """One rank keeps its PackedSeqParams, the other makes an equal one for every micro-batch."""
+    kept = thd((8, 8))
+    layers = _layers(2)
+    for _ in range(3):
+        _run(layers, packed=kept if dist.get_rank() else thd((8, 8))).sum()
+    _run(layers, packed=thd((4, 12)))
+
+
+@on_ranks(cp=2)
+def test_one_layer_compares_and_knows_contents_that_it_has_seen():
+    gathered, news = [], []
+    before, is_known_new = agreement._gather, agreement._Known.is_new
+
+    def gather(mine, *rest):
+        gathered.append(mine[2:])
+        return before(mine, *rest)
+
+    def is_new(known, contents):
+        news.append(is_known_new(known, contents))
+        return news[-1]
+
+    agreement._gather, agreement._Known.is_new = gather, is_new
+    try:
+        layers = _layers(3)
+        for lengths in ((8, 8), (8, 8), (4, 12), (8, 8)):
+            _run(layers, packed=thd(lengths))
+        assert len(gathered) == 4, gathered
+        assert news == [True, False, True, False], news
+        _run(layers)
+        _run(layers)
+        assert news[4:] == [True, False], news
+    finally:
+        agreement._gather, agreement._Known.is_new = before, is_known_new
+
+
+@on_ranks(2)
+def test_schemes_of_groups_that_went_are_not_kept():
     """Sixteen groups are kept at a time, the layer's own (none) among them; each has one scheme."""
-    alive = pools(2).run(laws.schemes_alive_while_groups_come_and_go, 20, 80)
-    assert alive == [15, 15]
+    sizes, config = HeadSizes(2, 4, 4, 4), make_config()
+    chooser = MicroBatches(
+        config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config), mode="auto",
+        choose_rule=partial(choose_rule, "reference", sizes, operands="bf16", normalise_qk=True),
+    )  # fmt: skip
+    made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
+    seen = []
+    rows = torch.zeros(8, 1, sizes.width)
+    gc.disable()  # what a cycle keeps alive counts as alive
+    try:
+        for number in range(80):
+            packed = thd((4, 12))
+            packed.cp_group = made[number % 20]
+            batch = chooser.of(packed, rows)
+            batch.local_positions()
+            batch.passage.open(rows)
+            scheme = batch.scheme
+            if not any(known() is scheme for known in seen):
+                seen.append(weakref.ref(scheme))
+        del scheme, packed, batch
+        assert sum(known() is not None for known in seen) == 15
+    finally:
+        gc.enable()
+        for group in made:
+            dist.destroy_process_group(group)

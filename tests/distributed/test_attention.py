@@ -4,100 +4,326 @@ fp32 on gloo against fp64, largest difference over largest entry at most 1e-5: a
 rounding, for sums over at most a few hundred terms.
 """
 
-import pytest
+import re
 
-from tests.distributed import attention_laws as laws
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.mixers.attention.attention import TorchAttention
+from megatron_gdn.specs.local import local_attention_spec
+from tests.distributed.layer_laws import thd
+from tests.parallel import (
+    alone,
+    assert_close,
+    group_of_one,
+    groups_of_megatron,
+    in_ddp,
+    make_config,
+    parallel,
+    reduce_gradients,
+)
+from tests.ranks import on_ranks
 
 UNEQUAL = (8, 24, 16, 8)  # multiples of 2 * cp for cp = 2 and 4
 ANY_LENGTH = (3, 0, 29, 7, 1)
-
 layouts = pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
 ranks = pytest.mark.parametrize(
     ("tp", "cp", "sp"), [(1, 2, False), (1, 4, False), (2, 2, True)], ids=["cp2", "cp4", "tp2-cp2"]
 )
+HIDDEN, HEADS, HEAD_SIZE = 24, 4, 6
+
+
+def attention_config(groups: int, **changes):
+    return make_config(
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        kv_channels=HEAD_SIZE,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        **changes,
+    )
+
+
+def build_attention(config, groups: ProcessGroupCollection, layout: str):
+    spec = local_attention_spec(qk_layernorm=config.qk_layernorm, cp_layout=layout)
+    return build_module(spec, config, layer_number=1, pg_collection=groups)
+
+
+def direct_softmax(x, weights, groups: int, lengths, rope: bool, qk_norm_eps: float | None):
+    """The layer's formula on the whole buffer ``[S, B, D]``, written out; in the dtype of x.
+
+    ``lengths`` are the documents of a packed buffer, or one length: a batch.
+    """
+    shared_by = HEADS // groups
+    qkv = (x @ weights["linear_qkv.weight"].T).unflatten(-1, (groups, shared_by + 2, HEAD_SIZE))
+    q, k, v = qkv.split([shared_by, 1, 1], dim=-2)
+    q = q.flatten(2, 3)
+    k, v = (t.expand(*t.shape[:3], shared_by, HEAD_SIZE).flatten(2, 3) for t in (k, v))
+
+    def norm(t, weight):
+        return t * (t.square().mean(-1, keepdim=True) + qk_norm_eps).rsqrt() * weight
+
+    if qk_norm_eps is not None:
+        q, k = norm(q, weights["q_layernorm.weight"]), norm(k, weights["k_layernorm.weight"])
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    position = torch.cat([torch.arange(length) for length in lengths]).to(x.dtype)
+    if rope:
+        frequency = 10000 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE).to(x.dtype)
+        angle = (position[:, None] * frequency).repeat(1, 2)[:, None, None]
+
+        def rotate(t):
+            first, second = t.chunk(2, -1)
+            return t * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
+
+        q, k = rotate(q), rotate(k)
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / HEAD_SIZE**0.5
+    order = torch.arange(len(document))
+    seen = (order[:, None] >= order) & (document[:, None] == document)
+    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out = torch.einsum("bhst,tbhd->sbhd", probabilities, v).flatten(2)
+    return out @ weights["linear_proj.weight"].T
+
+
+def parallel_equals_a_direct_softmax(
+    tp: int,
+    cp: int,
+    sequence_parallel: bool = False,
+    lengths: tuple[int, ...] | None = None,
+    layout: str = "zigzag",
+    groups: int = 2,
+    rope: bool = True,
+    qk_layernorm: bool = False,
+    own_cp_group: bool = False,
+    recompute: bool = False,
+    tolerance: float = 1e-5,
+) -> None:
+    """Output, input gradient and every parameter's gradient."""
+    batch, tokens = (2, 48) if lengths is None else (1, sum(lengths))
+    documents = lengths or (tokens,)
+    changes = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    with parallel(tp=tp, cp=cp):
+        config = attention_config(
+            groups,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=1 if own_cp_group else cp,
+            sequence_parallel=sequence_parallel,
+            qk_layernorm=qk_layernorm,
+            **(changes if recompute else {}),
+        )
+        cp_group = parallel_state.get_context_parallel_group()
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        built_with = ProcessGroupCollection(
+            tp=tp_group, cp=group_of_one() if own_cp_group else cp_group
+        )
+        layer = build_attention(config, built_with, layout)
+
+        torch.manual_seed(5)
+        shapes = {
+            "linear_qkv.weight": ((HEADS + 2 * groups) * HEAD_SIZE, HIDDEN),
+            "linear_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
+        }
+        if qk_layernorm:
+            shapes |= {"q_layernorm.weight": (HEAD_SIZE,), "k_layernorm.weight": (HEAD_SIZE,)}
+        whole = {
+            name: (torch.randn(shape) * 0.5 + ("norm" in name)).double().requires_grad_()
+            for name, shape in shapes.items()
+        }
+        x = torch.randn(tokens, batch, HIDDEN).double().requires_grad_()
+        weight = torch.randn(tokens, batch, HIDDEN).double()
+        eps = config.layernorm_epsilon if qk_layernorm else None
+        y = direct_softmax(x, whole, groups, documents, rope, eps)
+        (y * weight).sum().backward()
+
+        def share(name, tensor):
+            dim = {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name)
+            return tensor if dim is None else tensor.chunk(tp, dim)[tp_group.rank()]
+
+        assert {name for name, _ in layer.named_parameters()} == whole.keys()
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(share(name, whole[name]))
+        ddp = in_ddp(layer, grad_reduce_in_fp32=True)
+        mine = local_indices(documents, cp, cp_group.rank(), SequenceLayout.parse(layout))
+        angles = None
+        if rope:
+            cpu = {"use_cpu_initialization": True}
+            rotary = RotaryEmbedding(HEAD_SIZE, 1.0, **cpu, cp_group=built_with.cp)
+            angles = rotary(max(documents), packed_seq=lengths is not None)
+        packed = None if lengths is None else thd(lengths)
+        if own_cp_group:
+            packed.cp_group, packed.local_cp_size = cp_group, cp
+        if sequence_parallel:
+            mine = mine.chunk(tp)[tp_group.rank()]
+        x_mine = x.detach()[mine].float().requires_grad_()
+        y_mine, bias = ddp(x_mine, None, rotary_pos_emb=angles, packed_seq_params=packed)
+        assert bias is None
+        (y_mine * weight[mine].float()).sum().backward()
+        reduce_gradients(ddp)
+
+        assert_close("output", y_mine, y[mine], tolerance)
+        assert_close("input gradient", x_mine.grad, x.grad[mine], tolerance)
+        for name, parameter in layer.named_parameters():
+            expected = share(name, whole[name].grad)
+            assert expected.abs().max() > 0, f"{name}: no gradient to compare"
+            assert_close(f"gradient of {name}", parameter.main_grad, expected, tolerance)
+
+
+def build_core(config, groups, layout: str, mask_type=AttnMaskType.causal) -> TorchAttention:
+    return TorchAttention(config, 1, mask_type, "self", pg_collection=groups, cp_layout=layout)
 
 
 @layouts
 @ranks
 def test_packed_documents_in_parallel_equal_a_direct_softmax(pools, tp, cp, sp, layout):
     lengths = UNEQUAL if layout == "zigzag" else ANY_LENGTH
-    pools(tp * cp).run(
-        laws.parallel_equals_a_direct_softmax, tp, cp, sp, lengths=lengths, layout=layout
-    )
+    pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, lengths=lengths, layout=layout)
 
 
 @layouts
 @ranks
 def test_a_batch_in_parallel_equals_a_direct_softmax(pools, tp, cp, sp, layout):
-    pools(tp * cp).run(laws.parallel_equals_a_direct_softmax, tp, cp, sp, layout=layout)
+    pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, layout=layout)
 
 
 @pytest.mark.parametrize("lengths", [None, ANY_LENGTH], ids=["batch", "packed"])
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
 def test_one_rank_equals_a_direct_softmax(pools, lengths, rope):
-    pools(1).run(laws.parallel_equals_a_direct_softmax, 1, 1, lengths=lengths, rope=rope)
+    pools(1).run(parallel_equals_a_direct_softmax, 1, 1, lengths=lengths, rope=rope)
 
 
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"groups": 1},
-        {"groups": 4},
-        {"qk_layernorm": True},
-        {"rope": False},
-        {"recompute": True},
-    ],
+    [{"groups": 1}, {"groups": 4}, {"qk_layernorm": True}, {"rope": False}, {"recompute": True}],
     ids=str,
 )
 def test_head_counts_norms_and_recomputation_equal_a_direct_softmax(pools, options, lengths):
-    pools(4).run(laws.parallel_equals_a_direct_softmax, 2, 2, True, lengths=lengths, **options)
+    pools(4).run(parallel_equals_a_direct_softmax, 2, 2, True, lengths=lengths, **options)
 
 
 @layouts
 def test_the_context_parallel_group_of_the_micro_batch_is_honoured(pools, layout):
-    pools(2).run(
-        laws.parallel_equals_a_direct_softmax,
-        1,
-        2,
-        lengths=UNEQUAL,
-        layout=layout,
-        own_cp_group=True,
-    )
+    given = {"lengths": UNEQUAL, "layout": layout, "own_cp_group": True}
+    pools(2).run(parallel_equals_a_direct_softmax, 1, 2, **given)
 
 
 @layouts
 @pytest.mark.parametrize("cp", [1, 2])
-def test_a_document_changes_no_bit_of_another(pools, cp, layout):
-    pools(cp).run(laws.documents_do_not_see_each_other, cp, layout)
+@on_ranks(cp="cp")
+def test_a_document_changes_no_bit_of_another(cp, layout):
+    """Another document's values, NaN included, change no bit of this one's output and gradient."""
+    lengths = (8, 24, 16)
+    changed = range(8, 32)
+    group = parallel_state.get_context_parallel_group()
+    groups = groups_of_megatron()
+    core = build_core(attention_config(2, context_parallel_size=cp), groups, layout)
+    torch.manual_seed(5)
+    qkv = [torch.randn(48, h, HEAD_SIZE) for h in (HEADS, 2, 2)]
+    other = [x.clone() for x in qkv]
+    for x in other:
+        x[changed[0] : changed[-1] + 1] = float("nan")
+    mine = local_indices(lengths, cp, group.rank(), SequenceLayout.parse(layout))
+    found = []
+    for tensors in (qkv, other):
+        local = [x[mine].requires_grad_() for x in tensors]
+        out = core(*local, None, packed_seq_params=thd(lengths))
+        (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+        found.append([out.detach(), *(x.grad for x in local)])
+    kept = torch.tensor([position not in changed for position in mine.tolist()])
+    for before, after in zip(*found, strict=True):
+        assert before[kept].abs().max() > 0
+        assert torch.equal(before[kept], after[kept])
+        assert after[~kept].isnan().any() or kept.all()
 
 
-def test_packed_documents_are_each_document_alone(pools):
-    pools(1).run(laws.packed_documents_are_each_document_alone)
+@on_ranks(cp=1)
+def test_packed_documents_are_each_document_alone():
+    """Bit for bit in the core; and an empty document is nothing."""
+    lengths = (7, 0, 24, 1)
+    core = build_core(attention_config(2), alone(), "zigzag")
+    torch.manual_seed(5)
+    tensors = [torch.randn(32, h, HEAD_SIZE) for h in (HEADS, 2, 2)]
+    together = core(*tensors, None, packed_seq_params=thd(lengths))
+    one_by_one = [
+        core(*parts, None, packed_seq_params=thd((length,)))
+        for length, *parts in zip(lengths, *(x.split(lengths) for x in tensors), strict=True)
+        if length
+    ]
+    assert torch.equal(together, torch.cat(one_by_one))
 
 
-def test_bf16_is_rounded_like_bf16(pools):
-    error, largest = pools(1).run(laws.bf16_error)[0]
+@on_ranks(cp=1)
+def test_bf16_is_rounded_like_bf16():
+    """A packed forward against fp64 of the same numbers."""
+    lengths = (40, 88)
+    core = build_core(attention_config(4, bf16=True), alone(), "zigzag")
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(128, HEADS, HEAD_SIZE).bfloat16() for _ in range(3))
+    out = core(q, k, v, None, packed_seq_params=thd(lengths))
+    assert out.dtype == torch.bfloat16 and out.shape == (128, HEADS * HEAD_SIZE)
+    exact = []
+    for a, b, c in zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True):
+        scores = torch.einsum("shd,thd->hst", a, b) / HEAD_SIZE**0.5
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        p = scores.masked_fill(~causal, float("-inf")).softmax(-1)
+        exact.append(torch.einsum("hst,thd->shd", p, c).flatten(1))
+    error = (out.double() - torch.cat(exact)).abs().max()
     # |o| <= max |v|. Rounding o costs 2^-9 of it; probabilities, which sum to 1, may be rounded
     # before their product with v (2^-9), and their sum is of unrounded ones (another 2^-9).
-    assert 0 < error <= 3 * 2**-9 * largest
+    assert 0 < error <= 3 * 2**-9 * v.abs().max().item()
 
 
-def test_dropout_is_for_training(pools):
-    pools(1).run(laws.dropout_is_for_training)
+@on_ranks(cp=1)
+def test_dropout_is_for_training():
+    config = attention_config(2)
+    config.attention_dropout = 0.5
+    core = build_core(config, alone(), "zigzag")
+    tensors = [torch.ones(16, h, HEAD_SIZE) for h in (HEADS, 2, 2)]
+    packed = thd((16,))
+    dropped = core(*tensors, None, packed_seq_params=packed)
+    kept = core.eval()(*tensors, None, packed_seq_params=packed)
+    # Every value is 1, and so is every mean of them.
+    assert torch.allclose(kept, torch.ones_like(kept))
+    assert not torch.allclose(dropped, kept)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("window", "cannot combine context_parallel_size=2 with window_size=(4, 0)"),
-        ("sinks", "cannot combine context_parallel_size=2 with softmax_type='off-by-one'"),
+        ({"window_size": (4, 0)}, "cannot combine context_parallel_size=2 with window_size=(4, 0)"),
+        ({"softmax_type": "off-by-one"}, "context_parallel_size=2 with softmax_type='off-by-one'"),
         ("not causal", "cannot combine context_parallel_size=2 with attn_mask_type="),
         ("bias", "adds no attention_bias"),
         ("mask", "is not a causal mask"),
-        ("max_seqlen", "set both to at least 24"),
     ],
+    ids=str,
 )
-def test_what_it_cannot_do_is_refused(pools, what, message):
-    for answer in pools(2).run(laws.refusal, what):
-        assert message in answer
+@on_ranks(cp=2)
+def test_what_it_cannot_do_is_refused(what, message):
+    changes = what if isinstance(what, dict) else {}
+    kind = AttnMaskType.no_mask if what == "not causal" else AttnMaskType.causal
+    with pytest.raises((NotImplementedError, ValueError), match=re.escape(message)):
+        config = attention_config(2, context_parallel_size=2, **changes)
+        core = build_core(config, groups_of_megatron(), "zigzag", kind)
+        core(
+            *(torch.zeros(16, h, HEAD_SIZE) for h in (HEADS, 2, 2)),
+            torch.zeros(1, 1, 16, 32, dtype=torch.bool) if what == "mask" else None,
+            attention_bias=torch.zeros(1) if what == "bias" else None,
+            packed_seq_params=thd((8, 24)),
+        )
+
+
+@on_ranks(cp=2)
+def test_rotations_of_fewer_positions_than_the_longest_document_has_are_refused():
+    config = attention_config(2, context_parallel_size=2)
+    layer = build_attention(config, groups_of_megatron(), "contiguous")
+    x, angles = torch.zeros(16, 1, HIDDEN), torch.zeros(8, 1, 1, HEAD_SIZE)
+    with pytest.raises(ValueError, match="set both to at least 24"):
+        layer(x, None, rotary_pos_emb=angles, packed_seq_params=thd((8, 24)))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.distributed import call_laws as laws
+from benchmarks.count_calls import steady_way
+from tests.ranks import on_ranks
 
 # Measured plus a few, without the arithmetic of the plain twins, which a GPU has no part in. Who
 # passes a bound has put work into every forward of every layer.
@@ -15,8 +16,9 @@ MOST = {
 
 
 @pytest.mark.parametrize(("cp", "mode", "packed"), MOST, ids=str)
-def test_a_steady_forward_calls_few_functions(pools, cp, mode, packed):
-    for calls, entries in pools(cp).run(laws.steady_way, cp, mode, packed):
-        assert calls <= MOST[cp, mode, packed], entries
-        checks = {"arguments.py"} | (set() if packed else {"packing.py"})
-        assert not checks & {name.split(":")[0] for name in entries}, "nothing to look at was given"
+@on_ranks(cp="cp")
+def test_a_steady_forward_calls_few_functions(cp, mode, packed):
+    way = steady_way(cp, mode, packed)
+    assert way.own <= MOST[cp, mode, packed], way.entries
+    checks = {"arguments.py"} | (set() if packed else {"packing.py"})
+    assert not checks & {name.split(":")[0] for name in way.entries}, "nothing to look at was given"

@@ -3,17 +3,85 @@
 fp32 on gloo, tolerance as in ``mixers``.
 """
 
+import os
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.distributed import chunkwise_laws as laws
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import agreement, local_indices
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
+from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
+from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.gdn import layer as layer_module
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.mixers import micro_batch
+from megatron_gdn.ops.rules.choice import Choice
+from tests.distributed.layer_laws import (
+    by_way_of,
+    forward_backward,
+    over_ranks,
+    randomise_,
+    require_same_bits,
+    thd,
+)
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
+from tests.ops.delta_rule.states import InHalf
+from tests.ranks import on_ranks
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
 TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 exchanges = pytest.mark.parametrize("exchange", ["gather", "share"])
 sizes = pytest.mark.parametrize("size", [2, 4, 8])
+
+
+def chains_equal_their_product(
+    layout: str, backwards: bool, dtype: torch.dtype, cuts: tuple[int, ...] = ()
+) -> None:
+    """Every exchange gives every node the product of the maps before it.
+
+    Before the last cut may stand NaN: no bit after it changes.
+    """
+    rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
+    nodes = chain_nodes(size, SequenceLayout.parse(layout), frozenset(cuts))
+    nodes = nodes.backwards() if backwards else nodes
+    torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
+    n = len(nodes.hosts)
+    local, through = torch.randn(n, M, K, V, dtype=dtype), torch.randn(n, M, K, K, dtype=dtype) / 2
+    through[list(nodes.cuts)] = 0
+    state, entering = torch.zeros(M, K, V, dtype=torch.float64), []
+    for j in range(n):
+        entering.append(state)
+        state = through[j].double() @ state + local[j].double()
+    mine = nodes.of(rank)
+    maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
+    for j, slot in mine:
+        maps[slot] = pack(local[j], through[j])
+    last = max(nodes.cuts, default=-1)
+    ill = maps.clone()
+    for j, slot in mine:
+        if j < last:
+            ill[slot] = float("nan")
+    for exchange in EXCHANGES.values():
+        got = exchange(maps, V, nodes, dist.group.WORLD)
+        again = exchange(maps, V, nodes, dist.group.WORLD)
+        assert got.dtype == dtype and torch.equal(got, again)
+        beside_nan = exchange(ill, V, nodes, dist.group.WORLD)
+        for j, slot in mine:
+            assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
+            # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
+            torch.testing.assert_close(
+                got[slot].double(), entering[j], rtol=0, atol=64 * torch.finfo(dtype).eps
+            )
+
+
+def either_exchange_equals_one_rank(exchange: str, *args, **options) -> None:
+    with patch.object(micro_batch, "Chunkwise", by_way_of(exchange)):
+        parallel_equals_one_rank(GDN, *args, mode="chunkwise", **options)
 
 
 def equal(pools, tp, cp, *args, **options):
@@ -25,7 +93,7 @@ def equal(pools, tp, cp, *args, **options):
 def test_every_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
     for backwards in (False, True):
         for dtype in (torch.float32, torch.float64):
-            pools(size).run(laws.chains_equal_their_product, layout, backwards, dtype)
+            pools(size).run(chains_equal_their_product, layout, backwards, dtype)
 
 
 @pytest.mark.parametrize("size", [6, 8])
@@ -34,7 +102,7 @@ def test_no_exchange_passes_a_cut(pools, size):
     for cuts in ((0,), (1,), (2,), (0, 1, 2, last - 1), (2, last), tuple(range(size))):
         for backwards in (False, True):
             args = ("contiguous", backwards, torch.float32, cuts)
-            pools(size).run(laws.chains_equal_their_product, *args)
+            pools(size).run(chains_equal_their_product, *args)
 
 
 @exchanges
@@ -45,7 +113,7 @@ def test_no_exchange_passes_a_cut(pools, size):
 )
 def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, exchange):
     pools(8).run(
-        laws.either_exchange_equals_one_rank, exchange, 1, 8, lengths=lengths, changes=TWO_KEY_HEADS
+        either_exchange_equals_one_rank, exchange, 1, 8, lengths=lengths, changes=TWO_KEY_HEADS
     )
 
 
@@ -71,7 +139,7 @@ def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
 @exchanges
 def test_documents_across_many_ranks_equal_one_rank(pools, layout, exchange):
     pools(4).run(
-        laws.either_exchange_equals_one_rank, exchange, 1, 4, lengths=(128, 0, 64), layout=layout
+        either_exchange_equals_one_rank, exchange, 1, 4, lengths=(128, 0, 64), layout=layout
     )
 
 
@@ -102,76 +170,39 @@ def test_any_number_of_taps_equals_one_rank(pools, taps):
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
-def test_fp16_operands_equal_one_rank(pools, lengths, mode):
-    pools(2).run(laws.fp16_operands_equal_one_rank, 2, lengths=lengths, mode=mode)
+@on_ranks(2)
+def test_fp16_operands_equal_one_rank(lengths, mode):
+    """Every rank takes powers of two of its own; states and their gradients know none of them.
+
+    To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
+    """
+    choice, rounded = Choice(HalfOperands(InHalf()), ""), replace(GDN, tolerance=2 * 8 * 2**-12)
+    with patch.object(layer_module, "choose_rule", lambda *_, **__: choice):
+        parallel_equals_one_rank(rounded, 1, 2, lengths=lengths, mode=mode)
 
 
 @pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
-def test_two_runs_are_bitwise_equal(pools, lengths):
-    pools(4).run(laws.two_runs_are_bitwise_equal, 4, lengths)
+@on_ranks(cp=4)
+def test_two_runs_are_bitwise_equal(lengths):
+    torch.manual_seed(7)
+    layer = over_ranks({"deterministic_mode": True}, linear_cp_mode="chunkwise")
+    randomise_(layer)
+    tokens, batch = (48, 2) if lengths is None else (sum(lengths), 1)
+    x = torch.randn(tokens, batch, layer.hidden_size)
+    x = x[local_indices(lengths or (tokens,), 4, dist.get_rank())]
+    packed = None if lengths is None else thd(lengths)
+    require_same_bits(*(forward_backward(layer, x, packed) for _ in range(2)))
 
 
-def test_a_checkpoint_holds_while_auto_changes_the_scheme(pools):
-    pools(2).run(laws.a_checkpoint_holds_while_auto_changes_the_scheme)
-
-
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_training_works_after_an_evaluation_in_inference_mode(pools, mode):
-    pools(2).run(laws.trains_after_inference_mode, 2, mode)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_tables_do_not_follow_the_default_device(pools, mode, layout):
-    pools(2).run(laws.tables_do_not_follow_the_default_device, 2, mode, layout)
-
-
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_no_tokens_give_gradients_of_zero(pools, mode):
-    pools(2).run(laws.no_tokens_give_gradients_of_zero, 2, mode)
-
-
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_recomputing_the_norm_works_inside_checkpoints(pools, mode):
-    pools(2).run(laws.recomputing_the_norm_inside_a_checkpoint_changes_nothing, 2, mode)
-
-
-def test_nothing_is_sent_where_no_document_is_cut(pools):
-    pools(2).run(laws.no_exchange_where_no_document_is_cut)
-
-
-def test_the_mode_comes_from_the_spec_or_the_config(pools):
-    long, short = 2**20, 64
-
-    def chosen(*args, **options):
-        return pools(2).run(laws.chosen_scheme, *args, **options)[0]
-
-    assert chosen(short) == "headwise" and chosen(long) == "chunkwise"
-    assert chosen(short, "chunkwise") == "chunkwise" and chosen(long, "headwise") == "headwise"
-    assert chosen(short, "headwise", linear_cp_mode="chunkwise") == "chunkwise"
-    one_key_head = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
-    assert chosen(short, sizes=one_key_head) == "chunkwise"
-    assert chosen(short, most_heads=4) == "headwise"
-    assert chosen(short, most_heads=3) == "chunkwise"
-
-
-def test_activations_are_priced_in_their_own_dtype(pools):
-    """Twice the bytes per row cost headwise twice, and chunkwise nothing more."""
-    for dtype, scheme in ((torch.bfloat16, "headwise"), (torch.float32, "chunkwise")):
-        assert pools(2).run(laws.chosen_scheme, 2**19, dtype=dtype) == [scheme] * 2
-
-
-def test_the_mode_of_the_config_equals_one_rank(pools):
-    pools(2).run(laws.the_mode_of_the_config_equals_one_rank, "chunkwise")
-
-
-def test_auto_logs_each_choice_once(pools):
-    first, *_ = pools(2).run(laws.auto_says_once_what_it_takes)
-    headwise, chunkwise = first
-    assert "takes 'headwise'" in headwise and "8 tokens" in headwise
-    assert "2 ranks, 2 per machine" in headwise and "ms chunkwise" in headwise
-    assert "takes 'chunkwise'" in chunkwise
-
-
-def test_modes_that_cannot_run_are_refused(pools):
-    pools(2).run(laws.modes_that_cannot_run_are_refused)
+@on_ranks(cp=2)
+def test_nothing_is_sent_where_no_document_is_cut():
+    """Documents that end where ranks do: chunkwise sends nothing but what ranks compare."""
+    layer = over_ranks(linear_cp_mode="chunkwise", cp_layout="contiguous")
+    refuse = AssertionError("a collective")
+    with (
+        patch.dict(os.environ, {agreement.SWITCH: "0"}),
+        patch.object(dist, "all_to_all_single", side_effect=refuse),
+        patch.object(dist, "all_gather_into_tensor", side_effect=refuse),
+    ):
+        x = torch.randn(8, 1, layer.hidden_size, requires_grad=True)
+        layer(x, None, packed_seq_params=thd((5, 3, 0, 8)))[0].sum().backward()

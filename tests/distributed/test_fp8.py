@@ -1,83 +1,390 @@
 """in_proj in FP8 with the rule's gates in the weights' dtype, on 1 and 2 ranks."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import build_module
 
-from tests.distributed import fp8_laws as laws
+from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
+from megatron_gdn.mixers.fp8 import GatesApart
+from megatron_gdn.specs import gated_delta_net_spec
+from tests import fp8_twin, parallel
+from tests.distributed.layer_laws import randomise_, thd
+from tests.distributed.mixer_laws import in_a_shared_folder
+from tests.distributed.mixers import BY_NAME
+from tests.fp8_twin import Fp8Column, Fp8NormedColumn, fp8_on, rounded
+from tests.parallel import alone, assert_close, groups_of_megatron, in_ddp, make_config
+from tests.ranks import on_ranks
 
-MIXERS = ["gdn", "mamba2"]
+each = pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+by_tp = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+TOKENS, BATCH = 16, 2
+# Multiples of 16 before the gates, and of out_proj's input, on two ranks.
+MAMBA = {"mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+# Sums of 24 products in fp32, in another order on each path.
+FP32 = 1e-5
+
+
+def build(mixer: str, config, groups, linear=Fp8Column, **options):
+    if mixer == "mamba2":
+        submodules = Mamba2MixerSubmodules(in_proj=linear, out_proj=RowParallelLinear)
+        return Mamba2Mixer(config, submodules, config.hidden_size, pg_collection=groups, **options)
+    spec = gated_delta_net_spec("local", **options)
+    spec.submodules.in_proj = linear
+    return build_module(spec, config, layer_number=1, pg_collection=groups)
+
+
+def whole(mixer: str, linear=Fp8Column, fp8: bool = True, **options):
+    """On this rank alone, the same on all."""
+    torch.manual_seed(7)
+    layer = build(mixer, make_config(**MAMBA, **(FP8 if fp8 else {})), alone(), linear, **options)
+    randomise_(layer)
+    return layer
+
+
+def share(mixer: str, of, linear, sequence_parallel: bool):
+    """This rank's share of the mixer ``of``."""
+    sizes = {**MAMBA, **FP8, "tensor_model_parallel_size": 2}
+    config = make_config(**sizes, sequence_parallel=sequence_parallel)
+    layer, share_of = build(mixer, config, groups_of_megatron(), linear), BY_NAME[mixer].share
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "layer_norm" in name:
+                parameter.copy_(of.get_parameter(name))
+            else:
+                parameter.copy_(share_of(name, of.get_parameter(name), layer))
+    return layer, share_of
+
+
+def inputs(layer, seed: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS, BATCH, layer.config.hidden_size, generator=generator)
+
+
+def unrounded():
+    """FP8 has other scales on other ranks: its products are those of unrounded numbers."""
+    return patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float())
+
+
+def rows_of_rank(layer, sequence_parallel: bool) -> slice:
+    rank, per_rank = layer.tp_group.rank(), TOKENS // 2
+    return slice(rank * per_rank, (rank + 1) * per_rank) if sequence_parallel else slice(None)
+
+
+def gradients(layer, x, *, main_grad: bool = False, times: int = 1, rows=slice(None)):
+    """Of the layer's parameters and input; ``main_grad``: from the fp32 buffers."""
+    linear, x = layer.in_proj, x.detach().requires_grad_()
+    linear.fuse_wgrad_accumulation = main_grad
+    layer.zero_grad()
+    if main_grad:
+        linear.weight.main_grad = torch.zeros_like(linear.weight)
+        linear.weight.grad_added_to_main_grad = False
+    for _ in range(times):
+        with fp8_on():
+            out, _ = layer(x)
+        out.backward(inputs(layer, 6)[rows])
+    found = {name: p.grad for name, p in layer.named_parameters()}
+    if main_grad:
+        assert linear.weight.grad_added_to_main_grad
+        found["in_proj.weight"] = linear.weight.main_grad
+    return {"x": x.grad, **found}
+
+
+def _as_gates(rows):
+    return rows[0], None
+
+
+def _joins(layer, cat) -> bool:
+    """Whether a patched ``torch.cat`` joined rows and gates."""
+    width = layer.dims.layout.main_width
+    return any(call.args[0][0].shape[-1] == width for call in cat.call_args_list)
 
 
 @pytest.mark.parametrize(("mixer", "bias"), [("gdn", False), ("gdn", True), ("mamba2", False)])
-def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(pools, mixer, bias):
-    pools(2).run(laws.gates_have_the_weights_dtype_and_the_rest_is_fp8, mixer, bias)
+@on_ranks(2)
+def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer, bias):
+    layer = whole(mixer, **({"bias": True} if bias else {}))
+    linear, x = layer.in_proj, inputs(layer)
+    exact, _ = linear(x)
+    with fp8_on():
+        rows, _ = linear(x)
+    first = layer.dims.layout.main_width
+    main = rounded(x) @ rounded(linear.weight[:first].detach()).t()
+    if bias:
+        main = main + linear.bias[:first]
+    assert_close("main", rows[..., :first], main, FP32)
+    assert_close("gates", rows[..., first:], exact[..., first:], FP32)
+    assert not torch.equal(rows[..., :first], exact[..., :first])
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_gradients_of_gates_do_not_pass_fp8(pools, mixer):
-    pools(2).run(laws.gradients_of_gates_do_not_pass_fp8, mixer)
+@each
+@on_ranks(2)
+def test_gradients_of_gates_do_not_pass_fp8(mixer):
+    layer = whole(mixer)
+    linear, first = layer.in_proj, layer.dims.layout.main_width
+    x = inputs(layer).requires_grad_()
+    with fp8_on():
+        rows, _ = linear(x)
+    d_gates = torch.randn(rows.shape[:2] + (rows.shape[2] - first,))
+    rows.backward(torch.cat([torch.zeros_like(rows[..., :first]), d_gates], -1))
+    exact = d_gates.flatten(0, 1).t() @ x.detach().flatten(0, 1)
+    assert_close("weight", linear.weight.grad[first:], exact, FP32)
+    assert not linear.weight.grad[:first].any()
+    assert_close("x", x.grad, d_gates @ linear.weight.detach()[first:], FP32)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["gamma", "1+gamma"])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_the_norm_in_front_comes_once(pools, normalization, zero_centered):
-    pools(2).run(laws.the_norm_in_front_comes_once, normalization, zero_centered)
+@on_ranks(2)
+def test_the_norm_in_front_comes_once(normalization, zero_centered):
+    """All columns and every gradient, against the linear without FP8; products are unrounded."""
+    layer = whole("gdn", Fp8NormedColumn)
+    linear = layer.in_proj
+    linear.normalization, linear.zero_centered_gamma = normalization, zero_centered
+    if normalization == "LayerNorm":
+        linear.layer_norm_bias = torch.nn.Parameter(torch.randn(linear.weight.shape[1]))
+    found = []
+    d_rows = torch.randn(TOKENS, BATCH, linear.weight.shape[0])
+    for fp8 in (False, True):
+        x = (3 * inputs(layer)).requires_grad_()
+        linear.zero_grad()
+        with fp8_on() if fp8 else nullcontext(), unrounded():
+            rows, _ = linear(x)
+            rows.backward(d_rows)
+        gradients = {name: p.grad.clone() for name, p in linear.named_parameters()}
+        found.append({"rows": rows, "x": x.grad, **gradients})
+    for name, tensor in found[0].items():
+        assert_close(name, found[1][name], tensor, FP32)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_both_parts_add_their_rows_of_main_grad_in_place(pools, mixer):
-    pools(2).run(laws.the_linear_adds_rows_of_main_grad_in_place, mixer)
+@each
+@on_ranks(2)
+def test_both_parts_add_their_rows_of_main_grad_in_place(mixer):
+    """And so do the gates; two micro-batches add up."""
+    layer = whole(mixer, Fp8NormedColumn)
+    once = gradients(layer, inputs(layer))
+    assert once["in_proj.weight"].isfinite().all()
+    twice = gradients(layer, inputs(layer), main_grad=True, times=2)
+    assert_close("main_grad", twice["in_proj.weight"], 2 * once["in_proj.weight"], FP32)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_megatrons_ddp_gets_both_parts(pools, mixer):
-    pools(2).run(laws.megatrons_ddp_gets_both_parts, mixer)
+@each
+@on_ranks(2, tp=1)
+def test_megatrons_ddp_gets_both_parts(mixer):
+    """In its buffers, at the end of the backward, with and without fused accumulation."""
+    found = []
+    for fused in (True, False):
+        layer = whole(mixer)
+        ddp = in_ddp(layer, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=None)
+        layer.in_proj.fuse_wgrad_accumulation = fused
+        ddp.zero_grad_buffer()
+        with fp8_on():
+            out, _ = ddp(inputs(layer))
+        out.sum().backward()
+        ddp.finish_grad_sync()
+        found.append({name: p.main_grad.clone() for name, p in layer.named_parameters()})
+    for name, gradient in found[0].items():
+        assert gradient.any(), name
+        assert_close(name, gradient, found[1][name], FP32)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_frozen_linear_gives_its_input_gradients(pools, mixer):
-    pools(2).run(laws.a_frozen_linear_gives_its_input_gradients, mixer)
+@each
+@on_ranks(2)
+def test_a_frozen_linear_gives_its_input_gradients(mixer):
+    layer = whole(mixer, Fp8NormedColumn)
+    expected = gradients(layer, inputs(layer))["x"]
+    layer.in_proj.weight.requires_grad_(False)
+    layer.in_proj.layer_norm_weight.requires_grad_(False)
+    found = gradients(layer, inputs(layer))
+    assert found["in_proj.weight"] is None
+    assert_close("x", found["x"], expected, FP32)
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@by_tp
 @pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_ranks_share_the_gates(pools, mixer, normed, sequence_parallel, main_grad):
-    pools(2).run(laws.ranks_share_the_gates, mixer, normed, sequence_parallel, main_grad)
+@each
+@on_ranks(tp=2)
+def test_ranks_share_the_gates(mixer, normed, sequence_parallel, main_grad):
+    """Against one rank, with unrounded products."""
+    linear = Fp8NormedColumn if normed else Fp8Column
+    with unrounded():
+        of = whole(mixer, linear)
+        layer, share_of = share(mixer, of, linear, sequence_parallel)
+        x, mine = inputs(of), rows_of_rank(layer, sequence_parallel)
+        expected = gradients(of, x, main_grad=main_grad)
+        with fp8_on():
+            assert_close("out", layer(x[mine])[0], of(x)[0][mine], FP32)
+        found = gradients(layer, x[mine], main_grad=main_grad, rows=mine)
+    assert_close("x", found["x"], expected["x"][mine], FP32)
+    whole_grad = share_of("in_proj.weight", expected["in_proj.weight"], layer)
+    assert_close("in_proj", found["in_proj.weight"], whole_grad, FP32)
+    if "in_proj.layer_norm_weight" in expected:
+        gamma = found["in_proj.layer_norm_weight"]
+        if sequence_parallel:  # Megatron sums it over the ranks
+            dist.all_reduce(gamma, group=layer.tp_group)
+        assert_close("gamma", gamma, expected["in_proj.layer_norm_weight"], FP32)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_an_adapter_gets_the_normed_rows(pools, sequence_parallel):
-    pools(2).run(laws.an_adapter_gets_the_normed_rows, sequence_parallel)
+@by_tp
+@on_ranks(tp=2)
+def test_an_adapter_gets_the_normed_rows(sequence_parallel):
+    """Those of all ranks where it asks for them, with the whole gradient."""
+    of = whole("gdn", Fp8NormedColumn)
+    layer, _ = share("gdn", of, Fp8NormedColumn, sequence_parallel)
+    x = inputs(of)
+    mine = rows_of_rank(layer, sequence_parallel)
+    linear = layer.in_proj
+    linear.return_layernorm_output = linear.return_layernorm_output_gathered = True
+    with fp8_on():
+        (rows, normed), _ = linear(x[mine])
+    assert rows.shape == (TOKENS, BATCH, layer.dims.layout.width)
+    assert normed.shape == x.shape
+    expected = torch.nn.functional.rms_norm(x, x.shape[-1:], linear.layer_norm_weight, 1e-6)
+    assert_close("normed", normed, expected, FP32)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_files_and_marks_are_those_of_a_launch_without_fp8(pools, mixer):
-    pools(2).run(laws.files_and_marks_are_those_of_a_launch_without_fp8, mixer)
+@each
+@on_ranks(2, tp=1)
+def test_files_and_marks_are_those_of_a_launch_without_fp8(mixer):
+    """Keys, bits and initial values; what optimizers and Muon read on the parameter."""
+    plain, fp8 = whole(mixer, fp8=False), whole(mixer)
+    assert type(fp8.in_proj).__name__ == type(plain.in_proj).__name__
+    assert isinstance(fp8.in_proj, GatesApart) and not isinstance(plain.in_proj, GatesApart)
+    assert isinstance(fp8.in_proj, ColumnParallelLinear)
+    ours, theirs = fp8.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items() if x is not None)
+    marks = [vars(layer.in_proj.weight) for layer in (fp8, plain)]
+    assert marks[0] == marks[1]
+    sharded = [layer.sharded_state_dict("a.") for layer in (fp8, plain)]
+    assert sharded[0].keys() == sharded[1].keys()
+    out, _ = fp8(inputs(fp8))
+    expected, _ = plain(inputs(fp8))
+    assert torch.equal(out, expected)  # outside of Megatron's FP8 context
+    fp8.load_state_dict(theirs)
+    with fp8_on():
+        assert not torch.equal(fp8(inputs(fp8))[0], expected)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_checkpoint_moves_between_fp8_and_bf16(pools, mixer):
-    pools(2).run(laws.a_checkpoint_moves_between_fp8_and_bf16, mixer)
+@each
+@on_ranks(2)
+def test_a_checkpoint_moves_between_fp8_and_bf16(mixer):
+    """From two ranks in FP8 to one that is not, and back: each weight to the bit, by all keys."""
+
+    def load(layer, folder: str) -> None:
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+        every = StrictHandling.RAISE_ALL
+        state = dist_checkpointing.load(layer.sharded_state_dict(), folder, strict=every)
+        layer.load_state_dict(state)
+
+    def there_and_back(folder: str, other: str) -> None:
+        with parallel.parallel(tp=2):
+            of = whole(mixer)
+            layer, share_of = share(mixer, of, Fp8Column, False)
+            dist_checkpointing.save(layer.sharded_state_dict(), folder)
+        with parallel.parallel(tp=1):
+            plain = whole(mixer, fp8=False)
+            load(plain, folder)
+            assert not isinstance(plain.in_proj, GatesApart)
+            for name, parameter in plain.named_parameters():
+                assert torch.equal(parameter, of.get_parameter(name)), name
+            dist_checkpointing.save(plain.sharded_state_dict(), other)
+        with parallel.parallel(tp=2):
+            layer, _ = share(mixer, of, Fp8Column, False)
+            load(layer, other)
+            for name, parameter in layer.named_parameters():
+                assert torch.equal(parameter, share_of(name, of.get_parameter(name), layer)), name
+
+    in_a_shared_folder(lambda one: in_a_shared_folder(lambda two: there_and_back(one, two)))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_gates_beside_the_rows_are_gates_in_the_rows(pools, mixer, packed):
-    pools(2).run(laws.gates_beside_the_rows_are_gates_in_the_rows, mixer, packed)
+@each
+@on_ranks(2)
+def test_gates_beside_the_rows_are_gates_in_the_rows(mixer, packed):
+    """Output and gradients to the bit, and no copy of the rows is made."""
+    layer = whole(mixer, Fp8NormedColumn)
+    boundaries = thd([3, 0, TOKENS - 3]) if packed else None
+    found, joined = [], []
+    for together in (True, False):
+        layer.in_proj.__dict__.pop("forward", None)
+        if together:
+            forward = layer.in_proj.forward
+            layer.in_proj.forward = lambda x, together=None, of=forward: _as_gates(of(x))
+        x = inputs(layer)[:, : 1 if packed else BATCH].detach().requires_grad_()
+        layer.zero_grad()
+        with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
+            out, _ = layer(x, packed_seq_params=boundaries)
+        joined.append(_joins(layer, cat))
+        out.backward(inputs(layer, 6)[:, : out.shape[1]])
+        found.append({"out": out, "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
+    assert joined == [True, False]
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_where_rows_must_be_whole_they_are_joined(pools, mixer):
-    pools(2).run(laws.where_rows_must_be_whole_they_are_joined, mixer)
+@each
+@on_ranks(2)
+def test_where_rows_must_be_whole_they_are_joined(mixer):
+    """On the grid of batch-invariant mode."""
+    layer = whole(mixer, Fp8NormedColumn)
+    x = inputs(layer)
+    with fp8_on():
+        expected, _ = layer(x)
+        layer.config.batch_invariant_mode = True
+        layer.config = layer.config
+        found, _ = layer(x)
+    assert_close("aligned", found, expected, FP32)
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_context_parallel_ranks_equal_one(pools, mixer, mode):
-    pools(2).run(laws.context_parallel_ranks_equal_one, mixer, mode)
+@each
+@on_ranks(cp=2)
+def test_context_parallel_ranks_equal_one(mixer, mode):
+    """Chunkwise without a copy of the rows."""
+    with unrounded():
+        of = whole(mixer, Fp8NormedColumn)
+        config = make_config(**MAMBA, **FP8, context_parallel_size=2)
+        groups = groups_of_megatron()
+        options = {"linear_cp_mode": mode, "cp_layout": "contiguous"}
+        layer = build(mixer, config, groups, Fp8NormedColumn, **options)
+        layer.load_state_dict(of.state_dict())
+        rank = groups.cp.rank()
+        mine = slice(rank * (TOKENS // 2), (rank + 1) * (TOKENS // 2))
+        found = []
+        for one, tokens in ((of, slice(None)), (layer, mine)):
+            x = inputs(of)[tokens].detach().requires_grad_()
+            with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
+                out, _ = one(x)
+            out.backward(inputs(of, 6)[tokens])
+            found.append({"out": out, "x": x.grad, "weight": one.in_proj.weight.grad})
+            found[-1]["joined"] = _joins(one, cat)
+    assert found[1].pop("joined") == (mode == "headwise")
+    dist.all_reduce(found[1]["weight"], group=groups.cp)
+    for name, tensor in found[1].items():
+        assert_close(name, tensor, found[0][name][mine if name != "weight" else slice(None)], FP32)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_documents_of_a_tree_take_gates_beside_the_rows(pools, mixer):
-    pools(2).run(laws.documents_of_a_tree_take_gates_beside_the_rows, mixer)
+@each
+@on_ranks(2, tp=1)
+def test_documents_of_a_tree_take_gates_beside_the_rows(mixer):
+    layer = whole(mixer, Fp8NormedColumn)
+    boundaries = tree_packed_seq_params([5, 4, TOKENS - 9], [-1, 0, 0], device="cpu")
+    x = inputs(layer)[:, :1].detach().requires_grad_()
+    with fp8_on():
+        with patch.object(torch, "cat", side_effect=torch.cat) as cat:
+            found, _ = layer(x, packed_seq_params=boundaries)
+        assert not _joins(layer, cat)
+        layer.takes_gates_apart = False
+        expected, _ = layer(x, packed_seq_params=boundaries)
+    assert torch.equal(found, expected)

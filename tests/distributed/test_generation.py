@@ -3,24 +3,177 @@
 fp32, 1e-5 of the largest logit: some 80 units of rounding for sums of a few hundred terms.
 """
 
+import os
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.engines import StaticInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.spec_utils import build_module
 
-from tests.distributed import generation_laws as laws
+from megatron_gdn.inference import roll_back
+from megatron_gdn.inference.generate import (
+    generate,
+    next_logits,
+    static_context,
+    without_sequence_parallel,
+)
+from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
+from megatron_gdn.testing import check_generation
+from megatron_gdn.testing.generation import RowByRow
+from tests.distributed.layer_laws import thd
+from tests.first_difference import where_generation_differs
+from tests.parallel import make_config, parallel
+from tests.ranks import on_ranks
+
+VOCAB, LONGEST = 32, 64
+
+
+class Letters:
+    """A tokenizer, as far as Megatron's engine asks one."""
+
+    eod, bos, vocab_size = 0, 0, VOCAB
+
+    def tokenize(self, text):
+        return [ord(letter) % (VOCAB - 1) + 1 for letter in text]
+
+    def detokenize(self, tokens, **_):
+        return "".join(chr(64 + int(token)) for token in tokens)
+
+
+def forget_attention_backend() -> None:
+    """A model leaves its own in the environment, and refuses that of another."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+
+
+def build_model(pattern="M-*-G-", **changes):
+    forget_attention_backend()
+    config = make_config(
+        num_layers=len(pattern),
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        ffn_hidden_size=32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        kv_channels=6,
+        num_query_groups=2,
+        mamba_num_heads=6,
+        mamba_num_groups=2,
+        mamba_head_dim=4,
+        mamba_state_dim=5,
+        **changes,
+    )
+    model = HybridModel(
+        config,
+        hybrid_stack_spec("local"),
+        vocab_size=VOCAB,
+        max_sequence_length=LONGEST,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope" if "*" in pattern else "none",
+    )
+    forget_attention_backend()
+    return model.eval()
+
+
+@torch.no_grad()
+def training_logits(model, tokens):
+    """``[B, S, V]`` of tokens ``[B, S]`` by the training forward on one rank."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, None, runtime_gather_output=True)
+
+
+def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens, and the logits of chunks, steps and a roll-back over a text."""
+    with parallel(tp=tp, cp=cp):
+        sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+        model = build_model(pattern, **sizes, sequence_parallel=sp)
+        text = torch.randint(VOCAB, (2, 23), generator=torch.Generator().manual_seed(1))
+        model.train()
+        greedy = generate(model, text[:, :9], 10, chunk=4)
+        assert model.training and model.config.sequence_parallel is sp
+        assert all(module.training for module in model.modules())
+        model.eval()
+        context = static_context(model, 2, 40)
+        found, at = [], 0
+        with torch.inference_mode(), without_sequence_parallel(model):
+            for count in (9, 1, 5, 2, 6):
+                if at == 15:  # tokens that are not accepted
+                    next_logits(model, text[:, 3:7], context)
+                    roll_back(context, 0)
+                found.append(next_logits(model, text[:, at : at + count], context))
+                at += count
+        logits = torch.cat(found, dim=1).clone()
+        if tp == cp == 1:
+            torch.testing.assert_close(
+                logits, training_logits(model, text), rtol=1e-5, atol=1e-5 * logits.abs().max()
+            )
+            assert torch.equal(training_logits(model, greedy)[:, 8:-1].argmax(-1), greedy[:, 9:])
+        return greedy, logits
+
+
+def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32, greedy=False):
+    """How far generation is from training in a text of 72 tokens, past a step of 64.
+
+    Args:
+        greedy: the text is what the model writes after 61 tokens, not a drawn one.
+    """
+    changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    changes["batch_invariant_mode"] = exact
+    with parallel(tp=tp):
+        model = build_model(pattern, tensor_model_parallel_size=tp, **changes)
+        text = torch.randint(VOCAB, (2, 72), generator=torch.Generator().manual_seed(1))
+        if greedy:
+            with RowByRow() if exact else nullcontext():
+                text = generate(model, text[:, :61], 11)
+        return check_generation(model, text, prompt=61, at_once=at_once)
+
+
+def require_no_gap(found) -> None:
+    assert found.equal and found.max_log_prob == found.max_kl == 0, found
 
 
 @pytest.fixture(scope="module")
 def alone(pools):
-    (found,) = pools(1).run(laws.generates)
+    (found,) = pools(1).run(generates)
     return found
 
 
-def test_megatrons_own_engine_generates_what_training_calls_likeliest(pools):
-    pools(1).run(laws.megatrons_engine_writes_the_likeliest_tokens)
+@on_ranks(cp=1)
+def test_megatrons_own_engine_generates_what_training_calls_likeliest():
+    model = build_model()
+    wrapped = GPTInferenceWrapper(model, StaticInferenceContext(3, LONGEST))
+    engine = StaticInferenceEngine(TextGenerationController(wrapped, Letters()), legacy=True)
+    prompts = ["an early word", "two", "a third one"]
+    wanted = SamplingParams(top_k=1, num_tokens_to_generate=12, return_log_probs=True)
+    wanted.add_attributes({"no_early_termination": True})
+    try:
+        requests = engine.generate(prompts=prompts, sampling_params=wanted)
+    finally:
+        InferenceMode.unset_active()
+    for prompt, request in zip(prompts, requests, strict=True):
+        given, made = Letters().tokenize(prompt), request.generated_tokens.tolist()
+        assert len(made) == 12
+        logits = training_logits(model, torch.tensor([given + made]))[0]
+        assert logits[len(given) - 1 : -1].argmax(-1).tolist() == made
+        expected = logits.log_softmax(-1)[torch.arange(len(given) - 1, len(given) + 11), made]
+        found = torch.tensor(request.generated_log_probs)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_of_recurrent_layers_alone_generates(pools):
-    pools(1).run(laws.generates, pattern="M-G-")
+    pools(1).run(generates, pattern="M-G-")
 
 
 @pytest.mark.parametrize(
@@ -28,31 +181,50 @@ def test_a_model_of_recurrent_layers_alone_generates(pools):
 )
 def test_two_ranks_generate_what_one_generates(pools, alone, tp, cp, sp):
     tokens, logits = alone
-    for other_tokens, other_logits in pools(2).run(laws.generates, tp, cp, sp):
+    for other_tokens, other_logits in pools(2).run(generates, tp, cp, sp):
         assert torch.equal(other_tokens, tokens)
         torch.testing.assert_close(
             other_logits, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item()
         )
 
 
-def test_sequence_parallel_prefill_leaves_the_same_states(pools):
-    pools(2).run(laws.sequence_parallel_prefill)
+@on_ranks(tp=2)
+def test_sequence_parallel_prefill_leaves_the_same_states():
+    """A layer's states do not depend on how the rows of a prefill were cut."""
+    model = build_model("M-G-", tensor_model_parallel_size=2, sequence_parallel=True)
+    text = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = static_context(model, 2, 20)
+    cut = static_context(model, 2, 20)
+    with torch.inference_mode():
+        logits = next_logits(model, text, cut)
+        steps = next_logits(model, text[:, :2], cut)  # two tokens, one on each rank
+        with without_sequence_parallel(model):
+            torch.testing.assert_close(logits, next_logits(model, text, whole))
+            torch.testing.assert_close(steps, next_logits(model, text[:, :2], whole))
 
 
-def test_what_cannot_generate_is_refused_in_words(pools):
-    words = ("static_context", "tokens [B, S]", "tokens [B, S]", "pipeline_model_parallel_size=2")
-    for found in pools(2).run(laws.refusals):
-        assert len(found) == len(words)
-        for message, word in zip(found, words, strict=True):
-            assert word in message
+@on_ranks(cp=2)
+def test_what_cannot_generate_is_refused_in_words():
+    model = build_model(context_parallel_size=2)
+    text = torch.zeros(1, 4, dtype=torch.int64)
+    refused = partial(pytest.raises, (NotImplementedError, ValueError))
+    with torch.inference_mode():
+        with refused(match="static_context"):
+            next_logits(model, text, StaticInferenceContext(1, 8))
+        for tokens in (text[0], text[:, :0]):
+            with refused(match=r"tokens \[B, S\]"):
+                generate(model, tokens, 3)
+    model.config.pipeline_model_parallel_size = 2
+    with refused(match="pipeline_model_parallel_size=2"):
+        static_context(model, 1, 8)
 
 
 def test_generation_has_the_log_probabilities_of_training(pools):
     """In fp32 within some roundings of log-probabilities of up to 10."""
-    (gap,) = pools(1).run(laws.gap)
-    assert gap.backend == "reference"
-    assert 0 < gap.max_log_prob < 1e-4 and gap.mean_log_prob <= gap.max_log_prob
-    assert abs(gap.max_kl) < 1e-6 and not gap.equal
+    (found,) = pools(1).run(gap)
+    assert found.backend == "reference"
+    assert 0 < found.max_log_prob < 1e-4 and found.mean_log_prob <= found.max_log_prob
+    assert abs(found.max_kl) < 1e-6 and not found.equal
 
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["drawn", "greedy"])
@@ -62,36 +234,80 @@ def test_generation_has_the_log_probabilities_of_training(pools):
     [(1, torch.float32, 1), (2, torch.bfloat16, 4)],
     ids=["fp32", "tp2-bf16"],
 )
+@on_ranks("tp")
 def test_in_batch_invariant_mode_generation_has_the_bits_of_training(
-    pools, tp, dtype, at_once, pattern, greedy
+    tp, dtype, at_once, pattern, greedy
 ):
-    found = pools(tp).run(
-        laws.gap, tp=tp, exact=True, at_once=at_once, dtype=dtype, pattern=pattern, greedy=greedy
+    require_no_gap(gap(tp, True, pattern, at_once, dtype, greedy))
+
+
+@on_ranks(cp=1)
+def test_the_first_module_that_differs_is_named():
+    """Of 70 tokens, without batch-invariant mode and with it."""
+    text = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
+    ordinary, exact = (
+        where_generation_differs(build_model("M-G-", batch_invariant_mode=exact), text, 61, 3)
+        for exact in (False, True)
     )
-    for gap in found:
-        assert gap.equal and gap.max_log_prob == gap.max_kl == 0, gap
-
-
-def test_the_first_module_that_differs_is_named(pools):
-    ((ordinary, exact),) = pools(1).run(laws.modules_that_differ_first)
     assert exact is None and "layers.0" in ordinary and "(70, 2, " in ordinary, ordinary
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["G-*-", "M-G-"])
-def test_in_batch_invariant_mode_4096_tokens_have_the_bits_of_training(pools, pattern):
-    for gap in pools(1).run(laws.gaps_of_a_long_text, pattern)[0]:
-        assert gap.equal and gap.max_log_prob == gap.max_kl == 0, gap
+@on_ranks(cp=1)
+def test_in_batch_invariant_mode_4096_tokens_have_the_bits_of_training(pattern):
+    """Of drawn tokens in steps of 397 and, the last 70, of 1; then of greedy ones."""
+    model = build_model(pattern, batch_invariant_mode=True)
+    text = torch.randint(VOCAB, (1, 4096), generator=torch.Generator().manual_seed(1))
+    with RowByRow():
+        greedy = generate(model, text[:, :-70], 70)
+    require_no_gap(check_generation(model, text, prompt=61, at_once=397))
+    require_no_gap(check_generation(model, text, prompt=4096 - 70))
+    require_no_gap(check_generation(model, greedy, prompt=4096 - 70))
 
 
-def test_in_batch_invariant_mode_neighbours_change_no_bit(pools):
-    pools(1).run(laws.exact_batches)
+@on_ranks(1)
+def test_in_batch_invariant_mode_neighbours_change_no_bit():
+    """A request's bits do not depend on what is generated beside it."""
+    with parallel(), RowByRow():
+        model = build_model(batch_invariant_mode=True)
+        text = torch.randint(VOCAB, (3, 20), generator=torch.Generator().manual_seed(1))
+        found = []
+        for rows in (slice(0, 3), slice(1, 2)):
+            context = static_context(model, len(text[rows]), 20)
+            with torch.inference_mode():
+                parts = [next_logits(model, piece, context) for piece in text[rows].split(9, 1)]
+            found.append(torch.cat(parts, 1))
+        assert torch.equal(found[0][1:2], found[1])
 
 
-def test_in_batch_invariant_mode_packing_changes_no_bit(pools):
-    pools(1).run(laws.exact_packing)
+@on_ranks(1)
+def test_in_batch_invariant_mode_packing_changes_no_bit():
+    """A packed document has the bits of the document alone, in training and in generation."""
+    with parallel(), RowByRow():
+        for pattern in ("M-*-G-", "G-G-M-"):
+            model = build_model(pattern, batch_invariant_mode=True)
+            lengths = (30, 0, 70, 5)
+            text = torch.randint(VOCAB, (1, 105), generator=torch.Generator().manual_seed(1))
+            pieces = text.split(lengths, dim=1)
+            positions = torch.cat([torch.arange(n) for n in lengths])[None]
+            with torch.no_grad():
+                together = model(
+                    text, positions, None, packed_seq_params=thd(lengths),
+                    runtime_gather_output=True,
+                )  # fmt: skip
+                for piece, packed in zip(pieces, together.split(lengths, dim=1), strict=True):
+                    if piece.numel():
+                        assert torch.equal(training_logits(model, piece), packed)
+            with torch.inference_mode():
+                context = static_context(model, 1, 70)
+                parts = [next_logits(model, x, context) for x in pieces[2].split(33, 1)]
+            assert torch.equal(torch.cat(parts, 1), together[:, 30:100])
 
 
-def test_kernels_are_refused_in_batch_invariant_mode(pools):
-    (refused,) = pools(1).run(laws.backend_by_name_in_the_exact_mode)
-    assert len(refused) == 2 and all("Use 'auto' or 'reference'" in words for words in refused)
+@on_ranks(cp=1)
+def test_kernels_are_refused_in_batch_invariant_mode():
+    config = make_config(attention_dropout=0.0, mamba_num_heads=8, batch_invariant_mode=True)
+    for make, more in ((gated_delta_net_spec, {}), (mamba2_spec, {"d_model": 24})):
+        with pytest.raises(ValueError, match="Use 'auto' or 'reference'"):
+            build_module(make("local", backend="fla"), config, layer_number=1, **more)

@@ -1,11 +1,143 @@
 """Without ``cp_layout`` layers read how documents were cut from the loader and the launch."""
 
-import pytest
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
-from tests.distributed import loader_layout_laws as laws
-from tests.distributed.loader_layout_laws import BUFFER
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.specs import hybrid_stack_spec
+from tests.distributed.layer_laws import thd
+from tests.parallel import assert_close, group_of_one, make_config, parallel
+from tests.ranks import on_ranks
 
 CONTIGUOUS = {"cp_partition_mode": "contiguous"}  # of dev's config
+BUFFER = "--dataloader-inter-document-masking"
+LENGTHS = (8, 24, 16)  # multiples of 2 cp: every layout can cut them
+VOCABULARY = 32
+
+
+@contextmanager
+def launched_with(*flags: str) -> Iterator[None]:
+    """Megatron's arguments, as its scripts set them before they build a model."""
+    from megatron.training import arguments, global_vars
+
+    with patch.object(sys, "argv", ["pretrain_hybrid.py", *flags]):
+        args = arguments.parse_args()
+    with patch.object(global_vars, "_GLOBAL_ARGS", args):
+        yield
+
+
+def build_model(cp: int = 2, pattern: str = "MG*-", **options) -> HybridModel:
+    """Over the ranks' context-parallel group, or on one rank of it."""
+    changes = options.pop("config", {})
+    config = make_config(
+        num_layers=len(pattern), mtp_num_layers=pattern.count("/") or None,
+        context_parallel_size=cp, ffn_hidden_size=32,
+        attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    vars(config).update(changes)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if cp == 1:
+        groups.cp = group_of_one()
+    return HybridModel(
+        config, hybrid_stack_spec("local", **options), VOCABULARY, 64,
+        hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
+        position_embedding_type="rope", pg_collection=groups,
+    )  # fmt: skip
+
+
+def one_and_two(cp: int = 2, **options) -> tuple[HybridModel, HybridModel]:
+    """A model on one rank, and one of the same weights over both."""
+    one, model = build_model(cp=1), build_model(cp=cp, **options)
+    model.load_state_dict(one.state_dict())
+    return one, model
+
+
+def held_by_two(cut: str = "zigzag", lengths=LENGTHS) -> torch.Tensor:
+    rank = parallel_state.get_context_parallel_rank()
+    return local_indices(lengths, 2, rank, SequenceLayout.parse(cut))
+
+
+def cut_by_megatron(positions: torch.Tensor) -> torch.Tensor:
+    """What Megatron's get_batch gives this rank where it cuts the whole buffer."""
+    batch = get_batch_on_this_cp_rank(
+        {"tokens": positions[None], "cu_seqlens": torch.tensor([[0, len(positions)]])},
+        is_hybrid_cp=False,
+        cp_group=parallel_state.get_context_parallel_group(),
+        use_per_sequence_balancing=True,
+    )
+    return batch["tokens"][0]
+
+
+def require_one_ranks_gradients(model, one, held, packed, tolerance: float = 1e-4) -> None:
+    """Losses and every gradient of ``model`` over the ranks' tokens ``held`` are those of ``one``.
+
+    fp32 through three mixers and a softmax over the vocabulary, sums of up to 48 tokens in another
+    order.
+    """
+    tokens = torch.arange(sum(LENGTHS) + 1).square().remainder(VOCABULARY)[None]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    weight = torch.linspace(0.5, 1.5, sum(LENGTHS))[None]
+
+    def run(model, held, packed):
+        model.zero_grad()
+        inputs, labels = tokens[:, :-1][:, held], tokens[:, 1:][:, held]
+        loss = model(inputs, positions[:, held], None, labels=labels, packed_seq_params=packed)
+        (loss * weight[:, held]).sum().backward()
+        return loss.detach()
+
+    expected = run(one, torch.arange(sum(LENGTHS)), None if packed is None else thd(LENGTHS))
+    found = run(model, held, packed)
+    assert_close("loss", found, expected[:, held], tolerance)
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.clone()
+        if len(held) < sum(LENGTHS):
+            dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
+        theirs = one.get_parameter(name).grad
+        assert theirs.abs().max() > 0, name
+        assert_close(name, grad, theirs, tolerance)
+
+
+def told(flags: tuple[str, ...], cut: str, mode: str | None = None, **options) -> None:
+    """A model under this launch, over documents that were cut so, equals one rank.
+
+    Args:
+        mode: ``cp_partition_mode`` of the PackedSeqParams, if its class has none.
+    """
+    with parallel(cp=2), launched_with(*flags):
+        one, model = one_and_two(**options)
+        held = held_by_two(cut)
+        if BUFFER in flags and "--sft" not in flags:
+            assert torch.equal(held, cut_by_megatron(torch.arange(sum(LENGTHS))))
+        packed = thd(LENGTHS)
+        if mode is not None:
+            packed.cp_partition_mode = mode
+        require_one_ranks_gradients(model, one, held, packed)
+
+
+def _refused(pattern: str, flags: tuple = (), mode: str | None = None, **options) -> str:
+    """What is said where sources contradict each other; "" if nothing is."""
+    packed = thd(LENGTHS)
+    if mode is not None:
+        packed.cp_partition_mode = mode
+    tokens = torch.zeros(1, sum(LENGTHS) // 2, dtype=torch.long)
+    given = {"labels": tokens, "loss_mask": torch.ones_like(tokens), "packed_seq_params": packed}
+    with launched_with(*flags):
+        try:
+            build_model(pattern=pattern, **options)(tokens, tokens, None, **given)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -20,28 +152,38 @@ CONTIGUOUS = {"cp_partition_mode": "contiguous"}  # of dev's config
     ids=["inter-document masking", "masking and sft", "sft", "hybrid cp", "no flag"],
 )
 def test_layers_follow_the_cut_of_megatrons_own_loader(pools, flags, cut):
-    pools(2).run(laws.told, flags, cut)
+    pools(2).run(told, flags, cut)
 
 
 def test_an_option_that_agrees_with_the_launch_is_taken(pools):
-    pools(2).run(laws.told, (BUFFER,), "zigzag_buffer", cp_layout="zigzag_buffer")
+    pools(2).run(told, (BUFFER,), "zigzag_buffer", cp_layout="zigzag_buffer")
 
 
 @pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
 def test_the_partition_mode_of_packed_seq_params_is_followed(pools, linear_cp_mode):
-    pools(2).run(laws.told, (), "contiguous", "contiguous", linear_cp_mode=linear_cp_mode)
+    pools(2).run(told, (), "contiguous", "contiguous", linear_cp_mode=linear_cp_mode)
 
 
 def test_the_partition_mode_of_the_config_is_followed(pools):
-    pools(2).run(laws.told, (), "contiguous", config=CONTIGUOUS)
-    pools(2).run(laws.told, (), "contiguous", "contiguous", config=CONTIGUOUS)
+    pools(2).run(told, (), "contiguous", config=CONTIGUOUS)
+    pools(2).run(told, (), "contiguous", "contiguous", config=CONTIGUOUS)
 
 
-def test_micro_batches_of_one_model_may_be_cut_differently(pools):
-    pools(2).run(laws.micro_batches_differ)
+@on_ranks(cp=2)
+def test_micro_batches_of_one_model_may_be_cut_differently():
+    one, model = one_and_two()
+    for mode, cut in (
+        (None, "zigzag"), ("contiguous", "contiguous"), ("zigzag", "zigzag"),
+        ("zigzag_buffer", "zigzag_buffer"), ("contiguous", "contiguous"),
+    ):  # fmt: skip
+        packed = thd(LENGTHS)
+        packed.cp_partition_mode = mode
+        require_one_ranks_gradients(model, one, held_by_two(cut), packed)
 
 
-def test_sources_that_contradict_each_other_are_refused_by_name(pools):
+@pytest.mark.parametrize("kind", ["G", "M", "*"])
+@on_ranks(cp=2)
+def test_sources_that_contradict_each_other_are_refused_by_name(kind):
     option, params = "cp_layout='zigzag'", "packed_seq_params.cp_partition_mode="
     by_config = "config.cp_partition_mode='contiguous'"
     cases = {
@@ -51,15 +193,14 @@ def test_sources_that_contradict_each_other_are_refused_by_name(pools):
         (by_config, "--sft"): {"config": CONTIGUOUS, "flags": ("--sft",)},
         ("cp_partition_mode='striped'", "'contiguous'"): {"mode": "striped"},
     }
-    given = {(*names, kind): (kind, case) for names, case in cases.items() for kind in "GM*"}
-    for ranks in zip(*pools(2).run(laws.refused, given), strict=True):
-        for (*names, kind), said in ranks:
-            assert all(name in said for name in names), (kind, names, said)
+    for names, case in cases.items():
+        said = _refused(kind, **case)
+        assert all(name in said for name in names), (names, said)
 
 
-def test_heads_of_multi_token_prediction_refuse_another_cut_than_zigzag(pools):
-    cases = ({"flags": (BUFFER,)}, {"config": CONTIGUOUS}, {"mode": "contiguous"})
-    given = {str(case): ("G/G", case) for case in cases}
-    for ranks in zip(*pools(2).run(laws.refused, given), strict=True):
-        for case, said in ranks:
-            assert "shifts the labels" in said, (case, said)
+@pytest.mark.parametrize(
+    "case", [{"flags": (BUFFER,)}, {"config": CONTIGUOUS}, {"mode": "contiguous"}], ids=str
+)
+@on_ranks(cp=2)
+def test_heads_of_multi_token_prediction_refuse_another_cut_than_zigzag(case):
+    assert "shifts the labels" in _refused("G/G", **case)

@@ -3,17 +3,63 @@
 fp32 on gloo, tolerance of layers as in ``mixers``.
 """
 
-import pytest
+from unittest.mock import patch
 
-from tests.distributed import machine_laws as laws
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import machines
+from megatron_gdn.context_parallel.chunkwise import map_exchange
+from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.context_parallel.machines import ranks_per_machine
+from megatron_gdn.context_parallel.price import map_exchanges
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.state_maps.state_map import StateShape
+from tests.distributed.layer_laws import over_ranks, thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("size", "told"), [(8, 2), (8, 4), (16, 8)])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_collectives_bytes_and_steps_are_those_that_are_priced(pools, size, told, layout):
-    pools(size).run(laws.what_is_priced_is_sent, told, layout)
+@on_ranks("size")
+def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layout):
+    """Collectives of one forward, bytes from this machine and from others, longest chain."""
+    rank, heads, K, V = dist.get_rank(), 16, 4, 3
+    n = ranks_per_machine(dist.group.WORLD, told, CPU)
+    layout = SequenceLayout.parse(layout)
+    nodes = chain_nodes(size, layout)
+    maps = torch.randn(len(nodes.of(rank)), heads, K, V + K)
+    priced = map_exchanges(StateShape(heads, K, V), size, layout, 1, None, n)["share"]
+    received, products = [], []
+    exchange, follow = map_exchange.exchange_rows, map_exchange.follow
+
+    def count_bytes(rows, send, receive, group, async_op=False):
+        received.append([rows_of_one * rows[0].nbytes for rows_of_one in receive])
+        return exchange(rows, send, receive, group, async_op)
+
+    def count_products(local, through, steps, *args):
+        products.append(max(sum(place >= 0 for _, place in chain) for chain in steps.chains))
+        return follow(local, through, steps, *args)
+
+    with (
+        patch.object(map_exchange, "exchange_rows", count_bytes),
+        patch.object(map_exchange, "follow", count_products),
+    ):
+        map_exchange.share_and_fold(maps, V, nodes, dist.group.WORLD)
+    within = across = 0
+    for of_collective in received:
+        for giver, count in enumerate(of_collective):
+            within += count * (giver // n == rank // n and giver != rank)
+            across += count * (giver // n != rank // n)
+    assert len(received) == priced.collectives
+    assert [within, across] == [round(x) for x in priced.received]
+    assert products == [priced.steps - 1]  # nothing follows the last node
 
 
 def test_sixteen_ranks_equal_one_rank(pools):
@@ -24,27 +70,62 @@ def test_sixteen_ranks_equal_one_rank(pools):
     )  # fmt: skip
 
 
-def test_the_hosts_say_how_many_ranks_a_machine_has(pools):
-    assert pools(4).run(laws.hosts_are_exchanged_once) == [[2, 2, 4]] * 4
+@on_ranks(4)
+def test_the_hosts_say_how_many_ranks_a_machine_has():
+    """They are exchanged once."""
+    group = dist.group.WORLD
+    machines._agreed.pop(group, None)
+    with patch.object(machines, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"):
+        assert ranks_per_machine(group, None, CPU) == 2
+    with patch.object(dist, "all_gather_into_tensor", side_effect=AssertionError("asked again")):
+        assert ranks_per_machine(group, None, CPU) == 2
+    machines._agreed.pop(group)
+    assert ranks_per_machine(group, None, CPU) == 4  # this host's real name
 
 
-def test_auto_follows_the_option(pools):
+@on_ranks(cp=16)
+def test_auto_follows_the_option():
     """4096 tokens on each of 16 ranks: 0.43 ms to 0.80 on one machine, 1.35 to 0.64 on two."""
-    for told, taken in ((None, "headwise"), (16, "headwise"), (8, "chunkwise")):
-        assert pools(16).run(laws.auto_over_machines, 4096, told) == [taken] * 16
-    assert pools(16).run(laws.auto_over_machines, 1024, 8) == ["headwise"] * 16
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    sizes = {**heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    for tokens, told, taken in (
+        (4096, None, "headwise"), (4096, 16, "headwise"), (4096, 8, "chunkwise"),
+        (1024, 8, "headwise"),
+    ):  # fmt: skip
+        layer = over_ranks(sizes, linear_cp_mode="auto", cp_ranks_per_machine=told)
+        shape = (tokens, 1, layer.dims.layout.width)
+        rows = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        assert layer.micro_batches.of(None, rows).scheme.name == taken, (tokens, told)
 
 
-def test_a_rule_that_knows_no_neighbours_takes_one_exchange_for_all_documents(pools):
+@pytest.mark.parametrize(
+    ("batch_invariant", "taken"), [(True, "share_and_fold"), (False, "gather_and_fold")]
+)
+@on_ranks(cp=8)
+def test_a_rule_that_knows_no_neighbours_takes_one_exchange_for_all_documents(
+    batch_invariant, taken
+):
     """And another rule the cheaper: maps this small cost least in one collective."""
-    law = laws.exchanges_taken
-    assert pools(8).run(law, True) == [["share_and_fold"] * 4] * 8
-    assert pools(8).run(law, False) == [["gather_and_fold"] * 4] * 8
+    with patch.object(PlainRule, "batch_invariant", batch_invariant):
+        layer = over_ranks(linear_cp_mode="chunkwise")
+        for rows, lengths in ((1, None), (3, None), (1, (16,)), (1, (16,) * 8)):
+            tokens = 16 if lengths is None else sum(lengths)
+            x = torch.empty(tokens // 8, rows, layer.dims.layout.width)
+            batch = layer.micro_batches.of(None if lengths is None else thd(lengths), x)
+            assert batch.passage.neighbours.states._exchange.__name__ == taken
 
 
-def test_what_is_no_number_of_ranks_is_refused(pools):
-    pools(2).run(laws.bad_options_are_refused)
+@on_ranks(cp=2)
+def test_what_is_no_number_of_ranks_is_refused():
+    for told in (0, "eight"):
+        with pytest.raises(ValueError, match="cp_ranks_per_machine"):
+            over_ranks(cp_ranks_per_machine=told)
 
 
-def test_ranks_that_are_told_different_numbers_refuse(pools):
-    pools(4).run(laws.different_numbers_are_refused)
+@on_ranks(4)
+def test_ranks_that_are_told_different_numbers_refuse():
+    """On every rank: one rank alone would wait."""
+    for told in (3 if dist.get_rank() else None, 5 + dist.get_rank()):
+        machines._agreed.pop(dist.group.WORLD, None)
+        with pytest.raises(ValueError, match="different cp_ranks_per_machine: .*by rank"):
+            ranks_per_machine(dist.group.WORLD, told, CPU)

@@ -1,17 +1,49 @@
 """A Mamba2 mixer equals its recurrence on one rank; its own laws in parallel."""
 
-import pytest
+from dataclasses import replace
+from functools import partial
 
-from tests.distributed.mamba_laws import (
-    a_changed_norm_counts,
-    a_changed_norm_counts_in_parallel,
-    mixer_equals_tokens,
-    same_start_at_every_size,
-)
-from tests.distributed.mixer_laws import parallel_equals_one_rank
+import pytest
+import torch
+
+from megatron_gdn.mamba2.layer import GroupedRMSNorm
+from tests.distributed.mixer_laws import equals_written_out, parallel_equals_one_rank
 from tests.distributed.mixers import MAMBA2
+from tests.mamba_mixers import (
+    alone,
+    build,
+    mamba_config,
+    share_of,
+    whole_mixer,
+    written_out,
+)
+from tests.parallel import groups_of_megatron
+from tests.ranks import on_ranks
 
 UNEQUAL = (16, 0, 8, 24)
+
+
+class Louder(GroupedRMSNorm):
+    """The norm and something more of what it is given."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x, gate) + more(x, gate)
+
+
+def more(x, gate):
+    return torch.tanh(x) * torch.cos(gate)
+
+
+def _replaced(norm) -> None:
+    plain = norm.forward
+    norm.forward = lambda x, gate=None: plain(x, gate) + more(x, gate)
+
+
+CHANGES = {
+    "subclass": lambda norm: setattr(norm, "__class__", Louder),
+    "forward": _replaced,
+    "hook": lambda norm: norm.register_forward_hook(lambda _, args, out: out + more(*args)),
+}
 
 
 @pytest.mark.parametrize(
@@ -27,39 +59,46 @@ UNEQUAL = (16, 0, 8, 24)
     ],
     ids=["batch", "packed", "D of channels", "limits, no norm", "own groups", "one group"],
 )  # fmt: skip
-def test_the_mixer_equals_the_recurrence(pools, case):
-    pools(2).run(mixer_equals_tokens, **case)
+@on_ranks(2, cp=1)
+def test_the_mixer_equals_the_recurrence(case):
+    lengths, sizes = case.pop("lengths", None), case.pop("sizes", {})
+    mixer = whole_mixer(mamba_config(params_dtype=torch.float64, **sizes), **case)
+    equals_written_out(mixer, written_out, lengths)
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
 def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
     """Headwise, a group's heads lie on two ranks: the norm runs after the exchange."""
-    options = {"D_has_hdim": True} if tp == 1 else {}
-    pools(4).run(
-        parallel_equals_one_rank, MAMBA2, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode, **options
-    )
+    given = {"lengths": UNEQUAL, "mode": mode} | ({"D_has_hdim": True} if tp == 1 else {})
+    pools(4).run(parallel_equals_one_rank, MAMBA2, tp, cp, tp > 1, **given)
 
 
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook"])
-def test_a_changed_norm_counts(pools, change, lengths):
-    pools(2).run(a_changed_norm_counts, change, lengths)
+@on_ranks(2, cp=1)
+def test_a_changed_norm_counts(change, lengths):
+    """What it adds is of the recurrence's output and of the gate, in fp64, with its gradients."""
+    mixer = whole_mixer(mamba_config(params_dtype=torch.float64))
+    CHANGES[change](mixer.norm)
+    equals_written_out(mixer, partial(written_out, added=more), lengths)
+
+
+def build_changed(*args, **options):
+    mixer = build(*args, **options)
+    CHANGES["subclass"](mixer.norm)
+    return mixer
 
 
 @pytest.mark.parametrize(
-    ("size", "tp", "cp", "mode"),
-    [
-        pytest.param(2, 2, 1, "auto", id="tensor parallel"),
-        pytest.param(2, 1, 2, "headwise", id="headwise"),
-        pytest.param(2, 1, 2, "chunkwise", id="chunkwise"),
-        pytest.param(4, 1, 4, "headwise", id="headwise inside a group"),
-    ],
+    ("tp", "cp", "mode"),
+    [(2, 1, "auto"), (1, 2, "headwise"), (1, 2, "chunkwise"), (1, 4, "headwise")],
+    ids=["tensor parallel", "headwise", "chunkwise", "headwise inside a group"],
 )
-def test_a_changed_norm_counts_in_parallel(pools, size, tp, cp, mode):
-    pools(size).run(
-        a_changed_norm_counts_in_parallel, tp, cp, "subclass", lengths=UNEQUAL, mode=mode
-    )
+def test_a_changed_norm_counts_in_parallel(pools, tp, cp, mode):
+    """It gets the channels of whole groups, whatever an exchange does to their heads."""
+    changed = replace(MAMBA2, build=build_changed)
+    pools(tp * cp).run(parallel_equals_one_rank, changed, tp, cp, lengths=UNEQUAL, mode=mode)
 
 
 def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
@@ -67,5 +106,12 @@ def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
     pools(4).run(parallel_equals_one_rank, MAMBA2, 1, 4, lengths=UNEQUAL, changes=changes)
 
 
-def test_the_same_model_starts_at_every_tensor_parallel_size(pools):
-    pools(2).run(same_start_at_every_size)
+@on_ranks(tp=2)
+def test_the_same_model_starts_at_every_tensor_parallel_size():
+    """Tensor-parallel ranks start with their shares of what one rank starts with."""
+    torch.manual_seed(3)
+    one = build(mamba_config(), alone())
+    torch.manual_seed(3)
+    mixer = build(mamba_config(tensor_model_parallel_size=2), groups_of_megatron())
+    for name, parameter in mixer.named_parameters():
+        assert torch.equal(parameter, share_of(name, one.get_parameter(name), mixer)), name

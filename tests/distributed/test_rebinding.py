@@ -1,53 +1,214 @@
 """A built layer follows the process groups it is given: evaluation under another size."""
 
-import pytest
+from contextlib import contextmanager
+from functools import partial
 
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from tests.distributed import bridge
-from tests.distributed import rebinding_laws as laws
-from tests.distributed.bridge import needs_bridge
+from tests.distributed.bridge import eval_cp_context, needs_bridge
+from tests.distributed.layer_laws import build_layer, over_ranks, thd
+from tests.distributed.test_loader_layout import (
+    LENGTHS,
+    build_model,
+    held_by_two,
+    one_and_two,
+    require_one_ranks_gradients,
+)
+from tests.mamba_mixers import build as build_mamba
+from tests.mamba_mixers import mamba_config
+from tests.parallel import (
+    alone,
+    assert_close,
+    group_of_one,
+    groups_of_megatron,
+    make_config,
+    parallel,
+)
+from tests.ranks import on_ranks
+
+
+def groups_of(cp) -> ProcessGroupCollection:
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.cp = cp
+    return groups
+
+
+@contextmanager
+def by_hand(model, evaluation, training):
+    """What Bridge's function does to our modules, and no more."""
+
+    def install(groups):
+        model.config.context_parallel_size = groups.cp.size()
+        for module in model.modules():
+            if hasattr(module, "pg_collection"):
+                module.pg_collection = groups
+            if hasattr(module, "cp_group"):
+                module.cp_group = groups.cp
+            if hasattr(module, "forward") and hasattr(module.forward, "cache_clear"):
+                module.forward.cache_clear()
+
+    install(evaluation)
+    try:
+        yield
+    finally:
+        install(training)
+
+
+def rebound_and_back(bridge: str | None = None, packed: bool = True, **options) -> None:
+    """A model over two ranks runs on one and over two again: three times one rank's gradients."""
+    rebinding = by_hand if bridge is None else eval_cp_context(bridge)
+
+    def compare(held):
+        require_one_ranks_gradients(model, one, held, thd(LENGTHS) if packed else None)
+
+    with parallel(cp=2):
+        one, model = one_and_two(**options)
+        mine = held_by_two(lengths=LENGTHS if packed else (sum(LENGTHS),))
+        training = groups_of(parallel_state.get_context_parallel_group())
+        compare(mine)
+        with rebinding(model, groups_of(group_of_one()), training):
+            compare(torch.arange(sum(LENGTHS)))
+        compare(mine)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
 def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(pools, linear_cp_mode, packed):
-    pools(2).run(laws.rebound_and_back, packed=packed, linear_cp_mode=linear_cp_mode)
+    pools(2).run(rebound_and_back, packed=packed, linear_cp_mode=linear_cp_mode)
 
 
 @needs_bridge
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_bridges_own_context_for_evaluation_does_the_same(pools, packed):
-    pools(2).run(laws.rebound_and_back, bridge.FOLDER, packed=packed)
+    pools(2).run(rebound_and_back, bridge.FOLDER, packed=packed)
 
 
-def test_the_groups_of_one_forward_hold_for_that_forward(pools):
-    pools(2).run(laws.groups_of_one_forward)
+@on_ranks(cp=2)
+def test_the_groups_of_one_forward_hold_for_that_forward():
+    """``pg_collection`` of a forward holds for that forward."""
+    layer = over_ranks()
+    x = torch.randn(sum(LENGTHS), 1, 24)
+    mine = held_by_two()
+    over_two, _ = layer(x[mine], None, packed_seq_params=thd(LENGTHS))
+    alone, _ = layer(
+        x, None, packed_seq_params=thd(LENGTHS), pg_collection=groups_of(group_of_one())
+    )
+    again, _ = layer(x[mine], None, packed_seq_params=thd(LENGTHS))
+    assert_close("output", over_two, alone[mine], 1e-5)
+    assert torch.equal(over_two, again)
 
 
-def test_sizes_under_upstreams_names_follow(pools):
-    pools(2).run(laws.names_follow_the_group)
+@on_ranks(cp=2)
+def test_sizes_under_upstreams_names_follow():
+    """Sizes under upstream's names, as Bridge refreshes them on upstream's class."""
+    layer, two = over_ranks(), groups_of_megatron()
+    key_columns, value_columns = 4 * 8, 8 * 12
+    assert layer.in_proj_dim == 2 * key_columns + 2 * value_columns + 2 * 8
+    both = (2 * key_columns + value_columns, value_columns, 8, 8)
+    assert layer.feat_dim_split == tuple(width // 2 for width in both)
+    for kind in (layer, build_mamba(mamba_config(context_parallel_size=2), two)):
+        assert kind.cp_size == 2
+        kind.pg_collection = groups_of(group_of_one())
+        kind.cp_size = 1  # as Bridge does next
+        assert kind.cp_size == 1
+    layer._setup_variant_attrs()
+    assert layer.feat_dim_split == both
 
 
-def test_what_cannot_be_followed_is_refused_by_name(pools):
-    for size, tensor_ranks, in_forward, heads in pools(2).run(laws.refusals):
-        assert "cp_size=2" in size and "pg_collection" in size
-        assert "tensor-parallel group of 1 ranks" in tensor_ranks and tensor_ranks == in_forward
-        assert "context_parallel_size=2" in heads and "linear_cp_mode='chunkwise'" in heads
+@on_ranks(tp=2)
+def test_a_size_without_its_group_and_other_tensor_ranks_are_refused_by_name():
+    layer = over_ranks(linear_cp_mode="headwise")
+    x, tp = torch.randn(4, 1, 24), layer.pg_collection.tp
+    with pytest.raises(ValueError, match="cp_size=2.*pg_collection"):
+        layer.cp_size = 2
+    refused = partial(pytest.raises, ValueError, match="tensor-parallel group of 1 ranks")
+    with refused() as when_set:
+        layer.pg_collection = alone()
+    with refused() as in_forward:
+        layer(x, None, pg_collection=alone())
+    assert str(when_set.value) == str(in_forward.value)
+    assert layer.pg_collection.tp is tp
+    layer(x, None)
 
 
-def test_a_collection_that_is_given_another_group_is_followed(pools):
-    pools(2).run(laws.groups_changed_in_place)
+@on_ranks(cp=2)
+def test_a_group_whose_ranks_cannot_share_the_heads_is_refused_by_name():
+    one_head = make_config(linear_num_key_heads=1, linear_num_value_heads=1)
+    one_rank = groups_of(group_of_one())
+    layer = build_layer(one_head, one_rank, {"linear_cp_mode": "headwise"})
+    refused = r"context_parallel_size=2.*linear_cp_mode='chunkwise'"
+    with pytest.raises(ValueError, match=refused):
+        layer.pg_collection = groups_of(parallel_state.get_context_parallel_group())
+    assert layer.cp_size == 1
+    layer(torch.randn(4, 1, 24), None)
+
+
+@on_ranks(cp=2)
+def test_a_collection_that_is_given_another_group_is_followed():
+    """The collection that a layer holds is given another context-parallel group."""
+    groups = groups_of(parallel_state.get_context_parallel_group())
+    layers = {
+        24: build_layer(make_config(), groups, {}),
+        20: build_mamba(mamba_config(), groups),
+    }
+    mine = held_by_two()
+    for width, layer in layers.items():
+        x = torch.randn(sum(LENGTHS), 1, width)
+        groups.cp = parallel_state.get_context_parallel_group()
+        over_two, _ = layer(x[mine], packed_seq_params=thd(LENGTHS))
+        groups.cp = group_of_one()
+        assert layer.cp_size == 1
+        alone, _ = layer(x, packed_seq_params=thd(LENGTHS))
+        assert_close("output", alone[mine], over_two, 1e-5)
 
 
 @pytest.mark.parametrize("change", ["replaced", "in place"])
-def test_attention_follows_the_collection_that_it_holds(pools, change):
-    pools(2).run(laws.attention_follows_its_collection, change)
+@on_ranks(cp=2)
+def test_attention_follows_the_collection_that_it_holds(change):
+    """A model over one rank's groups is given two ranks': every gradient is one rank's."""
+    one, model = one_and_two(cp=1)
+    two = parallel_state.get_context_parallel_group()
+    for module in model.modules():
+        groups = getattr(module, "pg_collection", None)
+        if groups is not None and change == "replaced":
+            module.pg_collection = groups_of(two)
+        elif groups is not None:
+            groups.cp = two
+    require_one_ranks_gradients(model, one, held_by_two(), thd(LENGTHS))
 
 
-def test_a_layout_that_is_set_later_counts(pools):
-    pools(2).run(laws.layout_set_later)
+@on_ranks(cp=2)
+def test_a_layout_that_is_set_later_counts():
+    """Every layer of a model is told another cut after it was built."""
+    one, model = one_and_two()
+    for cut in ("contiguous", "zigzag_buffer", "zigzag"):
+        for module in model.modules():
+            if hasattr(module, "cp_layout"):
+                module.cp_layout = cut
+        require_one_ranks_gradients(model, one, held_by_two(cut), thd(LENGTHS))
 
 
-def test_attention_between_two_groups_and_heads_in_another_layout_are_refused(pools):
-    for attention, heads in pools(2).run(laws.attention_of_two_groups):
-        assert "core_attention.cp_group" in attention and "pg_collection" in attention
-        assert "cp_layout='contiguous' over 2 ranks" in heads
+@on_ranks(cp=2)
+def test_attention_between_two_groups_and_heads_in_another_layout_are_refused():
+    """Self-attention and its core are given different groups; a head of MTP another layout."""
+    tokens, two = torch.arange(12)[None], parallel_state.get_context_parallel_group()
+    model = build_model(cp=1)
+    attention = next(m for m in model.modules() if isinstance(m, TorchSelfAttention))
+    attention.core_attention.cp_group = two
+    with pytest.raises(ValueError) as of_attention:
+        model(tokens, tokens, None, labels=tokens)
+    said = str(of_attention.value)
+    assert "core_attention.cp_group" in said and "pg_collection" in said
+    heads = build_model(cp=1, pattern="M/M", cp_layout="contiguous")
+    for module in heads.modules():
+        if hasattr(module, "cp_group"):
+            module.cp_group = two
+        if hasattr(module, "pg_collection"):
+            module.pg_collection = groups_of(two)
+    with pytest.raises(ValueError, match="cp_layout='contiguous' over 2 ranks"):
+        heads(tokens, tokens, None, labels=tokens)

@@ -1,17 +1,54 @@
 """What is computed again, in every scheme, with a norm that the mixer computes or calls."""
 
+import gc
+import weakref
+from unittest.mock import patch
+
 import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
 
-from tests.distributed import recompute_laws as laws
+from tests.distributed.layer_laws import (
+    forward_backward,
+    layer_with,
+    randomise_,
+    require_same_bits,
+    thd,
+)
+from tests.parallel import groups_of_megatron, make_config
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
+@pytest.mark.parametrize("options", [{"recompute_norm_out": True}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize(("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")])
-def test_the_norm_is_recomputed_without_megatrons_extension(pools, cp, mode, called):
-    pools(cp).run(laws.norm_is_recomputed_without_an_extension, cp, mode, called)
+@on_ranks(cp="cp")
+def test_the_norm_is_recomputed_without_megatrons_extension(cp, mode, options, called):
+    """No bit changes, the output is gone meanwhile, and the layer keeps nothing of it.
 
+    Under "full" the rule runs again from the states that entered.
+    """
+    groups, config = groups_of_megatron(), make_config(context_parallel_size=cp)
+    saved = layer_with(config, groups, called, linear_cp_mode=mode)
+    randomise_(saved)
+    again = layer_with(config, groups, called, linear_cp_mode=mode, **options)
+    again.load_state_dict(saved.state_dict())
+    x, packed, mixed = torch.randn(48 // cp, 1, 24), thd((16, 32)), []
+    again.out_proj.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
 
-@pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
-@pytest.mark.parametrize(("cp", "mode"), [(2, "headwise"), (2, "chunkwise")])
-def test_the_rule_runs_again_from_the_states_that_entered(pools, cp, mode, called):
-    pools(cp).run(laws.norm_is_recomputed_without_an_extension, cp, mode, called, recompute="full")
+    def run(*args, **kwargs):
+        out = again(*args, **kwargs)
+        assert mixed[0].untyped_storage().nbytes() == 0, "not dropped"
+        return out
+
+    expected = forward_backward(saved, x, packed)
+    assert saved.norm_out_checkpoint is None
+    build = AssertionError("Megatron builds an extension")
+    with patch.object(megatron_random, "_get_share_storage", side_effect=build):
+        require_same_bits(forward_backward(again, x, packed, run=run), expected)
+    assert again.norm_out_checkpoint is not None
+    kept = weakref.ref(mixed.pop())
+    gc.collect()
+    assert kept() is None, "the layer keeps the output"
+    again.eval()(x, None, packed_seq_params=packed)
+    assert again.norm_out_checkpoint is None

@@ -3,18 +3,116 @@
 The plain rule on the CPU; ``tests/gpu/test_graphs.py`` has the GPU rules and the graphs themselves.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from unittest.mock import patch
+
 import pytest
 import torch
+from megatron.core import parallel_state
 
-from megatron_gdn import Documents
-from tests.distributed import static_laws as laws
+from megatron_gdn import Documents, SequenceLayout, set_documents, static_packed_seq_params
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel.agreement import SWITCH
+from megatron_gdn.mixers.packing import static_documents_of
+from tests.distributed.layer_laws import (
+    forward_backward,
+    over_ranks,
+    randomise_,
+    require_same_bits,
+    thd,
+)
+from tests.graphs_on_cpu import captured_arguments, capturing_by_megatron, mismatches
 from tests.host_reads import HostRead, no_host_reads
+from tests.ranks import on_ranks
+from tests.whole_groups import whole_groups
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+TOKENS, MOST = 256, 8
+SETS = (
+    (256,),
+    (128, 128),
+    (8, 248),
+    (0, 256, 0),
+    (64, 64, 64, 64),
+    (8, 16, 24, 32, 40, 136),
+    (80, 0, 0, 0, 0, 80, 0, 96),
+    (32,) * 8,
+    (72, 184),
+    (248, 8),
+)
 
 
 def nightly(*values, id=None):
     return pytest.param(*values, marks=pytest.mark.nightly, id=id)
+
+
+@contextmanager
+def documents_of_the_device() -> Iterator[None]:
+    """Ranks do not compare, which reads; products have one shape for any documents."""
+    with patch.dict(os.environ, {SWITCH: "0"}), whole_groups(32):
+        yield
+
+
+def offsets_of(lengths: tuple[int, ...]) -> list[int]:
+    return list(accumulate(lengths, initial=0))
+
+
+def addresses(documents) -> dict:
+    """Of every tensor that is derived from the boundaries."""
+    tables = {key: [x.data_ptr() for x in made] for key, (_, made) in documents._tables.items()}
+    return {"plans": {key: id(plan) for key, plan in documents.plans.items()}, **tables}
+
+
+def assert_same(found, expected, lengths, mode: str | None) -> None:
+    """The bits of ordinary documents; chunkwise to rounding: there products have other shapes."""
+    if mode != "chunkwise":
+        return require_same_bits(found, expected, lengths)
+    for name, value in expected.items():
+        largest = value.abs().max().item()
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize(
+    ("cp", "mode", "layout", "changes"),
+    [
+        (1, None, "zigzag", {}),
+        nightly(1, None, "zigzag", BF16, id="1-None-zigzag-bf16"),
+        (2, "headwise", "zigzag", {}),
+        nightly(2, "headwise", "zigzag_buffer", {}),
+        nightly(2, "headwise", "contiguous", {}),
+        (4, "headwise", "zigzag", {}),
+        (2, "chunkwise", "zigzag", {}),
+        (4, "chunkwise", "zigzag", {}),
+    ],
+)
+@on_ranks(cp="cp")
+def test_ten_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes):
+    """At the same addresses; and the host reads nothing."""
+    layer = over_ranks(changes, linear_cp_mode=mode, cp_layout=layout)
+    randomise_(layer)
+    shape, dtype = (2, TOKENS, 1, layer.hidden_size), layer.config.params_dtype
+    x, weight = torch.randn(shape, dtype=dtype)
+    packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
+    documents, first = static_documents_of(packed), None
+    rank = parallel_state.get_context_parallel_rank()
+    with documents_of_the_device():
+        for lengths in SETS:
+            mine = local_indices(lengths, cp, rank, SequenceLayout(layout))
+            step = partial(forward_backward, layer, x[mine], weight=weight[mine])
+            expected = step(thd(lengths))
+            set_documents(packed, offsets_of(lengths))
+            if first is None:
+                step(packed)  # makes the tables
+                first = addresses(documents)
+            with no_host_reads():
+                documents.refresh()
+                found = step(packed)
+            assert addresses(documents) == first
+            assert_same(found, expected, lengths, mode)
 
 
 def test_a_host_read_is_seen():
@@ -28,38 +126,68 @@ def test_a_host_read_is_seen():
         offsets.repeat_interleave(offsets)
 
 
-@pytest.mark.parametrize("changes", [{}, nightly(BF16, id="bf16")], ids=["fp32", "bf16"])
-def test_ten_sets_of_documents_in_one_set_of_buffers(pools, changes):
-    pools(1).run(laws.buffers_equal_ordinary_documents, **changes)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", nightly("zigzag_buffer"), nightly("contiguous")])
-def test_ten_sets_of_documents_with_their_heads_on_two_ranks(pools, layout):
-    options = {"linear_cp_mode": "headwise"}
-    pools(2).run(laws.buffers_equal_ordinary_documents, 2, layout, options=options)
-
-
-def test_ten_sets_of_documents_with_their_heads_on_four_ranks(pools):
-    options = {"linear_cp_mode": "headwise"}
-    pools(4).run(laws.buffers_equal_ordinary_documents, 4, options=options)
-
-
 @pytest.mark.parametrize(("cp", "mode"), [(1, None), (2, "headwise"), (2, "chunkwise")])
-def test_a_layer_in_megatrons_graphs_reads_the_buffers(pools, cp, mode):
-    pools(cp).run(laws.a_layer_in_megatrons_graphs_reads_the_buffers, cp, linear_cp_mode=mode)
+@on_ranks(cp="cp")
+def test_a_layer_in_megatrons_graphs_reads_the_buffers(cp, mode):
+    """What a capture runs has the bits of an ordinary step, for the documents that were set last.
+
+    The boundaries that Megatron's capture sees are zeros. The host reads nothing.
+    """
+    eager = over_ranks(linear_cp_mode=mode)
+    layer = over_ranks({"cuda_graph_impl": "local"}, linear_cp_mode=mode)
+    randomise_(eager)
+    layer.load_state_dict(eager.state_dict())
+    x, weight = torch.randn(2, TOKENS, 1, layer.hidden_size)
+    packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
+    step = {"packed_seq_params": packed}
+    with documents_of_the_device():
+        # the step that Megatron records
+        forward_backward(layer, torch.randn(TOKENS // cp, 1, layer.hidden_size), packed)
+        captured = captured_arguments(step)["packed_seq_params"]
+        assert captured.cu_seqlens_q.tolist() == [0] * (MOST + 1)
+        for lengths in SETS:
+            mine = local_indices(lengths, cp, parallel_state.get_context_parallel_rank())
+            set_documents(packed, offsets_of(lengths))
+            assert mismatches(step, {"packed_seq_params": captured}) == []
+            with no_host_reads(), capturing_by_megatron():
+                found = forward_backward(layer, x[mine], captured, weight=weight[mine])
+            expected = forward_backward(eager, x[mine], thd(lengths), weight=weight[mine])
+            assert_same(found, expected, lengths, mode)
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_a_number_that_is_not_finite_stays_in_its_document(pools, mode):
-    run = laws.a_number_that_is_not_finite_stays_in_its_document
-    pools(2).run(run, 2, linear_cp_mode=mode)
+@on_ranks(cp=2)
+def test_a_number_that_is_not_finite_stays_in_its_document(mode):
+    """NaN in the second document, shorter than the convolution reaches on every rank."""
+    layer = over_ranks(linear_cp_mode=mode)
+    randomise_(layer)
+    lengths = (64, 8, 4, TOKENS - 76)
+    mine = local_indices(lengths, 2, parallel_state.get_context_parallel_rank())
+    others = (mine < 64) | (mine >= 72)
+    x, weight = torch.randn(2, TOKENS, 1, layer.hidden_size)
+    broken = x.clone()
+    broken[64:72] = torch.nan
+    packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
+    set_documents(packed, offsets_of(lengths))
+    with patch.dict(os.environ, {SWITCH: "0"}):
+        expected, found = (
+            forward_backward(layer, y[mine], packed, weight=weight[mine]) for y in (x, broken)
+        )
+    for name in ("output", "input"):
+        assert torch.equal(found[name][others], expected[name][others]), name
+        assert found[name][~others].isnan().any()
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_ten_sets_of_documents_with_their_states_on_several_ranks(pools, cp):
-    options = {"linear_cp_mode": "chunkwise"}
-    pools(cp).run(laws.buffers_equal_ordinary_documents, cp, options=options)
-
-
-def test_chunkwise_takes_buffers_in_zigzag_alone_and_auto_takes_headwise(pools):
-    pools(2).run(laws.chunkwise_takes_buffers_in_zigzag_alone)
+@on_ranks(cp=2)
+def test_chunkwise_takes_buffers_in_zigzag_alone_and_auto_takes_headwise():
+    """Elsewhere pieces begin where documents do, which the host plans."""
+    x = torch.randn(16, 1, 24)
+    for layout in ("zigzag_buffer", "contiguous"):
+        packed = static_packed_seq_params(32, 2, device="cpu")
+        layer = over_ranks(linear_cp_mode="chunkwise", cp_layout=layout)
+        with pytest.raises(NotImplementedError, match=f"'zigzag', not '{layout}'"):
+            layer(x, None, packed_seq_params=packed)
+        over_ranks(cp_layout=layout)(x, None, packed_seq_params=packed)
+    over_ranks(linear_cp_mode="chunkwise")(x, None, packed_seq_params=packed)
+    with pytest.raises(RuntimeError, match="must be a multiple of 4 tokens"):
+        set_documents(packed, [0, 18, 32])

@@ -1,15 +1,76 @@
 """Documents that share prefixes, in parallel, equal the sequences packed separately on one rank."""
 
-import pytest
+from functools import partial
 
-from tests.distributed import tree_laws
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+
+from megatron_gdn import pack_tree
+from megatron_gdn.context_parallel import local_indices
+from tests.distributed.gpt_laws import VOCABULARY, build_model, summed_gradients
+from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN, KDA, MAMBA2
-from tests.parallel import assert_close
+from tests.parallel import assert_close, parallel
 from tests.ranks import RankError
 from tests.trees import random_tree
 
 each = pytest.mark.parametrize("mixers", [GDN, MAMBA2, KDA], ids=["gdn", "mamba2", "kda"])
+
+
+def prompts_and_responses() -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    torch.manual_seed(11)
+    prompts = [torch.randint(VOCABULARY, (n,)) for n in (1, 9, 20)]
+    responses = [[torch.randint(VOCABULARY, (n,)) for n in lengths]
+                 for lengths in ((5, 2), (1, 0, 12, 7), (3,))]  # fmt: skip
+    return prompts, responses
+
+
+build = partial(build_model, layers=(1, 0, 1), positions="rope")
+
+
+def losses(model, tokens, position_ids, labels, params, held) -> torch.Tensor:
+    """``[T]``, 0 at the tokens of other ranks; torch's, as Megatron's takes fp32 of the logits."""
+    logits = model(tokens[:, held], position_ids[:, held], None, packed_seq_params=params)
+    mine = F.cross_entropy(logits[0], labels[0, held], reduction="none")
+    return mine.new_zeros(tokens.shape[1]).index_copy(0, held, mine)
+
+
+def of_weighted(model, rows) -> dict[str, torch.Tensor]:
+    rows = torch.cat(rows)
+    loss = (rows * torch.arange(1, len(rows) + 1)).sum()
+    return summed_gradients(model, loss, losses=rows.detach())
+
+
+def as_tree(cp: int = 1, recompute: bool = False) -> dict[str, torch.Tensor]:
+    """The losses of all responses' tokens, and every parameter's gradient of a weighted sum."""
+    with parallel(cp=cp):
+        model, rank = build(cp, recompute), parallel_state.get_context_parallel_rank()
+        packed = pack_tree(*prompts_and_responses(), multiple_of=2 * cp)
+        slots = tuple(packed.packed_seq_params.cu_seqlens_q_padded.diff().tolist())
+        held = local_indices(slots, cp, rank)
+        found = losses(model, *packed[:3], packed.packed_seq_params, held)
+        assert torch.equal(packed.loss_mask.sum(), torch.tensor(30.0))
+        rows = [row for rows in packed.unpack(found[None]) for row in rows]
+        return of_weighted(model, rows)
+
+
+def separately() -> dict[str, torch.Tensor]:
+    """The same on one rank, with every response behind a prompt of its own."""
+    with parallel():
+        model = build(1, False)
+        pairs = [(p, r) for p, each in zip(*prompts_and_responses(), strict=True) for r in each]
+        whole = [torch.cat(pair) for pair in pairs]
+        lengths = tuple(len(x) - 1 for x in whole)
+        tokens, labels = (torch.cat([x[part] for x in whole])[None]
+                          for part in (slice(None, -1), slice(1, None)))  # fmt: skip
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        every = torch.arange(tokens.shape[1])
+        found = losses(model, tokens, positions, labels, thd(lengths), every).split(lengths)
+        rows = [x[len(p) - 1 :] for x, (p, _) in zip(found, pairs, strict=True)]
+        return of_weighted(model, rows)
 
 
 @each
@@ -43,8 +104,8 @@ def test_recomputing_equals_one_rank(pools, recompute):
 def test_a_model_on_shared_prompts_equals_separate_sequences(pools, cp, recompute):
     """fp64: losses of every response's token and every parameter's gradient."""
     pool = pools(2)
-    apart = pool.run(tree_laws.separately)[0]
-    shared = pool.run(tree_laws.as_tree, cp, recompute)[0]
+    apart = pool.run(separately)[0]
+    shared = pool.run(as_tree, cp, recompute)[0]
     assert shared.keys() == apart.keys()
     for name, value in shared.items():
         assert_close(name, value, apart[name], 1e-11)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed import exchange_laws as laws
+from tests.distributed import test_exchange as laws
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.gpu

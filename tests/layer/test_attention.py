@@ -12,8 +12,7 @@ from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.mixers.attention.attention import TorchAttention
 from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from tests.distributed.layer_laws import thd
-from tests.mamba_mixers import alone
-from tests.parallel import make_config
+from tests.parallel import alone, make_config
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -3,22 +3,14 @@
 import pytest
 import torch
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import build_module
 from megatron.training.utils import to_empty_if_meta_device
 
 from megatron_gdn.gdn import layer as layer_module
-from megatron_gdn.specs import gated_delta_net_spec
 from tests import mamba_mixers
-from tests.mamba_mixers import alone
-from tests.parallel import make_config
+from tests.distributed.layer_laws import build
+from tests.parallel import alone, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def build(config=None, **options):
-    return build_module(
-        gated_delta_net_spec("local", **options), config or make_config(), layer_number=1
-    )
 
 
 @pytest.fixture

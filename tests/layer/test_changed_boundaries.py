@@ -3,16 +3,11 @@ that stay, or change between one step and the next, are not."""
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.random import checkpoint as megatron_checkpoint
-from megatron.core.transformer.spec_utils import build_module
-from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import set_documents, static_packed_seq_params
-from megatron_gdn.specs import gated_delta_net_spec
-from tests import mamba_mixers
-from tests.distributed.layer_laws import randomise_
-from tests.parallel import assert_close, make_config
+from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant, thd
+from tests.distributed.mixers import whole
+from tests.parallel import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -23,13 +18,14 @@ RECOMPUTED = "boundaries of the documents changed"
 
 
 def build(kind):
-    if kind == "Mamba2":
-        mixer = mamba_mixers.whole_mixer(mamba_mixers.mamba_config())
-        return lambda x, packed: mixer(x[..., : mamba_mixers.D], packed_seq_params=packed)[0]
-    options = {} if kind == "fused layer" else {"recompute_norm_out": True, "recompute_qkv": True}
-    layer = build_module(gated_delta_net_spec("local", **options), make_config(), layer_number=1)
-    randomise_(layer)
-    return lambda x, packed: layer(x, None, packed_seq_params=packed)[0]
+    options = {"recompute_norm_out": True, "recompute_qkv": True}
+    layer = (
+        whole("mamba2")
+        if kind == "Mamba2"
+        else whole("gdn", **({} if kind == "fused layer" else options))
+    )
+    width = layer.config.hidden_size
+    return lambda x, packed: layer(x[..., :width], None, packed_seq_params=packed)[0]
 
 
 def rows():
@@ -37,8 +33,7 @@ def rows():
 
 
 def ordinary():
-    offsets = torch.tensor(FIRST, dtype=torch.int32)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    return thd((8, 16))
 
 
 def in_place(packed, offsets):
@@ -57,18 +52,6 @@ def fixed():
 
 def plain(run, x, packed):
     return run(x, packed)
-
-
-def checkpointed(run, x, packed):
-    return checkpoint(run, x, packed, use_reentrant=False)
-
-
-def reentrant(run, x, packed):
-    return checkpoint(run, x, packed, use_reentrant=True)
-
-
-def by_megatron(run, x, packed):
-    return megatron_checkpoint(lambda x: run(x, packed), False, x)
 
 
 def offloaded(run, x, packed):

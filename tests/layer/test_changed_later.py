@@ -5,30 +5,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.layer_laws import randomise_
-from tests.mamba_mixers import mamba_config, whole_mixer
-from tests.parallel import assert_close, make_config
+from tests.distributed.mixers import whole
+from tests.parallel import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def gated_delta_net(**changes):
-    torch.manual_seed(7)
-    layer = build_module(gated_delta_net_spec("local"), make_config(**changes), layer_number=1)
-    randomise_(layer)
-    return layer
-
-
-def mamba2(**changes):
-    return whole_mixer(mamba_config(**changes))
-
-
-of_both = pytest.mark.parametrize("kind", [gated_delta_net, mamba2])
+of_both = pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 
 
 def rows(layer) -> torch.Tensor:
@@ -47,7 +33,7 @@ def replace_config(layer):
 @of_both
 @pytest.mark.parametrize("change", [set_field, replace_config])
 def test_a_config_in_batch_invariant_mode_counts(kind, change):
-    layer, of_the_mode = kind(), kind(batch_invariant_mode=True)
+    layer, of_the_mode = whole(kind), whole(kind, {"batch_invariant_mode": True})
     x = rows(layer)
     layer(x)
     assert not layer.rule.aligned
@@ -58,7 +44,7 @@ def test_a_config_in_batch_invariant_mode_counts(kind, change):
 
 
 def test_a_config_in_deterministic_mode_counts():
-    layer, modes = gated_delta_net(), []
+    layer, modes = whole("gdn"), []
     choose = layer.micro_batches._choose_rule
 
     def watched(device, dtype, deterministic, **options):
@@ -74,7 +60,7 @@ def test_a_config_in_deterministic_mode_counts():
 
 @of_both
 def test_an_unknown_layout_is_refused_and_the_old_one_stays(kind):
-    layer = kind()
+    layer = whole(kind)
     with pytest.raises(ValueError, match="unknown context-parallel layout 'zigzg'"):
         layer.cp_layout = "zigzg"
     assert layer.cp_layout == "auto"
@@ -83,10 +69,10 @@ def test_an_unknown_layout_is_refused_and_the_old_one_stays(kind):
 @of_both
 @pytest.mark.parametrize("name", ["act_fn", "activation"])
 def test_the_activation_is_silu_and_cannot_be_set(kind, name):
-    if kind is mamba2 and name == "act_fn":
+    if kind == "mamba2" and name == "act_fn":
         pytest.skip("Megatron's MambaMixer has no such name")
     with pytest.raises(AttributeError, match=name):
-        setattr(kind(), name, F.gelu)
+        setattr(whole(kind), name, F.gelu)
 
 
 class Doubled(nn.Conv1d):
@@ -128,7 +114,7 @@ def dilate(layer):
 
 @pytest.mark.parametrize("change", [replace_class, replace_forward, wrap, dilate])
 def test_a_convolution_that_computes_something_else_is_refused(change):
-    layer = gated_delta_net()
+    layer = whole("gdn")
     layer(rows(layer))
     change(layer)
     with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weight"):
@@ -136,7 +122,7 @@ def test_a_convolution_that_computes_something_else_is_refused(change):
 
 
 def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
-    layer = gated_delta_net()
+    layer = whole("gdn")
     layer.conv1d.forward, layer.conv1d._hf_hook = layer.conv1d.forward, "moves inputs"
     x = rows(layer)
     plain, _ = layer(x)
@@ -145,7 +131,7 @@ def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
 
 
 def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
-    layer, forward = gated_delta_net(), nn.Conv1d.forward
+    layer, forward = whole("gdn"), nn.Conv1d.forward
     monkeypatch.setattr(nn.Conv1d, "forward", lambda self, x: 2 * forward(self, x))
     with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weight"):
         layer(rows(layer))
@@ -153,8 +139,8 @@ def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
 
 @of_both
 def test_torchs_hooks_of_all_modules_see_the_norm(kind):
-    plain, layer = kind(), kind()
-    norm, x = layer.out_norm if kind is gated_delta_net else layer.norm, rows(layer)
+    plain, layer = whole(kind), whole(kind)
+    norm, x = layer.out_norm if kind == "gdn" else layer.norm, rows(layer)
     hook = register_module_forward_hook(lambda module, args, y: 2 * y if module is norm else None)
     try:
         doubled, _ = layer(x)
@@ -166,7 +152,7 @@ def test_torchs_hooks_of_all_modules_see_the_norm(kind):
 
 @of_both
 def test_a_copy_of_a_layer_follows_its_own_config_and_layout(kind):
-    layer = kind()
+    layer = whole(kind)
     other = copy.deepcopy(layer)
     set_field(other)
     other.cp_layout = "contiguous"

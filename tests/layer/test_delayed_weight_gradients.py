@@ -9,16 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
 
-from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import transformer_layer
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -41,19 +35,11 @@ def delayed(linear: type) -> type:
     return Delayed
 
 
-def layer_of(mixer, **recomputed) -> TransformerLayer:
-    spec = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchRMSNorm,
-            self_attention=mixer,
-            self_attn_bda=get_bias_dropout_add,
-        ),
-    )
+def layer_of(mixer, **recomputed):
     config = make_config(hidden_dropout=0.0)
     vars(config).update(recomputed)
     torch.manual_seed(3)
-    return build_module(spec, config, layer_number=1)
+    return transformer_layer(config, mixer)
 
 
 @pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn_qkv", "gdn"])

@@ -4,12 +4,10 @@ import logging
 
 import pytest
 import torch
-from megatron.core.transformer.spec_utils import build_module
 
 from benchmarks.lib.repeats import check_repeats, forward_backward
 from megatron_gdn.compat import observe
-from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.layer_laws import randomise_, thd
+from tests.distributed.layer_laws import build, randomise_, thd
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -20,12 +18,6 @@ def torchs_switch():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def build(config=None, **options):
-    return build_module(
-        gated_delta_net_spec("local", **options), config or make_config(), layer_number=1
-    )
 
 
 def said(caplog) -> str:

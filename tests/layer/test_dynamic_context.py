@@ -18,10 +18,8 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
 )
 
 from megatron_gdn.testing.generation import RowByRow
-from tests import kda_mixers
 from tests.distributed.layer_laws import thd
-from tests.layer.test_layer import build as build_gdn
-from tests.mamba_mixers import mamba_config, whole_mixer
+from tests.distributed.mixers import whole
 from tests.parallel import make_config
 
 pytestmark = [
@@ -34,14 +32,8 @@ ALL_KINDS = [*KINDS, "gdn aligned", "mamba2 aligned", "kda aligned"]
 
 
 def make_layer(kind):
-    torch.manual_seed(3)
     name, *mode = kind.split()
-    if name == "gdn":
-        layer = build_gdn()
-    elif name == "kda":
-        layer = kda_mixers.whole_mixer(kda_mixers.kda_config(), layer_number=1)
-    else:
-        layer = whole_mixer(mamba_config(), layer_number=1)
+    layer = whole(name)
     layer.config.batch_invariant_mode = bool(mode)
     return layer.eval()
 
@@ -127,11 +119,11 @@ class Served:
         """What came out is what the layer gives for the whole sequences: to the bit if aligned."""
         for number in numbers:
             with torch.no_grad(), self.by_row():
-                whole, _ = self.layer(self.embedding[torch.tensor(self.fed[number])][:, None])
+                expected, _ = self.layer(self.embedding[torch.tensor(self.fed[number])][:, None])
             found = torch.stack(self.found[number])
-            assert not self.layer.aligned or torch.equal(found, whole[:, 0]), number
-            bound = 1e-5 * whole.abs().max().item()
-            torch.testing.assert_close(found, whole[:, 0], rtol=1e-5, atol=bound)
+            assert not self.layer.aligned or torch.equal(found, expected[:, 0]), number
+            bound = 1e-5 * expected.abs().max().item()
+            torch.testing.assert_close(found, expected[:, 0], rtol=1e-5, atol=bound)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

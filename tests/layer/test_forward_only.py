@@ -4,30 +4,21 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from megatron.core.transformer.spec_utils import build_module
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.layer_laws import randomise_, thd
+from tests.distributed.layer_laws import thd
+from tests.distributed.mixers import whole
 from tests.inference.row_mixers import KINDS
 from tests.live_tensors import LiveBytes, bytes_per_token
-from tests.mamba_mixers import mamba_config, whole_mixer
-from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def gdn(**options):
-    layer = build_module(gated_delta_net_spec("local", **options), make_config(), layer_number=1)
-    randomise_(layer)
-    return layer
-
-
 LAYERS = {
-    "gdn": gdn,
-    "gdn, light": lambda: gdn(recompute="light"),
-    "gdn, full": lambda: gdn(recompute="full"),
-    "mamba2": lambda: whole_mixer(mamba_config()),
+    "gdn": lambda: whole("gdn"),
+    "gdn, light": lambda: whole("gdn", recompute="light"),
+    "gdn, full": lambda: whole("gdn", recompute="full"),
+    "mamba2": lambda: whole("mamba2"),
 }
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 

@@ -1,17 +1,23 @@
 """What a layer in FP8 refuses, and what it computes again."""
 
+import copy
+
 import pytest
 import torch
 from megatron.core.enums import Fp8Recipe
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
+from tests.distributed.layer_laws import forward_backward
 from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
-from tests.fp8_twin import recipe as quantization_recipe
 from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+NAME = "decoder.layers.0.self_attention"
 
 
 class Row(RowParallelLinear):
@@ -25,20 +31,22 @@ class Row(RowParallelLinear):
         return is_context_quantized
 
 
-def layer_of(recipe="tensorwise", settings=(), name=None, **options):
+def layer_of(recipe="tensorwise", settings=(), name=None, kda=False, in_proj=Fp8Column, **options):
     config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe[recipe])
     vars(config).update(settings)
-    spec = gated_delta_net_spec("local", **options)
-    spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
+    spec = (kimi_delta_attention_spec if kda else gated_delta_net_spec)("local", **options)
+    spec.submodules.in_proj, spec.submodules.out_proj = in_proj, Row
     return build_module(spec, config, layer_number=1, name=name)
 
 
-@pytest.mark.parametrize(("recipe", "drops"), [("tensorwise", True), ("delayed", False)])
-def test_out_proj_keeps_the_input_that_is_computed_again(recipe, drops):
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize(("scaling", "drops"), [("tensorwise", True), ("delayed", False)])
+def test_out_proj_keeps_the_input_that_is_computed_again(scaling, drops, kda):
     """Else it would keep an FP8 copy, and nobody would read what was computed again."""
-    layer = layer_of(recipe, recompute="light")
+    settings = {"quant_recipe": recipe("*.in_proj")} if kda else {}
+    layer = layer_of(scaling, settings, NAME, kda, recompute="light")
     assert layer.recompute_norm_out == layer.out_proj.save_original_input == drops
-    assert not layer_of(recipe).out_proj.save_original_input
+    assert kda or not layer_of(scaling).out_proj.save_original_input
 
 
 def test_delayed_weight_gradients_are_refused():
@@ -54,8 +62,6 @@ def test_megatron_fsdp_is_refused_before_it_loses_a_gradient():
 
 
 def test_a_copied_layer_computes_the_same():
-    import copy
-
     layer = layer_of()
     x = torch.randn(16, 1, 24)
     with fp8_on():
@@ -100,7 +106,7 @@ def test_a_recipe_that_keeps_in_proj_out_of_fp8_is_followed():
     """Also by 1 / 4 of the heads, whose columns FP8 refuses."""
     sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     settings = {"quant_recipe": recipe("*.in_proj"), **sizes}
-    layer = layer_of(settings=settings, name="decoder.layers.0.self_attention")
+    layer = layer_of(settings=settings, name=NAME)
     with fp8_on():
         found, exact, _ = rows_of(layer)
     assert torch.equal(found, exact)
@@ -108,7 +114,7 @@ def test_a_recipe_that_keeps_in_proj_out_of_fp8_is_followed():
 
 def test_gates_stay_apart_where_only_a_recipe_switches_fp8_on():
     settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
-    layer = layer_of(settings=settings, name="decoder.layers.0.self_attention")
+    layer = layer_of(settings=settings, name=NAME)
     found, exact, x = rows_of(layer)
     first = layer.dims.layout.main_width
     assert_close("gates", found[..., first:], exact[..., first:], 1e-5)  # 0.03 in FP8
@@ -118,8 +124,6 @@ def test_gates_stay_apart_where_only_a_recipe_switches_fp8_on():
 
 def test_a_recipe_counts_that_a_whole_model_gives_its_linears_afterwards():
     """GPTModel builds layers without names, and names them when they are there."""
-    from megatron.core.quantization.utils import get_quant_config_or_none
-
     settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
     layer = layer_of(settings=settings)
     found, exact, _ = rows_of(layer)
@@ -140,15 +144,12 @@ def test_out_proj_keeps_its_input_where_a_recipe_quantises_it():
         assert layer.out_proj.save_original_input
 
 
-NAME = "decoder.layers.0.self_attention"
 FP4 = {"fp4_quantization_recipe": "nvfp4"}
 
 
 @pytest.mark.parametrize("when", ["training_recipe", "evaluation_recipe"])
 @pytest.mark.parametrize("named", ["when it is built", "afterwards"])
 def test_fp4_of_in_proj_by_a_recipe_is_refused(when, named):
-    from megatron.core.quantization.utils import get_quant_config_or_none
-
     given = recipe("*.in_proj", when, **FP4)
     name = NAME if named == "when it is built" else None
     with pytest.raises(NotImplementedError, match="computes in_proj in FP4"):
@@ -184,27 +185,14 @@ class Adapted(torch.nn.Module):
 
 def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8():
     for fp8, of_in_proj, runs in (("hybrid", {}, True), (None, FP8_TOO, False)):
-        config = make_config(fp8=fp8, quant_recipe=recipe("*.in_proj", **of_in_proj))
-        spec = kimi_delta_attention_spec("local")
-        spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
-        layer = build_module(spec, config, layer_number=1, name="decoder.layers.0.self_attention")
+        settings = {"fp8": fp8, "quant_recipe": recipe("*.in_proj", **of_in_proj)}
+        layer = layer_of(settings=settings, name=NAME, kda=True)
         for in_proj in (layer.in_proj, Adapted(layer.in_proj)):
             layer.in_proj = in_proj
             says = pytest.raises(NotImplementedError, match="KimiDeltaAttention under fp8.* by a q")
             with fp8_on() if runs else says:
                 out, _ = layer(torch.randn(16, 1, 24))
                 assert out.isfinite().all()
-
-
-@pytest.mark.parametrize(("recipe", "drops"), [("tensorwise", True), ("delayed", False)])
-def test_out_proj_of_kimi_delta_attention_keeps_its_input_too(recipe, drops):
-    config = make_config(
-        fp8="hybrid", fp8_recipe=Fp8Recipe[recipe], quant_recipe=quantization_recipe("*.in_proj")
-    )
-    spec = kimi_delta_attention_spec("local", recompute="light")
-    spec.submodules.in_proj, spec.submodules.out_proj = Fp8Column, Row
-    layer = build_module(spec, config, layer_number=1, name=NAME)
-    assert layer.recompute_norm_out == layer.out_proj.save_original_input == drops
 
 
 @pytest.mark.parametrize("opaque", [True, False], ids=["as Transformer Engine's", "traceable"])
@@ -216,18 +204,11 @@ def test_a_compiled_layer_has_the_gradients_of_the_layer(opaque):
             run = super().forward
             return (torch.compiler.disable(run) if opaque else run)(*args, **kwargs)
 
-    config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe.tensorwise)
-    spec = gated_delta_net_spec("local")
-    spec.submodules.in_proj, spec.submodules.out_proj = Column, Row
-    layer, x = build_module(spec, config, layer_number=1), torch.randn(16, 1, 24)
+    layer, x = layer_of(in_proj=Column), torch.randn(16, 1, 24)
 
     def gradients(run):
-        layer.zero_grad()
-        leaf = x.clone().requires_grad_()
         with fp8_on():
-            out, _ = run(leaf)
-        out.square().sum().backward()
-        return {"x": leaf.grad, **{name: p.grad.clone() for name, p in layer.named_parameters()}}
+            return forward_backward(layer, x, run=run)
 
     expected = gradients(layer)
     torch._dynamo.reset()

@@ -1,17 +1,14 @@
 """The layer under an inference context: what it generates is what its training forward gives."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
+from benchmarks import bench_decode, bench_grid
 from megatron_gdn.inference import roll_back
 from megatron_gdn.testing.generation import RowByRow
-from tests import kda_mixers
-from tests.layer.test_layer import build, thd
-from tests.mamba_mixers import mamba_config, whole_mixer
+from tests.distributed.layer_laws import thd
+from tests.distributed.mixers import whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
@@ -20,17 +17,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
 of_both = pytest.mark.parametrize("kind", ["gdn", "mamba2", "kda"])
 
 
-def build_kind(kind):
-    torch.manual_seed(3)
-    if kind == "gdn":
-        return build().eval()
-    if kind == "kda":
-        return kda_mixers.whole_mixer(kda_mixers.kda_config(), layer_number=1).eval()
-    return whole_mixer(mamba_config(), layer_number=1).eval()
-
-
 def make(kind="gdn", rows=2, tokens=80, most=200):
-    layer = build_kind(kind)
+    layer = whole(kind).eval()
     x = torch.randn(tokens, rows, layer.config.hidden_size)
     return layer, x, StaticInferenceContext(rows, most)
 
@@ -53,10 +41,10 @@ def run(layer, x, context, parts):
 def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
     layer, x, context = make(kind)
     with torch.no_grad():
-        whole, _ = layer(x)
-    torch.testing.assert_close(run(layer, x, context, parts), whole, **CLOSE)
+        expected, _ = layer(x)
+    torch.testing.assert_close(run(layer, x, context, parts), expected, **CLOSE)
     context.reset()
-    torch.testing.assert_close(run(layer, x.flip(1), context, parts), whole.flip(1), **CLOSE)
+    torch.testing.assert_close(run(layer, x.flip(1), context, parts), expected.flip(1), **CLOSE)
 
 
 @of_both
@@ -67,9 +55,9 @@ def test_a_changed_norm_counts_in_every_step(kind):
     norm = layer.norm if kind == "mamba2" else layer.out_norm
     norm.register_forward_hook(lambda module, args, out: 2 * out)
     with torch.no_grad():
-        whole = layer(x)[0]
-    torch.testing.assert_close(whole, 2 * plain, **CLOSE)
-    torch.testing.assert_close(run(layer, x, context, (77, 1, 1, 1)), whole, **CLOSE)
+        expected = layer(x)[0]
+    torch.testing.assert_close(expected, 2 * plain, **CLOSE)
+    torch.testing.assert_close(run(layer, x, context, (77, 1, 1, 1)), expected, **CLOSE)
 
 
 def test_a_causal_mask_passes_at_any_offset_and_another_is_refused():
@@ -126,8 +114,8 @@ def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
         run(layer, x[:66], context, (61, 1, 4))
         roll_back(context, accepted)
         with torch.no_grad():
-            whole, _ = layer(fed)
-        assert torch.equal(run(layer, x[66:], context, [1] * 14), whole[62 + accepted :])
+            expected, _ = layer(fed)
+        assert torch.equal(run(layer, x[66:], context, [1] * 14), expected[62 + accepted :])
 
 
 @of_both
@@ -137,8 +125,8 @@ def test_megatrons_own_reordering_of_a_batch_reorders_the_states(kind):
     context.swap_key_value_dict([1, 0])
     swapped = torch.cat([x[:15], x[15:].flip(1)])
     with torch.no_grad():
-        whole, _ = layer(torch.cat([swapped[:15], swapped[15:].flip(1)]))
-    torch.testing.assert_close(step(layer, x[15:].flip(1), context), whole[15:].flip(1), **CLOSE)
+        expected, _ = layer(torch.cat([swapped[:15], swapped[15:].flip(1)]))
+    torch.testing.assert_close(step(layer, x[15:].flip(1), context), expected[15:].flip(1), **CLOSE)
 
 
 @of_both
@@ -146,13 +134,13 @@ def test_micro_batches_of_a_context_keep_apart(kind):
     layer, x, _ = make(kind, rows=4, tokens=12)
     context = StaticInferenceContext(4, 20)
     with torch.no_grad():
-        whole, _ = layer(x)
+        expected, _ = layer(x)
     for start, end in ((0, 8), (8, 12)):
         for first in (0, 2):
             context.batch_size_offset = first
             with torch.inference_mode():
                 out, _ = layer(x[start:end, first : first + 2], inference_context=context)
-            torch.testing.assert_close(out, whole[start:end, first : first + 2], **CLOSE)
+            torch.testing.assert_close(out, expected[start:end, first : first + 2], **CLOSE)
         context.batch_size_offset = 0
         context.increment_sequence_len_offset(end - start)
     assert context.sequence_len_offset == 12
@@ -204,12 +192,8 @@ def test_packed_requests_are_refused():
     ("kind", "heads", "channels"), [("gdn", 8 * 8 * 12, 160), ("mamba2", 8 * 5 * 3, 44)]
 )
 def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
-    path = Path(__file__).parents[2] / "benchmarks" / "bench_decode.py"
-    spec = importlib.util.spec_from_file_location("bench_decode", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    layer = build_kind(kind)
-    line = benchmark.measure(layer, batch=2, repeats=1, rate=1e6)
+    layer = whole(kind).eval()
+    line = bench_decode.measure(layer, batch=2, repeats=1, rate=1e6)
     of_sequence = (heads + channels * 3) * 4  # bytes
     assert line["floor_ms"] == pytest.approx(2 * 2 * of_sequence / 1e6)
     assert line["layer_ms"] > line["floor_ms"]
@@ -217,12 +201,8 @@ def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
 
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_the_benchmark_of_the_grid_runs(kind):
-    path = Path(__file__).parents[2] / "benchmarks" / "bench_grid.py"
-    spec = importlib.util.spec_from_file_location("bench_grid", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    layer, lines = build_kind(kind), []
-    benchmark.train(layer, 1000, 1, lambda **line: lines.append(line))
-    benchmark.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
-    assert [line["mode"] for line in lines] == 3 * [*benchmark.MODES]
+    layer, lines = whole(kind).eval(), []
+    bench_grid.train(layer, 1000, 1, lambda **line: lines.append(line))
+    bench_grid.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
+    assert [line["mode"] for line in lines] == 3 * [*bench_grid.MODES]
     assert all(line.get("step_ms", line.get("forward_backward_ms")) > 0 for line in lines)

@@ -20,6 +20,7 @@ from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
 from tests.distributed.layer_laws import thd
+from tests.distributed.mixer_laws import equals_written_out
 from tests.hf.tiny_models import model_class
 from tests.kda_mixers import kda_config, whole_mixer
 from tests.parallel import assert_close
@@ -36,33 +37,30 @@ SIZES = {
 FULL = {"forget_rank": 0, "output_rank": 0}
 
 
-def kimi_linear():
-    module = sys.modules[model_class("KimiLinearForCausalLM").__module__]
-    config = module.KimiLinearConfig(
+def theirs_of(model: str, config: str, layer: str, **more):
+    """A layer of transformers' module of this model."""
+    module = sys.modules[model_class(model).__module__]
+    settings = getattr(module, config)(
         hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
-        linear_conv_kernel_dim=4, layer_types=["linear_attention"],
+        linear_conv_kernel_dim=4, layer_types=["linear_attention"], **more,
     )  # fmt: skip
-    return module.KimiLinearDeltaAttention(config, 0), {}
+    return getattr(module, layer)(settings, 0)
+
+
+def kimi_linear():
+    names = "KimiLinearForCausalLM", "KimiLinearConfig", "KimiLinearDeltaAttention"
+    return theirs_of(*names), {}
 
 
 def glm5_next(bound=-5.0):
-    module = sys.modules[model_class("Glm5NextForConditionalGeneration").__module__]
-    config = module.Glm5NextTextConfig(
-        hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
-        linear_conv_kernel_dim=4, linear_lower_bound=bound, layer_types=["linear_attention"],
-    )  # fmt: skip
-    return module.Glm5NextTextLinearAttention(config, 0), {"gate_lower_bound": bound}
+    names = "Glm5NextForConditionalGeneration", "Glm5NextTextConfig", "Glm5NextTextLinearAttention"
+    return theirs_of(*names, linear_lower_bound=bound), {"gate_lower_bound": bound}
 
 
 def bailing_hybrid(safe=True):
-    module = sys.modules[model_class("BailingHybridForCausalLM").__module__]
-    config = module.BailingHybridConfig(
-        hidden_size=D, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=HEAD,
-        linear_conv_kernel_dim=4, kda_safe_gate=safe, kda_lower_bound=-5.0,
-        layer_types=["linear_attention"],
-    )  # fmt: skip
-    bound = -5.0 if safe else None
-    return module.BailingHybridDeltaAttention(config, 0), {**FULL, "gate_lower_bound": bound}
+    names = "BailingHybridForCausalLM", "BailingHybridConfig", "BailingHybridDeltaAttention"
+    options = {**FULL, "gate_lower_bound": -5.0 if safe else None}
+    return theirs_of(*names, kda_safe_gate=safe, kda_lower_bound=-5.0), options
 
 
 THEIRS = {
@@ -90,12 +88,11 @@ LOW_RANK = {
     **COMMON,
 }  # fmt: skip
 FULL_RANK = {
-    "in_proj.weight": (
-        "q_proj.weight", "k_proj.weight", "v_proj.weight", "forget_gate.f_proj.weight",
-        "g_proj.weight", "b_proj.weight",
+    "in_proj.weight": tuple(
+        name.replace("_a_proj", "_proj") for name in LOW_RANK["in_proj.weight"]
     ),
     **COMMON,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -184,20 +181,8 @@ def written_out(mixer, x, lengths):
     ids=["low rank", "full output gate", "bounded", "light", "full"],
 )
 def test_output_and_every_gradient_are_those_of_the_recurrence(options, lengths):
-    """fp64: sums of some hundred terms that partly cancel, at 1e-16 each."""
     mixer = whole_mixer(kda_config(params_dtype=torch.float64), **options)
-    tokens, rows = (40, 2) if lengths is None else (sum(lengths), 1)
-    x = torch.randn(tokens, rows, mixer.config.hidden_size, dtype=torch.float64)
-    mine, exact = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, _ = mixer(mine, packed_seq_params=None if lengths is None else thd(lengths))
-    wanted, parameters = written_out(mixer, exact, lengths or (tokens,))
-    weight = torch.randn_like(y)
-    (y * weight).sum().backward()
-    (wanted * weight).sum().backward()
-    assert_close("output", y, wanted, 1e-11)
-    assert_close("input", mine.grad, exact.grad, 1e-11)
-    for name, parameter in mixer.named_parameters():
-        assert_close(name, parameter.grad, parameters[name].grad, 1e-11)
+    equals_written_out(mixer, written_out, lengths, tokens=40)
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,36 @@
 """The layer on one rank: its equation, its surface, and what it refuses."""
 
-import copy
 import logging
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.spec_utils import build_module
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn import causal_conv1d, torch_chunk_gated_delta_rule
+from megatron_gdn import (
+    causal_conv1d,
+    torch_chunk_gated_delta_rule,
+    tree_packed_seq_params,
+)
 from megatron_gdn.compat import observe
-from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.chunkwise_laws import forget_tables
-from tests.distributed.layer_laws import randomise_, thd
-from tests.parallel import assert_close, make_config
+from tests.distributed.layer_laws import (
+    build,
+    build_layer,
+    forward_backward,
+    randomise_,
+    require_same_bits,
+    thd,
+    transformer_layer,
+)
+from tests.parallel import assert_close, groups_of_megatron, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def build(config=None, **options):
-    return build_module(
-        gated_delta_net_spec("local", **options), config or make_config(), layer_number=1
-    )
 
 
 def layer_by_the_equation(layer, x_SBD, dtype=torch.float64):
@@ -57,6 +55,20 @@ def layer_by_the_equation(layer, x_SBD, dtype=torch.float64):
     return out.transpose(0, 1)
 
 
+def require_its_equation(layer, x):
+    """Output and every gradient; the bias of the output is not added by the layer."""
+    x.requires_grad_()
+    out, expected = layer(x, None)[0], layer_by_the_equation(layer, x)
+    assert_close("output", out, expected, 1e-5)
+    weight = torch.randn(out.shape)
+    names = [n for n, _ in layer.named_parameters() if n != "out_proj.bias"]
+    leaves = [x, *(layer.get_parameter(name) for name in names)]
+    actual = torch.autograd.grad((out * weight).sum(), leaves)
+    exact = torch.autograd.grad((expected * weight).sum(), leaves)
+    for name, a, e in zip(["input", *names], actual, exact, strict=True):
+        assert_close(f"gradient of {name}", a, e, 1e-5)
+
+
 @pytest.mark.parametrize("length", [1, 2, 65])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("unit", [True, False], ids=["", "no l2norm"])
@@ -64,19 +76,9 @@ def test_the_layer_computes_its_equation(length, bias, unit):
     layer = build(bias=bias, conv_bias=bias, use_qk_l2norm=unit)
     randomise_(layer)
     # Without unit keys the recurrence is stable where beta |k|^2 < 2: keep the keys short.
-    x = torch.randn(length, 2, 24).mul(1.0 if unit else 0.3).requires_grad_()
-    out, out_bias = layer(x, None)
-    expected = layer_by_the_equation(layer, x)
-    assert_close("output", out, expected, 1e-5)
-    assert (out_bias is None) == (not bias)
-
-    weight = torch.randn(out.shape)
-    names = [n for n, p in layer.named_parameters() if n != "out_proj.bias"]
-    parameters = [layer.get_parameter(name) for name in names]
-    actual = torch.autograd.grad((out * weight).sum(), [x, *parameters])
-    exact = torch.autograd.grad((expected * weight).sum(), [x, *parameters])
-    for name, a, e in zip(["input", *names], actual, exact, strict=True):
-        assert_close(f"gradient of {name}", a, e, 1e-5)
+    x = torch.randn(length, 2, 24).mul(1.0 if unit else 0.3)
+    require_its_equation(layer, x)
+    assert (layer(x, None)[1] is None) == (not bias)
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["fused", "called norm"])
@@ -124,39 +126,6 @@ def test_packed_documents_are_independent_bit_for_bit():
     assert_close("a document alone", before[67:], alone, 1e-5)
 
 
-@pytest.mark.parametrize("lengths", [None, (3, 0, 61, 7)], ids=["batch", "packed"])
-def test_tables_do_not_follow_the_default_device(lengths):
-    layer, x = build(), torch.randn(71, 1, 24)
-
-    def results():
-        forget_tables(layer)
-        layer.zero_grad()
-        x_in = x.clone().requires_grad_()
-        packed = None if lengths is None else thd(lengths)
-        out, _ = layer(x_in, None, packed_seq_params=packed)
-        out.backward(torch.ones_like(out))
-        return [out, x_in.grad, *(p.grad for p in layer.parameters())]
-
-    usual = results()
-    with torch.device("meta"):  # stands for a GPU; what comes up there has no values
-        elsewhere = results()
-    assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
-
-
-def test_a_copy_of_the_layer_uses_its_own_parameters():
-    layer = build()
-    # Process groups cannot be copied; everything else must be.
-    kept = [layer.pg_collection, layer.tp_group, layer.micro_batches]
-    kept += [m.tp_group for m in layer.modules() if hasattr(m, "tp_group")]
-    copied = copy.deepcopy(layer, {id(thing): thing for thing in kept})
-    x = torch.randn(5, 1, 24)
-    before, _ = layer(x, None)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.mul_(2)
-    assert torch.equal(layer(x, None)[0], before)
-
-
 def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
     layer = build(recompute_norm_out=True)
     rows = []
@@ -167,54 +136,19 @@ def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
     assert rows[0]() is None and loss.isfinite() and out.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{"recompute_qkv": True}, {"recompute_norm_out": True}])
-def test_recomputing_changes_no_bit(options):
-    saved, again = build(), build(**options)
-    again.load_state_dict(saved.state_dict())
-    x = torch.randn(65, 2, 24)
-    results = []
-    for layer in (saved, again):
-        x_in = x.clone().requires_grad_()
-        out, _ = layer(x_in, None)
-        out.square().sum().backward()
-        results.append([out, x_in.grad, *(p.grad for p in layer.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("fused", [True, False], ids=["fused norm", "norm as a module"])
 def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused, caplog):
     observe.log_once.cache_clear()
     layer = build(recompute_norm_out=True)
     if not fused:
         layer.out_norm.register_forward_hook(lambda *_: None)
-    x = torch.randn(9, 2, 24)
-
-    def grads(run):
-        layer.zero_grad()
-        x_in = x.clone().requires_grad_()
-        run(lambda x: layer(x, None)[0].tanh(), x_in).square().sum().backward()
-        return [x_in.grad, *(p.grad for p in layer.parameters())]
-
+    x, again = torch.randn(9, 2, 24), partial(checkpoint, layer, use_reentrant=False)
     with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
-        plain = grads(lambda block, x: block(x))
+        plain = forward_backward(layer, x)
         assert not any("recompute" in r.message for r in caplog.records)
-        again = grads(lambda block, x: checkpoint(block, x, use_reentrant=False))
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+        require_same_bits(forward_backward(layer, x, run=again), plain)
     said = [r.message for r in caplog.records if "recompute" in r.message]
     assert len(said) == 1 and "saved-tensor hooks" in said[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute_norm_out": True, "recompute_qkv": True}])
-@pytest.mark.parametrize("shape", [(0, 1), (0, 2), (5, 0)])
-def test_no_tokens_give_none_and_gradients_of_zero(shape, options):
-    layer = build(**options)
-    packed = thd((0, 0)) if shape == (0, 1) else None
-    x = torch.randn(*shape, 24, requires_grad=True)
-    out, _ = layer(x, None, packed_seq_params=packed)
-    assert out.shape == x.shape
-    out.sum().backward()
-    for tensor in (x, *layer.parameters()):
-        assert tensor.grad.shape == tensor.shape and (tensor.grad == 0).all()
 
 
 def test_an_output_norm_of_another_kind_is_called_as_a_module():
@@ -249,14 +183,8 @@ def test_hooks_that_wait_for_parameters_run_for_modules_that_are_never_called():
 
 def test_names_that_other_tools_look_up():
     layer = build()
-    assert [n for n, _ in layer.named_parameters()] == [
-        "dt_bias",
-        "A_log",
-        "in_proj.weight",
-        "conv1d.weight",
-        "out_norm.weight",
-        "out_proj.weight",
-    ]
+    names = "dt_bias A_log in_proj.weight conv1d.weight out_norm.weight out_proj.weight"
+    assert [name for name, _ in layer.named_parameters()] == names.split()
     sizes = {
         "qk_dim": 32,
         "v_dim": 96,
@@ -286,16 +214,7 @@ def test_names_that_other_tools_look_up():
 
 
 def test_it_builds_inside_a_transformer_layer_as_megatron_passes_its_arguments():
-    spec = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchRMSNorm,
-            self_attention=gated_delta_net_spec("local"),
-            self_attn_bda=get_bias_dropout_add,
-        ),
-    )
-    config = make_config(cp_comm_type="p2p")
-    layer = build_module(spec, config, layer_number=1, name="decoder.layers.0")
+    layer = transformer_layer(make_config(cp_comm_type="p2p"), name="decoder.layers.0")
     out, _ = layer(torch.randn(8, 2, 24), None, rotary_pos_emb=torch.zeros(8, 1, 1, 4))
     assert out.shape == (8, 2, 24)
 
@@ -310,13 +229,7 @@ def test_it_takes_every_keyword_that_newer_megatron_passes_and_no_other():
 
 
 def test_groups_default_to_megatrons_global_ones():
-    layer = build_module(gated_delta_net_spec("local"), make_config(), layer_number=1)
-    given = build_module(
-        gated_delta_net_spec("local"),
-        make_config(),
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
-    )
-    assert layer.tp_group is given.tp_group
+    assert build().tp_group is build_layer(make_config(), groups_of_megatron(), {}).tp_group
 
 
 def test_the_chosen_backend_is_logged_once_with_its_reason(caplog):
@@ -327,11 +240,6 @@ def test_the_chosen_backend_is_logged_once_with_its_reason(caplog):
     lines = [r.message for r in caplog.records if "backend" in r.message]
     assert len(lines) == 1
     assert "backend 'reference' (not flash_qla: flash_qla runs on a GPU" in lines[0]
-
-
-def test_the_layer_hands_on_what_the_rules_operands_should_be():
-    with pytest.raises(ValueError, match="'tf32'.*'fp16' or 'bf16'"):
-        build(rule_operands="tf32")
 
 
 def test_the_packed_metadata_is_read_once_for_all_layers(monkeypatch):
@@ -362,6 +270,14 @@ def test_in_bf16_the_layer_is_no_less_exact_than_its_equation_step_by_step(lengt
     assert error.sqrt() <= 1.2 * plain_error.sqrt()
 
 
+def forward(*shape, mask=None, config=None, **given):
+    return lambda: build(config)(torch.randn(*shape, 24), mask, **given)
+
+
+TREE = tree_packed_seq_params([3, 2], [-1, 0], device="cpu")
+ALIGNED = make_config(batch_invariant_mode=True)
+NO_MASK = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+SIZED = PackedSeqParams(local_cp_size=2)
 REFUSED = [
     (lambda: build(A_init_range=(0, 16)), ValueError, "0 < low <= high"),
     (lambda: build(output_gate_activation="tanh"), ValueError, "use one of 'silu', 'sigmoid'"),
@@ -369,48 +285,29 @@ REFUSED = [
     (lambda: build(backend="fla"), ValueError, "fla runs on a GPU, not on cpu"),
     (lambda: build(cp_layout="zig"), ValueError, "unknown context-parallel layout 'zig'"),
     (lambda: build(make_config(linear_num_value_heads=6)), ValueError, "not a multiple"),
+    (lambda: build(rule_operands="tf32"), ValueError, "'tf32'.*'fp16' or 'bf16'"),
+    (forward(8, 2, packed_seq_params=thd((8,))), ValueError, "batch of 1"),
+    (forward(5, 2, packed_seq_params=TREE), ValueError, "packed documents need a batch of 1"),
     (
-        lambda: build()(torch.randn(8, 2, 24), None, packed_seq_params=thd((8,))),
-        ValueError,
-        "batch of 1",
+        forward(5, 1, config=ALIGNED, packed_seq_params=TREE),
+        NotImplementedError,
+        "begin anew in every document",
     ),
     (
-        lambda: build()(torch.randn(8, 1, 24), None, packed_seq_params=thd((4, 3))),
+        forward(8, 1, packed_seq_params=thd((4, 3))),
         ValueError,
         "ends at 7, which does not match the 8",
     ),
+    (forward(4, 1, mask=NO_MASK), NotImplementedError, "not a causal mask"),
     (
-        lambda: build()(torch.randn(4, 1, 24), torch.zeros(1, 1, 4, 4, dtype=torch.bool)),
-        NotImplementedError,
-        "not a causal mask",
-    ),
-    (
-        lambda: build()(torch.randn(4, 1, 24), None, inference_context=object()),
+        forward(4, 1, inference_context=object()),
         NotImplementedError,
         "generates with Megatron's StaticInferenceContext",
     ),
-    (
-        lambda: build()(torch.randn(4, 1, 24), None, inference_params=object()),
-        NotImplementedError,
-        "not with a object",
-    ),
-    (
-        lambda: build()(torch.randn(4, 1, 24), None, sequence_len_offset=0),
-        NotImplementedError,
-        "sequence_len_offset",
-    ),
-    (
-        lambda: build()(torch.randn(4, 1, 24), None, attention_bias=torch.zeros(1)),
-        NotImplementedError,
-        "attention_bias",
-    ),
-    (
-        lambda: build()(
-            torch.randn(4, 1, 24), None, packed_seq_params=PackedSeqParams(local_cp_size=2)
-        ),
-        ValueError,
-        "local_cp_size=2 and no cp_group",
-    ),
+    (forward(4, 1, inference_params=object()), NotImplementedError, "not with a object"),
+    (forward(4, 1, sequence_len_offset=0), NotImplementedError, "sequence_len_offset"),
+    (forward(4, 1, attention_bias=torch.zeros(1)), NotImplementedError, "attention_bias"),
+    (forward(4, 1, packed_seq_params=SIZED), ValueError, "local_cp_size=2 and no cp_group"),
 ]
 
 

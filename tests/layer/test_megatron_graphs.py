@@ -12,7 +12,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import (
     GatedDeltaNet,
@@ -21,16 +20,16 @@ from megatron_gdn import (
     static_packed_seq_params,
 )
 from megatron_gdn.mixers.packing import static_documents_of
-from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec
-from tests.distributed.layer_laws import thd
-from tests.distributed.static_laws import (
+from megatron_gdn.specs import hybrid_stack_spec
+from tests.distributed.layer_laws import build_layer, thd, transformer_layer
+from tests.graphs_on_cpu import (
     captured_arguments,
     capturing_by_megatron,
+    graphs_on_cpu,
     mismatches,
-    static_mask_is_accepted,
 )
-from tests.graphs_on_cpu import graphs_on_cpu
 from tests.parallel import make_config
+from tests.ranks import on_ranks
 
 one_rank = pytest.mark.usefixtures("one_rank")
 COVERED = [("local", []), ("local", ["attn"]), ("transformer_engine", ["attn", "mlp"])]
@@ -40,7 +39,7 @@ covered = pytest.mark.parametrize(("impl", "modules"), COVERED, ids=str)
 def build(impl, modules, **later):
     config = make_config(cuda_graph_impl=impl, cuda_graph_modules=modules)
     vars(config).update(later)  # some Megatrons refuse these themselves
-    return build_module(gated_delta_net_spec("local"), config, layer_number=1)
+    return build_layer(config, None, {})
 
 
 def test_no_buffer_for_a_mask_is_asked_for():
@@ -48,8 +47,22 @@ def test_no_buffer_for_a_mask_is_asked_for():
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_the_static_mask_of_a_transformer_layer_is_accepted(pools, cp):
-    pools(cp).run(static_mask_is_accepted, cp)
+@on_ranks(cp="cp")
+def test_the_static_mask_of_a_transformer_layer_is_accepted(cp):
+    """The mask that a transformer layer hands to a capture: the same on every rank."""
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []}
+    whole = transformer_layer(make_config(context_parallel_size=cp, **graphs))
+    static = whole.get_layer_static_inputs(16, 2)["attention_mask"]
+    assert static.shape == (2, 1, 16 // cp, 16)
+    x, layer = torch.randn(16 // cp, 2, 24), whole.self_attention
+    expected = layer(x, None)[0]
+    with capturing_by_megatron():
+        assert torch.equal(layer(x, static)[0], expected)
+    if cp == 1:  # an ordinary causal mask
+        assert torch.equal(layer(x, static)[0], expected)
+    else:  # the zigzag positions of no rank
+        with pytest.raises(NotImplementedError, match="is not a causal mask"):
+            layer(x, static)
 
 
 @one_rank
@@ -216,7 +229,7 @@ def test_buffers_that_do_not_fit_are_refused():
         set_documents(short, [0, 3, 12])
     with pytest.raises(TypeError, match="static_packed_seq_params"):
         set_documents(thd((4, 8)), [0, 12])
-    layer = build_module(gated_delta_net_spec("local"), make_config(), layer_number=1)
+    layer = build_layer(make_config(), None, {})
     with pytest.raises(ValueError, match="fixed buffers for 12 tokens on cpu.*16 tokens"):
         layer(torch.randn(16, 1, 24), None, packed_seq_params=packed)
     with pytest.raises(ValueError, match="must be at least 1"):
@@ -230,8 +243,7 @@ def test_what_the_host_has_to_know_is_refused():
     packed = static_packed_seq_params(12, 3, device="cpu")
     with pytest.raises(NotImplementedError, match="known on the device alone"):
         _ = static_documents_of(packed).lengths
-    config = make_config(batch_invariant_mode=True)
-    layer = build_module(gated_delta_net_spec("local"), config, layer_number=1)
+    layer = build_layer(make_config(batch_invariant_mode=True), None, {})
     with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
         layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
 

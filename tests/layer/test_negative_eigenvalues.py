@@ -4,10 +4,11 @@ import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
-from tests.distributed.layer_laws import randomise_
+from tests.distributed.layer_laws import build, randomise_
+from tests.distributed.mixers import GDN, OLMO_HYBRID
 from tests.layer.test_generation import CLOSE, run
-from tests.layer.test_layer import build, layer_by_the_equation
-from tests.parallel import assert_close, make_config
+from tests.layer.test_layer import require_its_equation
+from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -25,15 +26,7 @@ def strong(config=None, **options):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_layer_computes_its_equation(recompute):
     layer = strong(allow_neg_eigval=True, recompute=recompute)
-    x = torch.randn(70, 2, 24, requires_grad=True)
-    out, exact = layer(x, None)[0], layer_by_the_equation(layer, x)
-    assert_close("output", out, exact, 1e-5)
-    weight, names = torch.randn(out.shape), [name for name, _ in layer.named_parameters()]
-    leaves = [x, *layer.parameters()]
-    found = torch.autograd.grad((out * weight).sum(), leaves)
-    expected = torch.autograd.grad((exact * weight).sum(), leaves)
-    for name, a, b in zip(["input", *names], found, expected, strict=True):
-        assert_close(f"gradient of {name}", a, b, 1e-5)
+    require_its_equation(layer, torch.randn(70, 2, 24))
 
 
 def test_the_option_or_else_the_configs_field_decides():
@@ -53,16 +46,10 @@ def test_the_step_under_upstreams_name_gives_the_write_strength_of_the_forward()
     assert torch.equal(twice, 2 * usual)
 
 
-OLMO_HYBRID = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 96, "linear_value_head_dim": 192,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("sizes", [{}, OLMO_HYBRID], ids=["", "olmo_hybrid"])
+@pytest.mark.parametrize("mixers", [GDN, OLMO_HYBRID], ids=["", "olmo_hybrid"])
 @pytest.mark.parametrize("parts", [(80,), (1, 79), (77, 1, 1, 1), (30, 40, 5, 5)])
-def test_prefill_chunks_and_steps_give_the_training_forward(parts, sizes):
-    layer = strong(make_config(**sizes), allow_neg_eigval=True).eval()
+def test_prefill_chunks_and_steps_give_the_training_forward(parts, mixers):
+    layer = strong(mixers.config(), allow_neg_eigval=True).eval()
     x = torch.randn(80, 2, 24)
     with torch.no_grad():
         whole, _ = layer(x)

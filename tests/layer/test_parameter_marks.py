@@ -8,7 +8,8 @@ from torch import nn
 from megatron_gdn.compat.observe import log_once
 from megatron_gdn.mixers.tensor_parallel import muon_reads_sections
 from tests import mamba_mixers
-from tests.distributed.mark_laws import WAYS, layer_with
+from tests.distributed.layer_laws import layer_with
+from tests.distributed.test_parameter_marks import WAYS
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.mixers.recompute import LEVELS
-from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import build, forward_backward, require_same_bits
 from tests.ops.test_second_run import saved_bytes
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def build(modules=(), **options):
+def build_with(modules=(), **options):
     config = make_config()
     if modules:
         config.recompute_granularity, config.recompute_modules = "selective", [*modules]
-    return build_module(gated_delta_net_spec("local", **options), config, layer_number=1)
+    return build(config, **options)
 
 
 def parts_of(layer) -> set[str]:
@@ -48,7 +47,7 @@ ASKED = {
 @pytest.mark.parametrize("case", ASKED)
 def test_every_way_to_ask_maps_onto_the_same_parts(case):
     options, modules, parts = ASKED[case]
-    assert parts_of(build(modules, **options)) == parts
+    assert parts_of(build_with(modules, **options)) == parts
 
 
 REFUSED = {
@@ -74,26 +73,17 @@ REFUSED = {
 def test_settings_that_contradict_are_refused_by_name(case):
     options, modules, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        build(modules, **options)
-
-
-def step(layer, x):
-    x = x.clone().requires_grad_()
-    layer.zero_grad()
-    out, _ = layer(x, None)
-    out.square().sum().backward()
-    return [out, x.grad, *(parameter.grad for parameter in layer.parameters())]
+        build_with(modules, **options)
 
 
 def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
     x = torch.randn(64, 2, 24)
     one, kept = build(), {}
-    expected = step(one, x)
+    expected = forward_backward(one, x)
     for level in LEVELS:
         layer = build(recompute=level)
         layer.load_state_dict(one.state_dict())
-        for a, b in zip(step(layer, x), expected, strict=True):
-            assert torch.equal(a, b), level
+        require_same_bits(forward_backward(layer, x), expected, level)
         leaf = x.clone().requires_grad_()
         kept[level] = saved_bytes(lambda layer=layer, leaf=leaf: layer(leaf, None)[0])
     # Under hooks nothing is dropped after the forward, so the normed output counts in each.
@@ -102,6 +92,15 @@ def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
     assert kept["none"] - kept["light"] == tokens * (key + value) * 4
     of_rule = value + 2 * sizes.value_heads  # the output, the log-decay and beta
     assert kept["light"] - kept["full"] == tokens * of_rule * 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"recompute_qkv": True}, {"recompute_norm_out": True}], ids=str
+)
+def test_neither_of_the_older_names_changes_a_bit(options):
+    one, layer, x = build(), build(**options), torch.randn(65, 2, 24)
+    layer.load_state_dict(one.state_dict())
+    require_same_bits(forward_backward(layer, x), forward_backward(one, x))
 
 
 @pytest.mark.parametrize("level", ["light", "full"])

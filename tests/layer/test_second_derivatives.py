@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.random import checkpoint as megatron_checkpoint
 from megatron.core.transformer.spec_utils import build_module
-from torch.utils.checkpoint import checkpoint
 
 import megatron_gdn
 from megatron_gdn import ops
@@ -22,13 +20,13 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.readout.plain import grouped_rms_norm
 from megatron_gdn.specs import gated_delta_net_spec
 from tests import mamba_mixers
-from tests.distributed.layer_laws import randomise_
+from tests.distributed.layer_laws import by_megatron, checkpointed, randomise_, reentrant
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 # Their backwards are made of differentiable operations. The law of each:
-EXCHANGES = "tests/distributed/exchange_laws.py"
+EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
     "_Moved": EXCHANGES,
     "_Exchange": EXCHANGES,
@@ -116,18 +114,6 @@ def test_every_other_backward_of_the_package_refuses():
 
 def plain(function, x):
     return function(x)
-
-
-def checkpointed(function, x):
-    return checkpoint(function, x, use_reentrant=False)
-
-
-def reentrant(function, x):
-    return checkpoint(function, x, use_reentrant=True)
-
-
-def by_megatron(function, x):
-    return megatron_checkpoint(function, False, x)
 
 
 def compiled(function, x):

@@ -4,48 +4,120 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
 
-from tests.distributed import flaw_laws as laws
-from tests.parallel import make_config
+from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.mixers.init import take_share
+from tests.distributed.layer_laws import thd
+from tests.parallel import (
+    alone,
+    assert_close,
+    group_of_one,
+    groups_of_megatron,
+    in_ddp,
+    make_config,
+    parallel,
+    reduce_gradients,
+    sections_of,
+)
+from tests.ranks import on_ranks
 from tests.upstream import gdn_module, layer_spec, with_gdn_norm_out
 
 
-def build(config=None, **params):
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+def build(config=None, groups=None, **params):
+    groups = groups or groups_of_megatron()
     return build_module(layer_spec(**params), config or make_config(), pg_collection=groups)
 
 
-def test_replicated_norm_weights_stay_equal_across_tensor_parallel_ranks(pools):
-    pools(2).run(laws.out_norm_gradient_is_the_sum_over_ranks)
+def initial_weights() -> dict[str, torch.Tensor]:
+    size = dist.get_world_size()
+    with parallel(tp=size):
+        layer = build(make_config(tensor_model_parallel_size=size), conv_bias=True)
+        return {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+
+def expected_share(name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    dims = GDNDims.from_config(make_config())
+    split = sections_of(name, dims.layout, dims)
+    return whole if split is None else take_share(whole, *split, rank, size)
+
+
+@on_ranks(tp=2)
+def test_replicated_norm_weights_stay_equal_across_tensor_parallel_ranks():
+    one, layer = build(groups=alone()), build(make_config(tensor_model_parallel_size=2))
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(expected_share(name, one.get_parameter(name), rank, 2))
+    x = torch.randn(9, 1, 24)
+    one(x, None)[0].square().sum().backward()
+    ddp = in_ddp(layer)
+    ddp(x, None)[0].square().sum().backward()
+    reduce_gradients(ddp)
+    assert_close("out_norm", layer.out_norm.weight.main_grad, one.out_norm.weight.grad, 1e-5)
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (2, 10)])
-def test_lengths_that_zigzag_cannot_cut_are_refused(pools, lengths):
-    pools(2).run(laws.lengths_are_refused, lengths)
+@on_ranks(cp=2)
+def test_lengths_that_zigzag_cannot_cut_are_refused(lengths):
+    layer = build(make_config(context_parallel_size=2))
+    with pytest.raises(ValueError, match="multiple of 4"):
+        layer(torch.randn(6, 1, 24), None, packed_seq_params=thd(lengths))
 
 
-def test_a_whole_buffer_zigzag_can_be_declared(pools):
-    pools(2).run(laws.whole_buffer_zigzag_equals_one_rank)
+@on_ranks(cp=2)
+def test_a_whole_buffer_zigzag_can_be_declared():
+    one = build(groups=alone())
+    layer = build(make_config(context_parallel_size=2), cp_layout="zigzag_buffer")
+    layer.load_state_dict(one.state_dict())
+    x, packed = torch.randn(12, 1, 24), thd((3, 9))
+    rank = parallel_state.get_context_parallel_rank()
+    held = local_indices((3, 9), 2, rank, SequenceLayout.ZIGZAG_BUFFER)
+    expected, _ = one(x, None, packed_seq_params=packed)
+    actual, _ = layer(x[held], None, packed_seq_params=packed)
+    assert_close("output", actual, expected[held], 1e-5)
 
 
-def test_the_group_of_the_micro_batch_is_used(pools):
-    pools(2).run(laws.micro_batch_group_is_used)
+@on_ranks(cp=2)
+def test_the_group_of_the_micro_batch_is_used():
+    """A layer built for two ranks runs this micro-batch on one."""
+    layer, one = build(make_config(context_parallel_size=2)), build(groups=alone())
+    one.load_state_dict(layer.state_dict())
+    packed = thd((8, 4))
+    packed.cp_group, packed.local_cp_size = group_of_one(), 1
+    x = torch.randn(12, 1, 24)
+    actual, _ = layer(x, None, packed_seq_params=packed)
+    expected, _ = one(x, None, packed_seq_params=thd((8, 4)))
+    assert_close("output", actual, expected, 1e-5)
 
 
-def test_the_bias_of_the_projection_reshards(pools, tmp_path):
-    pools(2).run(laws.projection_bias_reshards, str(tmp_path))
+@on_ranks(2)
+def test_the_bias_of_the_projection_reshards(tmp_path):
+    with parallel(tp=2):
+        layer = build(make_config(tensor_model_parallel_size=2), bias=True)
+        dims = GDNDims.from_config(layer.config)
+        whole = torch.arange(float(dims.layout.width))
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        with torch.no_grad():
+            layer.in_proj.bias.copy_(take_share(whole, 0, dims.layout.widths, rank, 2))
+        dist_checkpointing.save(layer.sharded_state_dict("layer."), str(tmp_path))
+    with parallel(tp=1):
+        layer = build(make_config(), bias=True)
+        state = dist_checkpointing.load(layer.sharded_state_dict("layer."), str(tmp_path))
+        assert torch.equal(state["layer.in_proj.bias"], whole)
 
 
 def test_initial_weights_do_not_depend_on_the_tensor_parallel_size(pools):
-    one = pools(1).run(laws.initial_weights)[0]
-    shares = pools(2).run(laws.initial_weights)
+    one = pools(1).run(initial_weights)[0]
+    shares = pools(2).run(initial_weights)
     for name, whole in one.items():
         for rank, share in enumerate(shares):
-            expected = laws.expected_share(name, whole, rank, 2)
+            expected = expected_share(name, whole, rank, 2)
             assert torch.equal(share[name], expected), name
 
 
@@ -85,8 +157,12 @@ def test_l2norm_inside_the_chunk_rule_works(one_rank):
     torch.testing.assert_close(inside, outside, rtol=1e-5, atol=1e-5)
 
 
-def test_slicing_a_parameter_for_context_parallelism_is_not_deprecated(pools):
-    pools(2).run(laws.parameter_slice_raises_no_warning)
+@on_ranks(2)
+def test_slicing_a_parameter_for_context_parallelism_is_not_deprecated():
+    module = gdn_module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.get_parameter_local_cp(torch.zeros(4, 3), 0, dist.group.WORLD)
 
 
 def test_the_mlps_activation_does_not_reach_the_layer(one_rank):
@@ -109,7 +185,7 @@ def test_a_rate_of_zero_is_refused(one_rank):
 
 def test_packed_documents_run_in_deterministic_mode(one_rank):
     layer = build(make_config(deterministic_mode=True))
-    out, _ = layer(torch.randn(8, 1, 24), None, packed_seq_params=laws.thd((3, 5)))
+    out, _ = layer(torch.randn(8, 1, 24), None, packed_seq_params=thd((3, 5)))
     assert torch.isfinite(out).all()
 
 

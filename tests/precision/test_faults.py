@@ -4,36 +4,114 @@ A test that fails with the remedy *off* says that Megatron has repaired the faul
 ``megatron_gdn.compat.mixed_dtype_optimizers`` that it names can go.
 """
 
-import pytest
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
 
-from tests.precision import fault_laws as laws
-from tests.precision import torch_file_laws
-from tests.precision.training import DISTRIBUTED, FLOAT16, KINDS
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_gdn.compat.mixed_dtype_optimizers import (
+    repair_mixed_dtype_optimizers,
+    restore_mixed_dtype_optimizers,
+)
+from megatron_gdn.compat.optimizer_checkpoints import pad_between_buckets, store_empty_shares
+from tests.parallel import parallel
+from tests.precision.training import (
+    DISTRIBUTED,
+    FLOAT16,
+    KINDS,
+    Training,
+    assert_equal,
+    build,
+    build_model,
+    load,
+    made_up_gradient,
+    made_up_step,
+    raised,
+    replicas_of,
+    save,
+    sharded_state,
+    shares,
+    tensors_in,
+    wrap,
+)
+from tests.ranks import on_ranks
 
 remedies = pytest.mark.parametrize("remedied", [False, True], ids=["megatron alone", "remedied"])
-
 WITHOUT = {
     FLOAT16: "AssertionError: Optimizer shape",
     "fully_reshardable": "RuntimeError: The size of tensor a",
     "dp_reshardable": "AssertionError: (torch.Size",
 }
+# Eight heads, and norms of eight weights: every parameter without weight decay is of one shape, so
+# that nothing but their values tells them apart.
+EQUAL_SHAPES = {"hidden_size": 8, "linear_value_head_dim": 8, "add_bias_linear": False}
+
+
+@contextmanager
+def remedy(is_on: bool):
+    """Keep the wrappers, or take them off for a while."""
+    if not is_on:
+        restore_mixed_dtype_optimizers()
+    try:
+        yield
+    finally:
+        repair_mixed_dtype_optimizers()
+
+
+def stepped(kind: str, remedied: bool = True, ddp: dict | None = None, **options) -> Training:
+    """A model that took one step. Without the remedy, Megatron alone made its optimizer."""
+    model = build_model(**options)
+    # Marking the layer's parameters installed the wrappers; they come off before the optimizer.
+    with remedy(remedied):
+        training = wrap(kind, model, **(ddp or {}))
+        made_up_step(training, 1)
+    return training
+
+
+def _cut_without_padding(self, model, metadata=None):
+    """What a repaired Megatron saves: each parameter is cut where it stands without padding."""
+    ((state,),) = (tensors.values() for tensors in self.get_parameter_state_dp_zero().values())
+    (buffer,) = self.buffers
+    cut, start = {}, 0
+    for index, (first, end, _) in enumerate(buffer.param_index_map.values()):
+        data = state["param"][start : start + end - first]
+        cut[index] = {"param": SimpleNamespace(data=data)}
+        start += end - first
+    return cut
+
+
+def _unrelated_failure(optimizer) -> None:
+    raise AssertionError
 
 
 @remedies
 @pytest.mark.parametrize("kind", KINDS)
-def test_saving_a_bf16_model_with_fp32_parameters(pools, kind, remedied):
-    for outcome in pools(2).run(laws.outcome_of_saving, kind, remedied):
-        if remedied:
-            assert outcome is None, outcome
-        else:
-            assert str(outcome).startswith(WITHOUT[kind]), outcome
+@on_ranks(tp=2)
+def test_saving_a_bf16_model_with_fp32_parameters(kind, remedied):
+    training = stepped(kind, remedied, tp=2)
+    with remedy(remedied):
+        outcome = raised(lambda: sharded_state(training))
+    if remedied:
+        assert outcome is None, outcome
+    else:
+        assert str(outcome).startswith(WITHOUT[kind]), outcome
 
 
 @remedies
-def test_equal_shapes_would_be_exchanged_in_silence(pools, tmp_path, remedied):
-    kind = "fully_reshardable"
-    found = pools(2).run(laws.state_stands_under_its_own_name, kind, remedied, str(tmp_path))
-    assert found == [remedied, remedied]
+@on_ranks(2, cp=1)
+def test_equal_shapes_would_be_exchanged_in_silence(tmp_path, remedied):
+    """The saved first moment of A_log is that of A_log, where shapes cannot tell."""
+    name = "decoder.layers.0.self_attention.A_log"
+    training = stepped("fully_reshardable", remedied, **EQUAL_SHAPES)
+    gradient = made_up_gradient(name, training.A_log, 1)
+    with remedy(remedied):
+        save(training, str(tmp_path))
+    saved = tensors_in(str(tmp_path))[f"optimizer.state.exp_avg.{name}"]
+    assert torch.equal(saved, torch.zeros(8).lerp(gradient, 1 - 0.9)) is remedied
 
 
 MODELS = {
@@ -45,48 +123,164 @@ MODELS = {
 
 @remedies
 @pytest.mark.parametrize("model", MODELS)
-def test_several_buckets_save_the_states_that_one_bucket_saves(pools, tmp_path, model, remedied):
-    """Megatron alone saves wrong ones in silence, of any model: a fault of upstream's."""
-    law = laws.states_that_buckets_change
-    for number, different in pools(2).run(law, remedied, str(tmp_path), **MODELS[model]):
-        print(f"{len(different)} of {number} tensors differ")
-        assert number > 10
-        assert (not different) is remedied, different
+@on_ranks(2)
+def test_several_buckets_save_the_states_that_one_bucket_saves(tmp_path, model, remedied):
+    """Megatron alone saves wrong ones in silence, of any model: a fault of upstream's.
+
+    Adam works on every element by itself: buckets, which say in which messages gradients travel,
+    change no bit of the parameters and their states.
+    """
+    files = []
+    for size in (None, 500):
+        with parallel():
+            several = {"overlap_grad_reduce": True, "bucket_size": size} if size else {}
+            training = stepped("fully_reshardable", ddp=several, **MODELS[model])
+            buffer = max(training.megatron_optimizer.buffers, key=lambda buffer: buffer.numel)
+            assert (len(buffer.buckets) > 2) is (size is not None), len(buffer.buckets)
+            files.append(f"{tmp_path}/{size}")
+            with remedy(remedied):
+                save(training, files[-1])
+    one, other = map(tensors_in, files)
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    different = [key for key in one if not torch.equal(one[key], other[key])]
+    assert len(one) > 10
+    assert (not different) is remedied, different
 
 
 @remedies
 @pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_loading_writes_into_fp32_parameters(pools, tmp_path, kind, remedied):
-    for outcome in pools(2).run(laws.outcome_of_loading, kind, remedied, str(tmp_path)):
-        if kind == "dp_reshardable" and not remedied:
-            assert outcome.startswith("RuntimeError: a view of a leaf Variable"), outcome
-        else:
-            assert outcome is None, outcome
+@on_ranks(tp=2)
+def test_loading_writes_into_fp32_parameters(tmp_path, kind, remedied):
+    """One's own checkpoint, into an optimizer whose order is right."""
+    training = stepped(kind, tp=2)
+    save(training, str(tmp_path))
+    with remedy(remedied):
+        outcome = raised(lambda: load(training, str(tmp_path)))
+    if kind == "dp_reshardable" and not remedied:
+        assert str(outcome).startswith("RuntimeError: a view of a leaf Variable"), outcome
+    else:
+        assert outcome is None, outcome
 
 
 @remedies
-def test_the_torch_format_resumes_with_fp32_parameters(pools, tmp_path, remedied):
-    for outcome in pools(2).run(torch_file_laws.outcome_of_resuming, remedied, str(tmp_path)):
-        if remedied:
-            assert outcome is None, outcome
-        else:
-            assert outcome.startswith("RuntimeError: a view of a leaf Variable"), outcome
+@on_ranks(2, cp=1)
+def test_the_torch_format_resumes_with_fp32_parameters(tmp_path, remedied):
+    """``--ckpt-format torch``: the resumed run is the uninterrupted one, bit for bit."""
+    rank_file, states_file = f"{tmp_path}/{dist.get_rank()}.pt", f"{tmp_path}/states.pt"
+    training = stepped("fully_reshardable")
+    torch.save((training.model.state_dict(), training.optimizer.state_dict()), rank_file)
+    training.optimizer.save_parameter_state(states_file)
+    now = shares(training)
+    made_up_step(training, 2)
+    later = shares(training)
+    training = build("fully_reshardable", seed=99)
+    model, optimizer = torch.load(rank_file, weights_only=False)
+    training.model.load_state_dict(model)
+    training.optimizer.load_state_dict(optimizer)
+    with remedy(remedied):
+        error = raised(lambda: training.optimizer.load_parameter_state(states_file))
+    if not remedied:
+        assert str(error).startswith("RuntimeError: a view of a leaf Variable"), error
+        return
+    assert error is None, error
+    assert_equal(shares(training), now)
+    made_up_step(training, 2)
+    assert_equal(shares(training), later)
 
 
 @remedies
-def test_replicas_of_a_parameter_loaded_from_bf16_are_equal(pools, tmp_path, remedied):
-    kind = "fully_reshardable"
-    ranks = pools(2).run(laws.replicas_after_loading_upstream, kind, remedied, str(tmp_path))
-    assert all((one == other) is remedied for one, other in ranks)
+@on_ranks(2, cp=1)
+def test_replicas_of_a_parameter_loaded_from_bf16_are_equal(tmp_path, remedied):
+    save(stepped("fully_reshardable", upstream_layer=True), str(tmp_path))
+    training = build("fully_reshardable")
+    with remedy(remedied):
+        load(training, str(tmp_path))
+    one, other = replicas_of(training.A_log)
+    assert torch.equal(one, other) is remedied
 
 
-def test_wrapping_is_reversible(pools):
-    pools(2).run(laws.wrapping_is_reversible)
+@on_ranks(2)
+def test_wrapping_is_reversible():
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    def methods():
+        return [
+            getattr(owner, name, None)
+            for owner in (
+                DistributedOptimizer,
+                Float16OptimizerWithFloat16Params,
+                TorchDistLoadShardedStrategy,
+            )
+            for name in (
+                "__init__",
+                "load",
+                "load_state_dict",
+                "load_parameter_state_from_dp_zero",
+                "sharded_state_dict",
+                "sharded_param_state_dp_reshardable",
+                "sharded_param_state_fully_reshardable",
+            )
+        ]
+
+    restore_mixed_dtype_optimizers()
+    before = methods()
+    repair_mixed_dtype_optimizers()
+    during = methods()
+    repair_mixed_dtype_optimizers()
+    assert methods() == during
+    assert sum(a is not b for a, b in zip(before, during, strict=True)) == 8
+    restore_mixed_dtype_optimizers()
+    assert methods() == before
+    repair_mixed_dtype_optimizers()
 
 
-def test_a_repaired_optimizer_is_left_alone(pools):
-    pools(2).run(laws.a_repaired_optimizer_is_left_alone)
+@on_ranks(2)
+def test_a_repaired_optimizer_is_left_alone():
+    """Wrapping a class that is right already changes nothing it does."""
+    from megatron_gdn.compat import mixed_dtype_optimizers as ours
+
+    calls = []
+
+    def repaired(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        calls.append([len(group) for group in self.float16_groups])
+        state = list(model_sharded_state_dict.values())
+        named = {
+            index: {"exp_avg": type("Named", (), {"key": f"optimizer.state.exp_avg.{t.key}"})}
+            for index, t in enumerate(state)
+        }
+        return {"optimizer": {"state": named}, "mine": True}
+
+    with parallel():
+        optimizer = build(FLOAT16).megatron_optimizer
+        assert ours._forgets_fp32_parameters(repaired, torch.device("cpu")) is False
+        state = ours._store_all_parameters(repaired, optimizer, {})
+        assert state["mine"] and ours._MASTERS not in state
+        assert calls[-1] == [len(group) for group in optimizer.float16_groups]
+    with parallel():
+        sharded = build("fully_reshardable").megatron_optimizer
+        order = sharded.model_param_group_index_map
+        ours._order_as_adam(lambda self: None, sharded)
+        assert sharded.model_param_group_index_map is order
+        assert store_empty_shares(lambda self: calls, sharded) is calls
+        with suppress(AssertionError):
+            store_empty_shares(_unrelated_failure, sharded)
+            raise RuntimeError("an assertion that is none of ours was swallowed")
+    assert not parallel_state.is_initialized()
 
 
 def test_a_repaired_optimizer_gets_states_without_padding():
-    laws.padding_is_left_to_a_repaired_optimizer()
+    saved = partial(pad_between_buckets, _cut_without_padding)
+    kind, sizes = (torch.float32, torch.float32), {"a": (0, 3, 0), "b": (128, 130, 1)}
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
+        for n, at in ((3, 0), (2, 128))
+    ]
+    buffer = SimpleNamespace(buckets=buckets, numel=256, numel_unpadded=5, param_index_map=sizes)
+    gathered = {"param": torch.arange(5.0), "numel_unpadded": 5}
+    optimizer = SimpleNamespace(
+        buffers=[buffer], get_parameter_state_dp_zero=lambda **_: {0: {kind: gathered}}
+    )
+    found = [state["param"].data.tolist() for state in saved(optimizer, {}, metadata={}).values()]
+    assert found == [[0.0, 1.0, 2.0], [3.0, 4.0]], found

@@ -1,10 +1,33 @@
 """Checkpoints of a layer with a bf16 A_log load here, and ours load there, masters included."""
 
+import io
+from unittest import mock
+
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.precision import foreign_laws as laws
-from tests.precision.training import FLOAT16
+from megatron_gdn.compat import observe
+from megatron_gdn.compat.mixed_dtype_optimizers import (
+    repair_mixed_dtype_optimizers,
+    restore_mixed_dtype_optimizers,
+)
+from megatron_gdn.compat.observe import log_once
+from megatron_gdn.fp32_masters import load_fp32_masters
+from tests.parallel import parallel
+from tests.precision.training import (
+    FLOAT16,
+    build,
+    load,
+    load_model_only,
+    made_up_step,
+    metadata,
+    over_tp,
+    replicas_of,
+    save,
+    tensors_in,
+)
+from tests.ranks import on_ranks
 
 layouts = pytest.mark.parametrize(
     ("kind", "tp", "size"),
@@ -15,6 +38,113 @@ layouts = pytest.mark.parametrize(
     ],
     ids=["float16-tp1-dp2", "fully_reshardable-tp1-dp2", "fully_reshardable-tp2-dp2"],
 )
+A_LOG = "decoder.layers.0.self_attention.A_log"
+
+
+def master_key(kind: str) -> str:
+    return f"optimizer.state.{'fp32_param' if kind == FLOAT16 else 'param'}.{A_LOG}"
+
+
+def write(kind: str, folder: str, upstream_layer: bool) -> dict[str, torch.Tensor]:
+    """Three steps, saved at tp2; what the file holds of A_log."""
+    with parallel(tp=2):
+        training = build(kind, tp=2, upstream_layer=upstream_layer)
+        for step in range(3):
+            made_up_step(training, step)
+        save(training, folder)
+    held = tensors_in(folder)
+    return {"model": held[A_LOG], "master": held[master_key(kind)]}
+
+
+def read(
+    kind: str,
+    folder: str,
+    tp: int,
+    again: str,
+    upstream_layer: bool = False,
+    optimizer: bool = True,
+) -> dict[str, torch.Tensor]:
+    """A_log of the model and its master, whole, after a load; all replicas must agree."""
+    with parallel(tp=tp):
+        training = build(kind, tp=tp, upstream_layer=upstream_layer, seed=99)
+        (load if optimizer else load_model_only)(training, folder)
+        return whole(training, kind, again)
+
+
+def read_masters(
+    kind: str, folder: str, tp: int, again: str, wrapped: bool
+) -> dict[str, torch.Tensor]:
+    """The same without the optimizer, and then with `load_fp32_masters`."""
+    with parallel(tp=tp):
+        training = build(kind, tp=tp, seed=99)
+        load_model_only(training, folder)
+        before = training.A_log.detach().clone()
+        model = [training.ddp] if wrapped else training.model
+        names = load_fp32_masters(model, folder, metadata(kind))
+        expected = [A_LOG, A_LOG.replace("A_log", "dt_bias")]
+        assert names == sorted(expected + [name.replace(".0.", ".2.") for name in expected]), names
+        assert not torch.equal(training.A_log, before)
+        found = whole(training, kind, again)
+        made_up_step(training, 5)  # the optimizer goes on from the new values, not from the old
+        moved = over_tp(training.A_log) - found["model"]
+        assert 0 < moved.abs().max() < 0.02, moved
+        return found
+
+
+def said_when_saved(kind: str, folder: str, as_torch_file: bool = False) -> list[str]:
+    """The log lines of a save that tell how Megatron's own layer can go on."""
+    said: list[str] = []
+    log_once.cache_clear()
+    with (
+        parallel(),
+        mock.patch.object(observe, "log_single_rank", lambda *args: said.append(args[2])),
+    ):
+        training = build(kind)
+        made_up_step(training, 0)
+        if as_torch_file:
+            training.optimizer.save_parameter_state(f"{folder}/optimizer.pt")
+        else:
+            save(training, folder)
+    return [line for line in said if "Megatron's own layer" in line]
+
+
+def optimizer_by_name(training) -> dict[str, torch.Tensor]:
+    """Masters and Adam's averages, each under its parameter's name."""
+    optimizer, found = training.megatron_optimizer, {}
+    names = {parameter: name for name, parameter in training.model.named_parameters()}
+    masters = {p: p for group in optimizer.fp32_from_fp32_groups for p in group}
+    for half, full in zip(
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
+    ):
+        masters |= dict(zip(half, full, strict=True))
+    for parameter, master in masters.items():
+        found[f"{names[parameter]} master"] = master.detach().clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{names[parameter]} {kind}"] = optimizer.optimizer.state[master][kind].clone()
+    return found
+
+
+def whole(training, kind: str, folder: str) -> dict[str, torch.Tensor]:
+    replicas = replicas_of(training.A_log)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas), replicas
+    made_up_state(training)
+    save(training, folder)
+    held = tensors_in(folder)
+    assert torch.equal(held[A_LOG], over_tp(training.A_log))
+    return {"model": held[A_LOG], "master": held[master_key(kind)]}
+
+
+def made_up_state(training) -> None:
+    """Give an optimizer that was not loaded the state that its checkpoint format asks for."""
+    adam = training.megatron_optimizer.optimizer
+    if not adam.state:
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +155,7 @@ def written(pools, tmp_path_factory):
     def get(*key):
         if key not in made:
             folder = str(tmp_path_factory.mktemp("written"))
-            made[key] = folder, pools(4).run(laws.write, key[0], folder, key[1])[0]
+            made[key] = folder, pools(4).run(write, key[0], folder, key[1])[0]
         return made[key]
 
     return get
@@ -39,7 +169,7 @@ def test_an_upstream_checkpoint_gives_every_replica_its_fp32_master(
     assert old["model"].dtype == torch.bfloat16 and old["master"].dtype == torch.float32
     assert torch.equal(old["model"], old["master"].bfloat16())
     assert not torch.equal(old["model"].float(), old["master"])
-    ours = pools(size).run(laws.read, kind, folder, tp, again=str(tmp_path))
+    ours = pools(size).run(read, kind, folder, tp, again=str(tmp_path))
     for rank in ours:
         assert torch.equal(rank["model"], old["master"])
         assert torch.equal(rank["master"], old["master"])
@@ -51,8 +181,8 @@ def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
 ):
     folder, old = written(kind, True)
     first, second = str(tmp_path / "1"), str(tmp_path / "2")
-    rounded = pools(size).run(laws.read, kind, folder, tp, again=first, optimizer=False)
-    masters = pools(size).run(laws.read_masters, kind, folder, tp, again=second, wrapped=tp == 2)
+    rounded = pools(size).run(read, kind, folder, tp, again=first, optimizer=False)
+    masters = pools(size).run(read_masters, kind, folder, tp, again=second, wrapped=tp == 2)
     assert all(torch.equal(rank["model"], old["model"].float()) for rank in rounded)
     assert all(torch.equal(rank["model"], old["master"]) for rank in masters)
 
@@ -61,21 +191,30 @@ def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
 def test_our_checkpoint_gives_upstream_its_fp32_master(pools, written, tmp_path, kind, tp, size):
     folder, new = written(kind, False)
     assert new["model"].dtype == torch.float32 and torch.equal(new["model"], new["master"])
-    theirs = pools(size).run(laws.read, kind, folder, tp, again=str(tmp_path), upstream_layer=True)
+    theirs = pools(size).run(read, kind, folder, tp, again=str(tmp_path), upstream_layer=True)
     for rank in theirs:
         assert torch.equal(rank["model"], new["model"].bfloat16())
         assert torch.equal(rank["master"], new["model"])
 
 
-def test_a_file_whose_model_is_fp32_needs_no_masters(pools, tmp_path):
-    assert pools(2).run(laws.masters_read_from_our_own_file, str(tmp_path)) == [[], []]
+@on_ranks(2, cp=1)
+def test_a_file_whose_model_is_fp32_needs_no_masters(tmp_path):
+    training = build("fully_reshardable")
+    made_up_step(training, 0)
+    save(training, str(tmp_path))
+    assert load_fp32_masters(training.ddp, str(tmp_path), metadata("fully_reshardable")) == []
 
 
-def test_a_dp_reshardable_checkpoint_of_upstream_is_refused_and_not_misread(pools, tmp_path):
-    outcomes = pools(2).run(laws.read_dp_reshardable_of_upstream, str(tmp_path))
-    assert all("Global shape mismatch" in outcome for outcome in outcomes), outcomes
+@on_ranks(2, cp=1)
+def test_a_dp_reshardable_checkpoint_of_upstream_is_refused_and_not_misread(tmp_path):
+    theirs = build("dp_reshardable", upstream_layer=True)
+    made_up_step(theirs, 0)
+    save(theirs, str(tmp_path))
+    with pytest.raises(CheckpointException, match="Global shape mismatch") as refused:
+        load(build("dp_reshardable", seed=99), str(tmp_path))
+    notes = "\n".join(getattr(refused.value, "__notes__", []))
     way_out = "save it again with --dist-ckpt-optim-fully-reshardable"
-    assert all(outcome.count(way_out) == 1 for outcome in outcomes), outcomes
+    assert f"{refused.value}{notes}".count(way_out) == 1, notes
 
 
 FULLY = "--dist-ckpt-optim-fully-reshardable"
@@ -90,26 +229,51 @@ def test_a_save_that_megatrons_layer_cannot_load_names_the_flags(
     pools, tmp_path, as_torch_file, flags
 ):
     """Megatron's own process has nothing of this package that could add to its error."""
-    found = pools(2).run(laws.said_when_saved, "dp_reshardable", str(tmp_path), as_torch_file)
+    found = pools(2).run(said_when_saved, "dp_reshardable", str(tmp_path), as_torch_file)
     for said in found:
         assert len(said) == 1 and said[0].endswith(f"save it again with {flags}."), said
 
 
 @pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
 def test_a_save_that_it_can_load_says_nothing(pools, tmp_path, kind):
-    assert pools(2).run(laws.said_when_saved, kind, str(tmp_path)) == [[], []]
+    assert pools(2).run(said_when_saved, kind, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize("upstream_first", [True, False], ids=["from upstream", "to upstream"])
-def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(pools, upstream_first):
-    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer."""
-    assert pools(1).run(laws.switch_by_a_plain_state, upstream_first) == [[]]
+@on_ranks(1)
+def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(upstream_first):
+    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer.
+
+    Our layer's process has this package's wrappers, that of Megatron's own layer has not.
+    """
+    with parallel():
+        first = build(FLOAT16, upstream_layer=upstream_first)
+        for step in range(3):
+            made_up_step(first, step)
+        expected, file = optimizer_by_name(first), io.BytesIO()
+        model = first.model.state_dict()
+        torch.save({"model": model, "optimizer": first.optimizer.state_dict()}, file)
+        second = build(FLOAT16, upstream_layer=not upstream_first, seed=99)
+        if not upstream_first:
+            restore_mixed_dtype_optimizers()
+        try:
+            state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            second.model.load_state_dict(state["model"])
+            second.optimizer.load_state_dict(state["optimizer"])
+        finally:
+            repair_mixed_dtype_optimizers()
+        found = optimizer_by_name(second)
+    assert found.keys() == expected.keys()
+    different = [n for n, tensor in found.items() if not torch.equal(tensor, expected[n])]
+    assert not different
 
 
-def test_a_list_of_masters_of_another_model_is_refused(pools):
+@on_ranks(cp=1)
+def test_a_list_of_masters_of_another_model_is_refused():
     """Megatron's own error is about a group, or none where its groups are as many."""
-    (said,) = pools(1).run(laws.a_list_of_another_model)
-    assert "the checkpoint lists" in said and "--no-load-optim" in said, said
+    state = build(FLOAT16, pattern="G-").optimizer.state_dict()
+    with pytest.raises(ValueError, match="(?s)the checkpoint lists.*--no-load-optim"):
+        build(FLOAT16).megatron_optimizer.load_state_dict(state)
 
 
 def test_two_masters_for_one_parameter_are_refused():

@@ -2,65 +2,309 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+)
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.precision import fsdp2_laws as laws
+from megatron_gdn.mixers.fully_sharded import fully_shard as shard_apart
+from tests.distributed.layer_laws import layer_with, randomise_
+from tests.distributed.mixers import BY_NAME, GDN
+from tests.distributed.test_loader_layout import launched_with
+from tests.gpu import fsdp_laws
+from tests.parallel import (
+    alone,
+    assert_close,
+    groups_of_megatron,
+    make_config,
+    parallel,
+    share_of,
+)
+from tests.ranks import on_ranks
 
 
-def test_an_fp32_layer_sharded_over_two_ranks_equals_one(pools):
-    """fp32, and sums over two ranks in another order: 1e-5 of the largest entry."""
-    pools(2).run(laws.fp32_equals_one_rank)
+def _layer():
+    """The same random layer on every rank, without tensor or context parallelism."""
+    return GDN.whole(make_config())
+
+
+def _shard(layer, **policy) -> None:
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+
+
+def _bf16(mixer: str):
+    """The same random bf16 layer with fp32 gates on every rank."""
+    return BY_NAME[mixer].whole(BY_NAME[mixer].config(bf16=True, params_dtype=torch.bfloat16))
+
+
+def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
+    """A hybrid model under ``--use-torch-fsdp2``, and Megatron's optimizer of it.
+
+    The group is that of the other laws: DTensor takes meshes of the same ranks for one another, and
+    Megatron refuses gradients of two groups.
+    """
+    settings, half = DistributedDataParallelConfig(), dtype == torch.bfloat16
+    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
+    model = fsdp_laws.build(dtype, "G-M-", **kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(offset)
+    model = Float16Module(model.config, model) if half else model
+    wrapped = TorchFullyShardedDataParallel(
+        model.config, settings, model, process_group=dist.group.WORLD
+    )
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=half, params_dtype=dtype, clip_grad=0.0)
+    return wrapped, get_megatron_optimizer(adam, [wrapped])
+
+
+def _losses(model, optimizer, steps: range):
+    positions = torch.arange(16).expand(2, -1)
+    for step in steps:
+        torch.manual_seed(50 + 10 * step + dist.get_rank())
+        tokens = torch.randint(fsdp_laws.VOCABULARY, (2, 17))
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        losses.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield losses.detach()
+
+
+@on_ranks(2)
+def test_an_fp32_layer_sharded_over_two_ranks_equals_one():
+    """Every rank has rows of its own; gradients are averaged over them."""
+    # TDOC: """fp32, and sums over two ranks in another order: 1e-5 of the largest entry."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with parallel():
+        one, layer = _layer(), _layer()
+        _shard(layer)
+        x_all = torch.randn(size, 9, 1, 24)
+        expected = one(x_all[rank], None)[0]
+        torch.stack([one(x, None)[0].square().sum() for x in x_all]).mean().backward()
+        out, _ = layer(x_all[rank], None)
+        out.square().sum().backward()
+        assert_close("output", out, expected, 1e-6)
+        for name, parameter in layer.named_parameters():
+            gradient = parameter.grad.full_tensor()
+            assert gradient.dtype == torch.float32
+            assert_close(f"gradient of {name}", gradient, one.get_parameter(name).grad, 1e-5)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
-def test_with_tensor_parallelism_it_equals_one_rank(pools, called, sequence_parallel):
-    pools(4).run(laws.tensor_parallel_equals_one_rank, called, sequence_parallel)
+@on_ranks(4, tp=2)
+def test_with_tensor_parallelism_it_equals_one_rank(called, sequence_parallel):
+    """tp2 x dp2: what fully_shard makes of the parameters has neither hooks nor attributes."""
+    groups = groups_of_megatron()
+    torch.manual_seed(7)
+    one = layer_with(make_config(), alone(), called)
+    randomise_(one)
+    config = make_config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    layer = layer_with(config, groups, called)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(share_of(name, one.get_parameter(name), layer))
+    x_all = torch.randn(2, 10, 1, 24)
+    torch.stack([one(x, None)[0].square().sum() for x in x_all]).mean().backward()
+
+    replicas = parallel_state.get_data_parallel_group()
+    fully_shard(layer, mesh=DeviceMesh.from_group(replicas, "cpu"))
+    x = x_all[replicas.rank()]
+    x = x.chunk(2)[groups.tp.rank()] if sequence_parallel else x
+    layer(x, None)[0].square().sum().backward()
+    if sequence_parallel:  # then the sum over tp is Megatron's, for all norms of a model
+        layer.ddp_config = DistributedDataParallelConfig()
+        _allreduce_non_tensor_model_parallel_grads([layer], config)
+    for name, parameter in layer.named_parameters():
+        expected = share_of(name, one.get_parameter(name).grad, layer)
+        assert_close(f"gradient of {name}", parameter.grad.full_tensor(), expected, 1e-5)
 
 
-def test_with_tensor_parallelism_a_norm_sharded_by_itself_is_refused(pools):
-    for message in pools(4).run(laws.refusal_of_a_norm_sharded_by_itself):
-        assert "weight changed during the forward" in message, message
-        assert "shard the whole GatedDeltaNet" in message
+@on_ranks(4, tp=2)
+def test_with_tensor_parallelism_a_norm_sharded_by_itself_is_refused():
+    """The layer reads its parameters before their hooks gather them, so it sees the change."""
+    config = make_config(tensor_model_parallel_size=2)
+    layer = layer_with(config, groups_of_megatron(), called=False)
+    mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu")
+    for module in (layer.out_norm, layer):
+        fully_shard(module, mesh=mesh)
+    said = "(?s)weight changed during the forward.*shard the whole GatedDeltaNet"
+    with pytest.raises(RuntimeError, match=said):
+        layer(torch.randn(9, 1, 24), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_a_policy_that_rounds_the_gates_is_refused(pools, dtype):
-    for message in pools(2).run(laws.refusal_of, dtype):
-        assert f"A_log reached the layer in {dtype}" in message, message
-        assert "MixedPrecisionPolicy without param_dtype" in message
+@on_ranks(2, cp=1)
+def test_a_policy_that_rounds_the_gates_is_refused(dtype):
+    layer = _layer()
+    _shard(layer, param_dtype=dtype, reduce_dtype=torch.float32)
+    said = f"(?s)A_log reached the layer in {dtype}.*MixedPrecisionPolicy without param_dtype"
+    with pytest.raises(ValueError, match=said):
+        layer(torch.randn(9, 1, 24), None)
 
 
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
-def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(pools, mixer):
-    pools(2).run(laws.equals_unsharded, mixer)
+@on_ranks(2, cp=1)
+def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(mixer):
+    """In bf16, to the bit: output, gradients and a step; every rank has rows of its own.
+
+    Each gradient is the mean of two, which is rounded once, in whatever order they are added.
+    """
+    one, layer = _bf16(mixer), _bf16(mixer)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16, torch.float32}
+    shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (one, layer)]
+    for step in range(2):
+        torch.manual_seed(50 + 2 * step + dist.get_rank())
+        x = torch.randn(9, 1, layer.config.hidden_size, dtype=torch.bfloat16)
+        expected, out = one(x, None)[0], layer(x, None)[0]
+        assert torch.equal(out, expected)
+        for y in (expected, out):
+            y.float().square().sum().backward()
+        assert dict(layer.named_parameters()).keys() == dict(one.named_parameters()).keys()
+        assert layer.state_dict().keys() == one.state_dict().keys()
+        for name, whole in one.named_parameters():
+            dist.all_reduce(whole.grad)
+            whole.grad /= dist.get_world_size()
+            sharded = layer.get_parameter(name)
+            assert sharded.dtype == sharded.grad.dtype == whole.dtype, name
+            assert torch.equal(sharded.grad.full_tensor(), whole.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, whole in one.named_parameters():
+            assert torch.equal(layer.get_parameter(name).full_tensor(), whole), name
 
 
-def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart(pools):
-    pools(2).run(laws.a_policy_equals_a_cast)
+@on_ranks(2, cp=1)
+def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
+    """A policy that rounds the weights of an fp32 layer leaves the gates as they are."""
+    one, layer = _layer().bfloat16(), _layer()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
+    x = torch.randn(9, 1, 24)
+    assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
 
 
-def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_bit(pools):
-    pools(2).run(laws.megatrons_wrapper_equals_unsharded)
+@on_ranks(2)
+def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_bit():
+    """A bf16 model under ``--use-torch-fsdp2``: losses, gradients and a step to the bit."""
+    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
+    with parallel(), fsdp_laws.on_this_device():
+        one, model = (
+            Float16Module(m.config, m)
+            for m in (fsdp_laws.build(torch.bfloat16, "G-M-", **kind) for _ in range(2))
+        )
+        settings = DistributedDataParallelConfig()
+        # The group of the other laws: DTensor takes meshes of the same ranks for one another, and
+        # Megatron refuses gradients of two groups.
+        world = dist.group.WORLD
+        wrapped = TorchFullyShardedDataParallel(model.config, settings, model, process_group=world)
+        assert any("fp32_group" in name for name, _ in model.named_modules())
+        torch.manual_seed(50 + dist.get_rank())
+        tokens = torch.randint(fsdp_laws.VOCABULARY, (2, 17))
+        positions = torch.arange(16).expand(2, -1)
+        expected, losses = (
+            m(tokens[:, :-1], positions, None, labels=tokens[:, 1:]) for m in (one, wrapped)
+        )
+        assert torch.equal(losses, expected)
+        for loss in (expected, losses):
+            loss.sum().backward()
+        for name, whole in one.named_parameters():
+            dist.all_reduce(whole.grad)
+            whole.grad /= dist.get_world_size()
+            assert torch.equal(model.get_parameter(name).grad.full_tensor(), whole.grad), name
+        adam = OptimizerConfig(
+            optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0
+        )
+        for m in (one, wrapped):
+            m.ddp_config = settings
+            get_megatron_optimizer(adam, [m]).step()
+        for name, whole in one.named_parameters():
+            assert torch.equal(model.get_parameter(name).full_tensor(), whole), name
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+@on_ranks(4)
 def test_a_bf16_layer_with_tensor_parallelism_equals_the_unsharded_layer_to_the_bit(
-    pools, mixer, sequence_parallel
+    mixer, sequence_parallel
 ):
-    pools(4).run(laws.bf16_tensor_parallel_equals_unsharded, mixer, sequence_parallel)
+    """tp 2 x dp 2, in bf16, to the bit: every gradient is the mean of two replicas'."""
+    kind = {
+        "bf16": True, "params_dtype": torch.bfloat16,
+        "tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
+    _clear_sharding_prop_cache()  # it names groups that have ended
+    with parallel(tp=2):
+        groups = groups_of_megatron()
+        replicas = parallel_state.get_data_parallel_group()
+        whole = _bf16(mixer)
+        mixers = BY_NAME[mixer]
+        one, layer = (mixers.build(mixers.config(**kind), groups) for _ in range(2))
+        for each in (one, layer):
+            mixers.copy_shares(each, whole)
+        shard_apart(layer, mesh=DeviceMesh.from_group(replicas, "cpu"))
+        torch.manual_seed(50 + replicas.rank())
+        x = torch.randn(10, 1, layer.config.hidden_size, dtype=torch.bfloat16)
+        x = x.chunk(2)[groups.tp.rank()] if sequence_parallel else x
+        expected, out = one(x, None)[0], layer(x, None)[0]
+        assert torch.equal(out, expected)
+        for y in (expected, out):
+            y.float().square().sum().backward()
+        for name, whole_grad in one.named_parameters():
+            dist.all_reduce(whole_grad.grad, group=replicas)
+            whole_grad.grad /= replicas.size()
+            sharded = layer.get_parameter(name)
+            assert sharded.dtype == sharded.grad.dtype == whole_grad.dtype, name
+            assert torch.equal(sharded.grad.full_tensor(), whole_grad.grad), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_run_goes_on_from_a_torch_dcp_file(pools, tmp_path, dtype):
-    pools(2).run(laws.a_run_goes_on_from_a_torch_dcp_file, str(tmp_path), dtype)
+@on_ranks(2)
+def test_a_run_goes_on_from_a_torch_dcp_file(tmp_path, dtype):
+    """To the bit, into a model of other weights; the calls of Megatron's script."""
+    with parallel(), fsdp_laws.on_this_device():
+        model, optimizer = _under_megatrons_wrapper(dtype)
+        list(_losses(model, optimizer, range(2)))
+        stored = {"model": model.state_dict_for_save_checkpoint()}
+        checkpoint.save(
+            {**stored, "optimizer": optimizer.state_dict()}, checkpoint_id=str(tmp_path)
+        )
+        expected = list(_losses(model, optimizer, range(2, 4)))
+
+        model, optimizer = _under_megatrons_wrapper(dtype, offset=1.0)
+        loaded = {"model": model.state_dict(), "optimizer": optimizer.state_dict(is_loading=True)}
+        checkpoint.load(loaded, checkpoint_id=str(tmp_path))
+        optimizer.load_state_dict(loaded["optimizer"])
+        found = list(_losses(model, optimizer, range(2, 4)))
+        assert all(map(torch.equal, found, expected))
 
 
-def test_torch_dist_is_refused_before_the_first_step_and_a_format_that_works_is_named(
-    pools, tmp_path
-):
-    for at_the_save, at_the_start in pools(2).run(laws.refusals_of_torch_dist, str(tmp_path)):
-        assert "in_proj.weight" in at_the_save and f"--save {tmp_path}" in at_the_start
-        for message in (at_the_save, at_the_start):
-            assert "Give --ckpt-format torch_dcp" in message
-            assert "--use-distributed-optimizer in place of" in message
+@on_ranks(2, cp=1)
+def test_torch_dist_is_refused_before_the_first_step_and_a_format_that_works_is_named(tmp_path):
+    """At the first save; and before the first step, in a launch that will save."""
+    flags = ("--use-torch-fsdp2", "--save", str(tmp_path))
+    with fsdp_laws.on_this_device():
+        model, _ = _under_megatrons_wrapper(torch.float32)
+        with pytest.raises(ValueError, match="in_proj.weight") as at_the_save:
+            model.module.sharded_state_dict()
+        with launched_with(*flags), pytest.raises(ValueError) as at_the_start:
+            _under_megatrons_wrapper(torch.float32)
+        assert f"--save {tmp_path}" in str(at_the_start.value)
+        for refused in (at_the_save, at_the_start):
+            assert "Give --ckpt-format torch_dcp" in str(refused.value)
+            assert "--use-distributed-optimizer in place of" in str(refused.value)
+        with launched_with(*flags, "--ckpt-format", "torch_dcp"):
+            _under_megatrons_wrapper(torch.float32)

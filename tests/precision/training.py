@@ -276,3 +276,33 @@ def replicas_of(local: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local.detach().contiguous(), group=group)
     return parts
+
+
+def shares(training: Training) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, and of this rank's shares of their masters and Adam's state."""
+    optimizer = training.megatron_optimizer
+    adam = optimizer.optimizer
+    found = {}
+    for name, parameter in training.model.named_parameters():
+        found[name] = parameter
+        if parameter in optimizer.model_param_group_index_map:
+            group, index = optimizer.model_param_group_index_map[parameter]
+            master = adam.param_groups[group]["params"][index]
+            state = adam.state.get(master, {})
+            found |= {f"{name} {key}": value for key, value in [("master", master), *state.items()]}
+    return {key: value.detach().clone() for key, value in found.items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    different = [key for key, value in one.items() if not torch.equal(value, other[key])]
+    assert not different, different
+
+
+def raised(call) -> str | None:
+    """The exception that the call raises, if any."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,228 @@
+"""What holds under either scheme of context parallelism, and which one a layer takes."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_gdn.compat import observe
+from megatron_gdn.context_parallel import price
+from megatron_gdn.gdn import layer as layer_module
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.rules.choice import Choice
+from tests.distributed.layer_laws import (
+    build_layer,
+    forward_backward,
+    over_ranks,
+    randomise_,
+    require_same_bits,
+    thd,
+)
+from tests.distributed.mixer_laws import parallel_equals_one_rank
+from tests.distributed.mixers import GDN
+from tests.parallel import groups_of_megatron, make_config
+from tests.ranks import on_ranks
+
+RECOMPUTE = {"recompute_norm_out": True, "recompute_qkv": True}
+ONE_KEY_HEAD = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
+MODES, LAYOUTS = ("headwise", "chunkwise"), ("zigzag", "zigzag_buffer", "contiguous")
+modes = pytest.mark.parametrize("linear_cp_mode", MODES)
+
+
+def forget_tables(layer) -> None:
+    """Empty every cache of a function in the package, and the layer's of micro-batches.
+
+    What they hold was made on some device.
+    """
+    modules = [m for name, m in sys.modules.items() if name.startswith("megatron_gdn.")]
+    found = {id(x): x for m in modules for x in vars(m).values() if hasattr(x, "cache_clear")}
+    assert len(found) > 5
+    for cache in found.values():
+        cache.cache_clear()
+    layer.micro_batches._made.clear()
+
+
+@modes
+@on_ranks(cp=2)
+def test_training_works_after_an_evaluation_in_inference_mode(linear_cp_mode):
+    """Tables that an evaluation made under ``torch.inference_mode`` serve training too."""
+    layer = over_ranks(linear_cp_mode=linear_cp_mode)
+    x, packed = torch.randn(24, 1, layer.hidden_size), thd((16, 32))
+    with torch.inference_mode():
+        layer(x, None, packed_seq_params=packed)
+    found = forward_backward(layer, x, packed)
+    assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+@pytest.mark.parametrize(
+    ("cp", "linear_cp_mode", "layout"),
+    [(1, "auto", "zigzag"), *((2, m, y) for m in MODES for y in LAYOUTS)],
+)
+@on_ranks(cp="cp")
+def test_tables_do_not_follow_the_default_device(cp, linear_cp_mode, layout):
+    """Nothing that is worked out on the host comes up on ``torch.set_default_device``'s.
+
+    On meta, which stands for a GPU here, it would have no values.
+    """
+    layer = over_ranks(linear_cp_mode=linear_cp_mode, cp_layout=layout)
+    lengths = (3, 0, 61, 7) if cp == 1 else (20, 0, 84)
+    x = torch.randn(sum(lengths) // cp, 1, layer.hidden_size)
+
+    def results() -> list[dict[str, torch.Tensor]]:
+        made = []
+        for packed in (None, thd(lengths)):
+            forget_tables(layer)
+            made.append(forward_backward(layer, x, packed))
+        return made
+
+    usual = results()
+    with torch.device("meta"):
+        elsewhere = results()
+    for found, expected in zip(elsewhere, usual, strict=True):
+        require_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("cp", "options"),
+    [(1, {}), (1, RECOMPUTE), *((2, {"linear_cp_mode": mode}) for mode in MODES)],
+    ids=str,
+)
+@on_ranks(cp="cp")
+def test_no_tokens_give_gradients_of_zero(cp, options):
+    layer = over_ranks(**options)
+    for tokens, batch, packed in ((0, 2, None), (8, 0, None), (0, 1, thd((0, 0)))):
+        x = torch.randn(tokens, batch, layer.hidden_size)
+        found = forward_backward(layer, x, packed)
+        assert found.pop("output").shape == found["input"].shape == x.shape
+        assert all((gradient == 0).all() for gradient in found.values())
+
+
+@modes
+@on_ranks(cp=2)
+def test_recomputing_the_norm_works_inside_checkpoints(linear_cp_mode):
+    """In a block that a checkpoint of either kind computes again."""
+    layer = over_ranks(linear_cp_mode=linear_cp_mode, recompute_norm_out=True)
+    randomise_(layer)
+    x, packed = torch.randn(24, 1, layer.hidden_size), thd((16, 32))
+
+    def block(x, *_, **__):
+        return layer(x, None, packed_seq_params=packed)[0].tanh(), None
+
+    plain = forward_backward(layer, x, run=block)
+    for reentrant in (True, False):
+        again = partial(checkpoint, block, use_reentrant=reentrant)
+        found = forward_backward(layer, x, run=lambda x, *_, again=again, **__: again(x))
+        require_same_bits(found, plain)
+
+
+@on_ranks(cp=2)
+def test_a_checkpoint_holds_while_auto_changes_the_scheme():
+    """What a micro-batch saves must not depend on the one before it.
+
+    A checkpoint that is not reentrant compares what its two forwards save. Sizes are made tiny by
+    prices without fixed parts.
+    """
+    with patch.multiple(price, FIXED=0, LATENCY=0, STEP=0):
+        layer = over_ranks(linear_cp_mode="auto")
+        randomise_(layer)
+        schemes = []
+        for lengths in ((4096,), (16,) * 8, (8,), (4096,)):
+            packed = thd(lengths)
+            x = torch.randn(sum(lengths) // 2, 1, layer.hidden_size, requires_grad=True)
+
+            def block(x, packed=packed):
+                out, _ = layer(x, None, packed_seq_params=packed)
+                schemes.append(layer.micro_batches.of(packed, out).scheme.name)
+                return out
+
+            checkpoint(block, x, use_reentrant=False).sum().backward()
+        assert set(schemes) == {"headwise", "chunkwise"}, schemes
+
+
+def _projection(layer, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As many rows of one rank as one asks for, without memory."""
+    return torch.empty(tokens, 1, layer.dims.layout.width, dtype=dtype, device="meta")
+
+
+def chosen(
+    tokens: int,
+    config_mode: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    most_heads: int | None = None,
+    sizes: dict | None = None,
+    **options,
+) -> str:
+    """The scheme, under a delta rule that runs at most so many heads on a rank."""
+
+    class FewHeads(PlainRule):
+        def why_not_heads(self, heads: int) -> str | None:
+            return None if heads <= most_heads else f"this rule runs at most {most_heads}"
+
+    rule = lambda *_, **__: Choice(FewHeads(), "a test")  # noqa: E731
+    config = make_config(context_parallel_size=2, **(sizes or {}))
+    config.linear_cp_mode = config_mode
+    patched = patch.object(layer_module, "choose_rule", rule)
+    with nullcontext() if most_heads is None else patched:
+        layer = build_layer(config, groups_of_megatron(), options)
+        return layer.micro_batches.of(None, _projection(layer, tokens // 2, dtype)).scheme.name
+
+
+@on_ranks(cp=2)
+def test_the_mode_comes_from_the_spec_or_the_config():
+    long, short = 2**20, 64
+    assert chosen(short) == "headwise" and chosen(long) == "chunkwise"
+    assert chosen(short, "chunkwise") == "chunkwise" and chosen(long, "headwise") == "headwise"
+    assert chosen(short, "headwise", linear_cp_mode="chunkwise") == "chunkwise"
+    assert chosen(short, sizes=ONE_KEY_HEAD) == "chunkwise"
+    assert chosen(short, most_heads=4) == "headwise"
+    assert chosen(short, most_heads=3) == "chunkwise"
+
+
+@on_ranks(cp=2)
+def test_activations_are_priced_in_their_own_dtype():
+    """Twice the bytes per row cost headwise twice, and chunkwise nothing more."""
+    for dtype, scheme in ((torch.bfloat16, "headwise"), (torch.float32, "chunkwise")):
+        assert chosen(2**19, dtype=dtype) == scheme
+
+
+@on_ranks(2)
+def test_the_mode_of_the_config_equals_one_rank():
+    def config(**changes):
+        made = make_config(**changes)
+        made.linear_cp_mode = "chunkwise"
+        return made
+
+    parallel_equals_one_rank(replace(GDN, config=config), 1, 2)
+
+
+@on_ranks(cp=2)
+def test_auto_logs_each_choice_once():
+    """Three layers meet a short, a long and another short micro-batch."""
+    messages: list[str] = []
+    observe.log_once.cache_clear()
+    with patch.object(observe, "log_single_rank", lambda *args: messages.append(args[2])):
+        layers = [over_ranks() for _ in range(3)]
+        for tokens in (8, 2**20, 12):
+            for layer in layers:
+                layer.micro_batches.of(None, _projection(layer, tokens // 2))
+    headwise, chunkwise = [m for m in messages if "linear_cp_mode" in m]
+    assert "takes 'headwise'" in headwise and "8 tokens" in headwise
+    assert "2 ranks, 2 per machine" in headwise and "ms chunkwise" in headwise
+    assert "takes 'chunkwise'" in chunkwise
+
+
+@on_ranks(cp=2)
+def test_modes_that_cannot_run_are_refused():
+    for options, message in (
+        ({"linear_cp_mode": "ring"}, "'headwise', 'chunkwise', 'auto'"),
+        ({"linear_cp_mode": "headwise", "changes": ONE_KEY_HEAD}, "linear_cp_mode='chunkwise'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            over_ranks(**options)
+    with pytest.raises(ValueError, match="leaves 4 value heads on a rank.*runs at most 3"):
+        chosen(8, "headwise", most_heads=3)
