@@ -1,9 +1,7 @@
 """The rules of Kimi Delta Attention: the gated delta rule with a decay per channel.
 
-The equations are in :mod:`..ops.rules.token_rule` (Kimi Team, "Kimi Linear", 2025).
-
-With G_i [K] the running sum of g in a chunk, only the interactions of its tokens differ from those
-in :mod:`..ops.delta_rule.chunk_math`:
+(Kimi Team, "Kimi Linear", 2025; :mod:`..ops.rules.token_rule`.) With G_i [K] the running sum of g
+in a chunk, only interactions of its tokens differ from :mod:`..ops.delta_rule.chunk_math`:
 
     A_ij = sum_c k_ic k_jc exp(G_ic - G_jc),  j < i        P_ij likewise with q_i,  j <= i
 
@@ -27,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +33,11 @@ from torch import Tensor
 from ..ops.delta_rule.base import RuleInputs
 from ..ops.delta_rule.chunk_math import ChunkGrads, Chunks, upto
 from ..ops.delta_rule.plain import PlainRule
-from ..ops.delta_rule.static_chunks import StaticChunkGroup, StaticChunks
+from ..ops.delta_rule.static_chunks import StaticChunks
 from ..ops.documents import Documents
 from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
 from ..ops.rules.base import in_one_row, in_rows
 from ..ops.rules.choice import Choice, Kernels, choose
-from ..ops.rules.chunk_table import ChunkGroup, ChunkTable
 from ..ops.rules.token_rule import TokenRule, recurrence
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
@@ -152,30 +149,18 @@ class StaticPerChannel(PerChannel, StaticChunks):
     """The same on documents in fixed buffers."""
 
 
-def channel_chunks_of(table: ChunkTable, group: ChunkGroup, *args: Any, **kwargs: Any) -> Chunks:
-    """The chunks of a group, in the form that the group needs; of a power of two tokens each."""
-    kind = StaticPerChannel if isinstance(group, StaticChunkGroup) else PerChannel
-    return kind(table, group, *args, **kwargs)
-
-
 class PlainKDA(PlainRule):
     """The chunk form in plain torch (:mod:`.rule`) as a rule: ``backend="reference"``."""
 
-    chunks = staticmethod(channel_chunks_of)
+    kinds = PerChannel, StaticPerChannel
 
 
 def recurrent_kda(
     inputs: RuleInputs, documents: Documents | None = None, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, in fp32 (fp64 for fp64); see :mod:`..ops.rules.token_rule`.
+    """Token by token, in fp32 (fp64 for fp64); see :func:`..ops.rules.token_rule.recurrence`.
 
-    Args:
-        inputs: with ``g [B, T, H, K]``; q and k have G heads, each for H / G neighbouring ones.
-        documents: boundaries, all batch rows end to end; None when a row is one sequence.
-        initial: ``[N, H, K, V]``; None is zero.
-
-    Returns:
-        The output ``[B, T, H, V]`` and the states after it, ``[N, H, K, V]``.
+    ``documents``: all batch rows end to end; None when a row is one sequence.
     """
     rows, dtype = inputs.v.shape[:2], inputs.v.dtype
     offsets = None if documents is None else documents.filled_offsets

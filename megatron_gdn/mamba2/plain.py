@@ -8,10 +8,8 @@ the sum of g from the first token of a chunk to t, S the state that enters the c
     o_t   = sum_{u <= t} exp(s_t - s_u) (C_t . B_u) dt_u x_u  +  exp(s_t) S^T C_t  +  D x_t
     S_out = exp(s_last) S  +  sum_u exp(s_last - s_u) B_u (dt_u x_u)^T
 
-Every exponent is <= 0; those of u > t are masked before exp(). Products have one shape on a GPU
-(:class:`..ops.rules.chunk_table.ChunkTable`), so the bits of a sequence do not depend on the others
-of its batch. The backward computes the forward again under autograd, one group of chunks at a time,
-so the T x T matrices of one group are kept, not those of a sequence.
+Every exponent is <= 0; those of u > t are masked before exp(). The backward computes the forward
+again under autograd, one group of chunks at a time, so the T x T matrices of one group are kept.
 
 Legend: B batch, S seq, N sequences, n chunks, T tokens of a chunk, G groups, R heads per group
 (heads h R .. h R + R - 1 read group h of B and C), H = G R, K state dim, V head dim.

@@ -32,13 +32,10 @@ _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 class Obstacle(NamedTuple):
-    """Why a backend cannot run, and the error to raise when it is asked for by name.
-
-    ``error`` is ImportError where another installation would help, else ValueError.
-    """
+    """Why a backend cannot run."""
 
     why: str
-    error: type[Exception] = ValueError
+    error: type[Exception] = ValueError  # ImportError where another installation would help
 
 
 def told_of_plain(device: torch.device | str, *obstacles: Obstacle | None) -> str:
@@ -125,12 +122,8 @@ def why_not_fla(
     if key_dim is not None and key_dim > 256:
         return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
     obstacle = fla_package(torch.cuda.get_device_capability(device)[0])
-    why = _of_functions(functions()) if obstacle is None and functions else None
+    why = functions() if obstacle is None and functions else None
     return obstacle if why is None else Obstacle(why, ImportError)
-
-
-def _of_functions(why: str | None) -> str | None:
-    return None if why is None else f"flash-linear-attention: {why}"
 
 
 @cache
@@ -172,7 +165,7 @@ def _why_not_fla_package(major: int) -> str | None:
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
         )
-    return _of_functions(why_not_callable())  # last: it imports fla
+    return why_not_callable()  # last: it imports fla
 
 
 @cache

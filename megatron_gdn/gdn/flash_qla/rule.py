@@ -1,13 +1,13 @@
 """FlashQLA as a rule: its stages called one by one, so that nothing waits for the device.
 
-FlashQLA's own entry reads sequence lengths back from the GPU, once per new ``cu_seqlens``, and
-sums dq and dk over the value heads of a key head in a pass of its own. Here the plan of a packed
-batch is made from host offsets, and the heads are summed inside our backward kernel.
+FlashQLA's own entry reads sequence lengths back from the GPU, and sums dq and dk over the value
+heads of a key head in a pass of its own. Here plans are made from host offsets, and the front's
+backward sums the heads.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,23 +41,12 @@ from .states import (
 )
 
 
-class Carried(NamedTuple):
-    """A forward in parts between which it carried states; saved is :meth:`PartMaps.saved`."""
+class Ran(NamedTuple):
+    """How a forward ran: it saved g_sum, A and what is named here."""
 
     plan: Plan
-
-
-class Whole(NamedTuple):
-    """A forward of sequences that are not cut; saved g_sum, A, and the initial states if given."""
-
-    plan: Plan
-
-
-class Uncarried(NamedTuple):
-    """A forward without states, by FlashQLA's own driver."""
-
-    plan: Plan
-    cache: type | None  # FlashQLA's dataclass of the tensors that its backward reuses
+    how: Literal["in parts", "whole", "own"]  # PartMaps.saved; initial states if given; the cache
+    cache: type | None = None  # FlashQLA's dataclass of the tensors that its own backward reuses
 
 
 def _offsets(inputs: RuleInputs, documents: Documents | None) -> tuple[int, ...]:
@@ -86,7 +75,7 @@ class FlashQlaForward(RuleForward):
         if self._rule.aligned and self._maps is None:
             plan = self._rule.plan(inputs, self._documents, states=True)
             o, last, tensors = whole_output(in_one_row(inputs), initial, plan)
-            saved = Saved(tensors if keep else (), Whole(plan))
+            saved = Saved(tensors if keep else (), Ran(plan, "whole"))
             return RuleOutput(in_rows(o, rows), last if final else None, saved)
         if initial is not None or self._maps is not None:
             maps = self._part_maps()
@@ -96,7 +85,7 @@ class FlashQlaForward(RuleForward):
                 in_one_row(inputs), maps.g_sum, maps.A, entering, *plan.carrying,
                 output_h=False, output_final_state=final,
             )  # fmt: skip
-            saved = Saved(maps.saved(entering) if keep else (), Carried(plan))
+            saved = Saved(maps.saved(entering) if keep else (), Ran(plan, "in parts"))
             return RuleOutput(in_rows(o, rows), last, saved)
         plan = self._rule.plan(inputs, self._documents, states=False)
         flat = inputs if plan.parts is None else in_one_row(inputs)
@@ -108,7 +97,7 @@ class FlashQlaForward(RuleForward):
         # The tensors that the backward reuses: fields of a small dataclass.
         kept = () if carried is None else tuple(vars(carried).values())
         cache = None if carried is None else type(carried)
-        return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Uncarried(plan, cache)))
+        return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Ran(plan, "own", cache)))
 
 
 class CarriedBackward(RuleBackward):
@@ -122,6 +111,7 @@ class CarriedBackward(RuleBackward):
         super().__init__(rule, d_o, inputs, saved, documents)
         self._d_o, self._inputs = in_one_row(d_o), in_one_row(inputs)
         self._plan, self._at_chunks = saved.plan.plan, saved.made
+        self._saved = saved._replace(made=None)
 
     def _of_parts(self) -> Tensor:
         if self._d_local is None:
@@ -160,12 +150,14 @@ class UncarriedBackward(RuleBackward):
         g_sum, A = (in_one_row(x) for x in self._saved.tensors[:2])
         plan = self._rule.plan(self._inputs, self._documents, states=True)
         inputs = in_one_row(self._inputs)
-        saved = Saved(part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Carried(plan))
+        saved = Saved(
+            part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Ran(plan, "in parts")
+        )
         begun = CarriedBackward(self._rule, self._d_o, self._inputs, saved, self._documents)
         return begun.d_initial()
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        (plan, cache), states = self._saved.plan, self._saved.made
+        (plan, _, cache), states = self._saved.plan, self._saved.made
         g_sum, A, *kept = self._saved.tensors
         del self._saved  # frees each tensor after its last use, not at the end
         d_o, inputs = self._d_o, self._inputs
@@ -185,8 +177,7 @@ class UncarriedBackward(RuleBackward):
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side, and so are batch rows where rows times
-    heads are fewer than the GPU's multiprocessors. If the log-decay of a part falls below
+    Long sequences are cut into parts that run side by side. If the log-decay of a part falls below
     -10, the state that entered it is taken as zero from there on (e^-10 = 4.5e-5, a hundredth of a
     bf16 rounding).
 
@@ -241,7 +232,7 @@ class FlashQlaRule(Rule):
     def run_again(
         self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """One pass computes the output and the states at chunks, which the backward then reads.
+        """One pass for the output and the states at chunks, which the backward then reads.
 
         Without a second run another kernel computes these states, and rounds elsewhere.
         """
@@ -249,11 +240,11 @@ class FlashQlaRule(Rule):
         expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         rows, at_chunks = inputs.v.shape[:2], None
         inputs = inputs if plan.parts is None else in_one_row(inputs)
-        if isinstance(kept.plan, Whole):
+        if kept.plan.how == "whole":
             o, _, tensors = whole_output(inputs, initial, plan)
         else:
             g_sum, A = triangular(inputs, plan)
-            if isinstance(kept.plan, Carried):
+            if kept.plan.how == "in parts":
                 entering = initial if plan.cut.are_sequences else kept.tensors[2]
                 of = plan.carrying
             else:
@@ -269,9 +260,9 @@ class FlashQlaRule(Rule):
     def begin_backward(
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> UncarriedBackward | CarriedBackward:
-        if isinstance(saved.plan, Whole):
+        if saved.plan.how == "whole":
             saved = self._in_parts(inputs, saved, documents)
-        if isinstance(saved.plan, Carried):
+        if saved.plan.how == "in parts":
             return CarriedBackward(self, d_o, inputs, saved, documents)
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
@@ -281,4 +272,4 @@ class FlashQlaRule(Rule):
         plan = plan_of(_offsets(inputs, documents), inputs.v.shape[2], True, inputs.v.device)
         maps = part_maps(in_one_row(inputs), plan, (g_sum, A))
         entering = entering_states(maps.local, maps.through, plan.cut, *initial or (None,))
-        return Saved(maps.saved(entering), Carried(plan))
+        return Saved(maps.saved(entering), Ran(plan, "in parts"))

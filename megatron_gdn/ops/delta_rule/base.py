@@ -51,10 +51,7 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check the arguments of :func:`megatron_gdn.ops.gated_delta_rule`.
-
-    Returns:
-        The resolved document boundaries, or None when the input is not packed.
+    """Check the arguments of :func:`megatron_gdn.ops.gated_delta_rule`, and resolve documents.
 
     Raises:
         ValueError: says which shape was expected and which was given.
@@ -94,9 +91,9 @@ def check_rule_inputs(
 
 
 class HeadSizes(NamedTuple):
-    """Heads and head dims that one rank holds; :attr:`layout` is the row that follows from them.
+    """Heads and head dims that one rank holds.
 
-    The convolved sections come first, so their column in a row is also their convolution channel.
+    In :attr:`layout` the convolved sections come first: their columns are also conv channels.
     """
 
     key_heads: int
@@ -138,10 +135,7 @@ class HeadSizes(NamedTuple):
         return _layout(*self).width
 
     def check_projection(self, proj: Tensor, gates: Tensor | None = None) -> None:
-        """Refuse a projection whose rows do not hold these heads.
-
-        Args:
-            gates: ``[S, B, 2 H]`` if the rows hold no gates.
+        """Refuse a projection whose rows do not hold these heads; ``gates``: as of the front.
 
         Raises:
             ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not

@@ -11,7 +11,7 @@ dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,34 +21,32 @@ from ..autograd import first_derivative_only, uncompiled
 from ..documents import Documents
 from ..elementwise import l2norm
 from ..fp32_matmul import full_fp32_matmul
-from ..rules.chunk_table import ChunkTable
+from ..rules.chunk_table import ChunkGroup, ChunkTable
 from ..static_documents import StaticDocuments
 from .base import check_rule_inputs
 from .chunk_math import ChunkGrads, Chunks
-from .static_chunks import chunks_of, static_chunk_table
+from .static_chunks import StaticChunkGroup, StaticChunks, static_chunk_table
 
 
 class ChunkedRule(NamedTuple):
     """The rule over sequences of known lengths, as two plain calls without autograd.
 
     A token that is not finite (NaN or inf in k, v, g, beta) makes the outputs of its head NaN from
-    itself on. Outputs before it keep their bits. A log-decay may be -inf. Finite numbers whose
-    products overflow inside a chunk may change the outputs of the chunk's earlier tokens, and all
-    gradients of the sequence.
+    itself on; those before keep their bits. A log-decay may be -inf. Finite numbers whose products
+    overflow inside a chunk may change its earlier outputs, and all gradients of the sequence.
 
     Attributes:
-        lengths: tokens of every sequence, in order; or documents in fixed buffers. There, empty
-            sequences keep their states.
+        lengths: of sequences; or documents in fixed buffers, where empty ones keep their states.
         scale: factor on the output.
         aligned: the forward computes groups of one size on a CPU too, see :mod:`..aligned`.
-        chunks: makes the chunks of a group, :func:`.static_chunks.chunks_of` or its like.
+        kinds: the chunks of an ordinary group, and those in fixed buffers.
     """
 
     lengths: tuple[int, ...] | StaticDocuments
     chunk_size: int
     scale: float
     aligned: bool = False
-    chunks: Callable[..., Chunks] = chunks_of
+    kinds: tuple[type[Chunks], type[StaticChunks]] = (Chunks, StaticChunks)
 
     @property
     def sequences(self) -> int:
@@ -67,6 +65,10 @@ class ChunkedRule(NamedTuple):
             return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
         return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device, aligned)
 
+    def chunks(self, table: ChunkTable, group: ChunkGroup, *inputs, set_aside: bool = False):
+        kind = self.kinds[isinstance(group, StaticChunkGroup)]
+        return kind(table, group, *inputs, self.scale, set_aside)
+
     def forward(
         self, q, k, v, g, beta, state: Tensor, last: bool = True, output: bool = True
     ) -> tuple[Tensor, Tensor]:
@@ -78,7 +80,7 @@ class ChunkedRule(NamedTuple):
         ends = state.flatten(1, 2), final.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = self.chunks(table, group, q, k, v, g, beta, self.scale, set_aside=output)
+                x = self.chunks(table, group, q, k, v, g, beta, set_aside=output)
                 S, carried = x.walk(carried, *ends) if walks else (x.entering(ends[0]), None)
                 if output:
                     table.put(rows, group, x.output(S))
@@ -91,7 +93,7 @@ class ChunkedRule(NamedTuple):
         d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
         with full_fp32_matmul(v.device.type):
             for group in reversed(table.groups):
-                x = self.chunks(table, group, q, k, v, g, beta, self.scale)
+                x = self.chunks(table, group, q, k, v, g, beta)
                 *_, d_carried = x.walk_back(x.output_gradient(do)[:, 0], d_carried, *d_ends)
         return d_initial
 
@@ -110,7 +112,7 @@ class ChunkedRule(NamedTuple):
         kept, carried, d_carried = [], None, None
         with full_fp32_matmul(v.device.type):
             for group in table.groups:
-                x = self.chunks(table, group, *inputs, self.scale)
+                x = self.chunks(table, group, *inputs)
                 S, carried = x.walk(carried, *ends)
                 kept.append((x, S))
             while kept:
@@ -156,15 +158,11 @@ def torch_chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule in chunks, in plain torch: deterministic, and runs everywhere.
 
-    Computes in fp32 (fp64 for fp64 input); sequences of any length, packed documents included.
-    The backward recomputes, so a call keeps its inputs and nothing else. A second
-    derivative is refused.
+    Computes in fp32 (fp64 for fp64 input). The backward recomputes, so a call keeps its inputs and
+    nothing else. A second derivative is refused.
 
-    Args:
-        chunk_size: tokens per chunk; changes rounding, speed and memory, not the result.
-        query, key, ..., cu_seqlens: as in :func:`megatron_gdn.ops.gated_delta_rule`.
-
-    Returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`.
+    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`. ``chunk_size``, tokens
+    per chunk, changes rounding, speed and memory, not the result.
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     if chunk_size < 1:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs
 from .chunk import ChunkedRule
 from .chunk_math import Chunks
-from .static_chunks import chunks_of
+from .static_chunks import StaticChunks
 
 
 def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
@@ -25,7 +24,7 @@ def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
     if not isinstance(documents, StaticDocuments):
         lengths = lengths_of_sequences(stage._rows, documents)
     K = stage._inputs.k.shape[-1]
-    return ChunkedRule(lengths, CHUNK, K**-0.5, aligned, stage._rule.chunks)
+    return ChunkedRule(lengths, CHUNK, K**-0.5, aligned, stage._rule.kinds)
 
 
 def _state(chunked: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
@@ -70,16 +69,12 @@ class PlainBackward(RuleBackward):
 
 
 class PlainRule(Rule):
-    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
-
-    Attributes:
-        chunks: as of :class:`.chunk.ChunkedRule`.
-    """
+    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``."""
 
     name = "reference"
     batch_invariant = True
     reads_again = frozenset(RuleInputs._fields)
-    chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
+    kinds = Chunks, StaticChunks
     forward, backward = PlainForward, PlainBackward
 
     def __init__(self, aligned: bool = False) -> None:

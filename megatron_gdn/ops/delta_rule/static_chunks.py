@@ -9,7 +9,7 @@ Legend: as :mod:`.chunk_math`; N sequences, of which empty ones keep their state
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,16 +49,12 @@ class StaticChunkGroup(ChunkGroup):
     last_here: Tensor
 
 
-def static_chunk_table(documents: StaticDocuments, chunk_size: int, heads: int) -> ChunkTable:
+def static_chunk_table(documents: StaticDocuments, C: int, heads: int) -> ChunkTable:
     """The table of these documents; made once, and written again by every fill."""
     at_once = chunks_at_once(heads)
-    key = (ChunkTable, chunk_size, at_once)
-    if key not in documents.plans:
-        documents.plans[key] = _build(documents, chunk_size, at_once)
-    return documents.plans[key]
-
-
-def _build(documents: StaticDocuments, C: int, at_once: int) -> ChunkTable:
+    key = (ChunkTable, C, at_once)
+    if key in documents.plans:
+        return documents.plans[key]
     n = documents.most_chunks(C)
     padded = -(-n // at_once) * at_once if chunk_table.fills_up(documents.device) else n
     places = documents.table(("places", C, padded), lambda these: _places(these, C, padded))
@@ -78,7 +74,9 @@ def _build(documents: StaticDocuments, C: int, at_once: int) -> ChunkTable:
             first=first, last=last, first_here=first_here, last_here=last_here,
         )  # fmt: skip
         groups.append(group)
-    return ChunkTable(C, documents.sequences, tuple(groups), places.slot)
+    table = ChunkTable(C, documents.sequences, tuple(groups), places.slot)
+    documents.plans[key] = table
+    return table
 
 
 def _places(documents: StaticDocuments, C: int, padded: int) -> _Places:
@@ -112,12 +110,6 @@ def _in_group(places: _Places, start: int, stop: int) -> tuple[Tensor, Tensor, T
         (chunk - start).clamp(0, stop - start - 1) for chunk in (places.first, places.last)
     )
     return first, last, here(places.first), here(places.last)
-
-
-def chunks_of(table: ChunkTable, group: ChunkGroup, *args: Any, **kwargs: Any) -> Chunks:
-    """The chunks of a group, in the form that the group needs."""
-    kind = StaticChunks if isinstance(group, StaticChunkGroup) else Chunks
-    return kind(table, group, *args, **kwargs)
 
 
 class StaticChunks(Chunks):

@@ -68,10 +68,9 @@ class RuleForward(_Stage):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output, from the states that enter the sequences.
+        """The output, from the states that enter the sequences; None is zero.
 
         Args:
-            initial: ``[N, H, K, V]``; None is zero.
             keep: whether a backward will come.
             final: also return the states after the last tokens.
         """
@@ -95,17 +94,15 @@ class RuleBackward(_Stage):
         raise NotImplementedError
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, see :mod:`...gdn.half`.
+        """Called after d_o was multiplied in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`.
 
-        Nothing is left to do for a backward that keeps no tensor made from d_o.
+        A backward that keeps no tensor made from d_o has nothing to do.
         """
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
 
-        Args:
-            initial: the forward's.
-            d_final: ``[N, H, K, V]``, the gradient of the final states; None is zero.
+        ``initial`` is the forward's, ``d_final [N, H, K, V]`` of the final states; None is zero.
         """
         raise NotImplementedError
 
@@ -148,7 +145,7 @@ class Rule:
         """Called when a layer is built that will run this rule, to start compiling its kernels.
 
         Args:
-            layout: the projection columns on the rank where the rule runs, with the rule's heads.
+            layout: with the heads of the rank where the rule runs.
             dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
             states: whether states enter and leave it.
         """
@@ -162,10 +159,7 @@ class Rule:
     ) -> RuleOutput:
         """``o`` of a forward whose output was dropped, and what its backward needs.
 
-        Args:
-            inputs: all of them, with the bits of the first run.
-            kept: from :meth:`kept_to_run_again`.
-            initial: the states that entered the sequences, as in the first run.
+        Inputs and states have the bits of the first run; ``kept``: from :meth:`kept_to_run_again`.
         """
         return self.begin(inputs, documents).run(initial)
 

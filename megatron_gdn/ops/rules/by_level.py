@@ -141,8 +141,8 @@ def _in_buffer(pieces: list[Tensor], documents: TreeDocuments) -> Tensor:
 def _gathered(grads: list[Any], documents: TreeDocuments) -> Any:
     """One tuple of gradients from those of the levels.
 
-    The factors of a head (:class:`..delta_rule.base.RuleGrads`) become the largest of them, as if
-    all levels had been one call. They are powers of two: only what is tiny beside it is rounded.
+    The factors of a head, powers of two, become the largest of them: only what is tiny beside it is
+    rounded.
     """
     kind, factor = type(grads[0]), {}
     if getattr(grads[0], "factor", None) is not None:

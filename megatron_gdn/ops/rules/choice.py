@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -46,15 +46,11 @@ class Kernels(NamedTuple):
     by_name: bool = False
 
 
-class Plain(Protocol):
-    def __call__(self, *, aligned: bool = False) -> Rule: ...
-
-
 def choose(
     backend: str,
     mixer: str,
     kernels: Mapping[str, Kernels],
-    plain: Plain,
+    plain: Callable[..., Rule],
     *,
     device: torch.device,
     deterministic: bool,
@@ -67,7 +63,7 @@ def choose(
             runs here; if that is not the first one, the log says why, once. A name is never
             replaced by another.
         mixer: its name in messages.
-        plain: builds the reference.
+        plain: builds the reference, also with ``aligned=True``.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: kernels that were tested for that, or the reference. Kernels may be asked
             for by name where they were not tested; the log then says so.
@@ -144,7 +140,7 @@ def _made(kernels: Kernels, deterministic: bool) -> Rule:
     return kernels.rule(batch_invariant=True) if deterministic else kernels.rule()
 
 
-def _aligned(backend: str, kernels: Mapping[str, Kernels], plain: Plain) -> Choice:
+def _aligned(backend: str, kernels: Mapping[str, Kernels], plain: Callable[..., Rule]) -> Choice:
     if backend not in ("auto", "reference"):
         raise ValueError(
             f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "
