@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
+from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, require_even_groups
 from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
 from ..ops.front.base import Parameters
@@ -185,7 +185,24 @@ def gdn_parts(
         ValueError: rows of other heads; a convolution of other channels or one that is not
             contiguous; fp16 operands without ``normalise_qk``, unknown ``kernels``.
     """
-    sizes.check_projection(rows, gates)
+    require_even_groups(sizes.key_heads, sizes.value_heads)
+    width = sizes.width if gates is None else sizes.beta_column
+    if rows.dim() != 3 or rows.shape[2] != width:
+        raise ValueError(
+            f"the projection must be [S, B, {width}] for {sizes.key_heads} key heads of "
+            f"{sizes.key_dim} and {sizes.value_heads} value heads of {sizes.value_dim}, got "
+            f"{tuple(rows.shape)}."
+        )
+    if rows.stride(2) != 1:
+        raise ValueError(
+            f"the columns of the projection must be adjacent in memory, got strides "
+            f"{rows.stride()}; call .contiguous() on it first."
+        )
+    if gates is not None and gates.shape != (*rows.shape[:2], 2 * sizes.value_heads):
+        raise ValueError(
+            f"the gates must be {[*rows.shape[:2], 2 * sizes.value_heads]} beside rows "
+            f"{tuple(rows.shape)}, got {tuple(gates.shape)}."
+        )
     if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
         raise ValueError(
             f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "

@@ -29,7 +29,6 @@ Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N se
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -107,11 +106,8 @@ class HalfOperands(Rule):
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    return _triton_kernels() if x.is_cuda and x.dtype != torch.float64 else half_torch
-
-
-@cache
-def _triton_kernels() -> ModuleType:
+    if not x.is_cuda or x.dtype == torch.float64:
+        return half_torch
     from . import half_kernels
 
     return half_kernels

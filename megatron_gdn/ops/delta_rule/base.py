@@ -134,33 +134,6 @@ class HeadSizes(NamedTuple):
     def width(self) -> int:
         return _layout(*self).width
 
-    def check_projection(self, proj: Tensor, gates: Tensor | None = None) -> None:
-        """Refuse a projection whose rows do not hold these heads; ``gates``: as of the front.
-
-        Raises:
-            ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not
-                contiguous, or the value heads are not a multiple of the key heads.
-        """
-        if self.value_heads % self.key_heads:
-            require_even_groups(self.key_heads, self.value_heads)
-        width = self.width if gates is None else self.beta_column
-        if proj.dim() != 3 or proj.shape[2] != width:
-            raise ValueError(
-                f"the projection must be [S, B, {width}] for {self.key_heads} key heads of "
-                f"{self.key_dim} and {self.value_heads} value heads of {self.value_dim}, got "
-                f"{tuple(proj.shape)}."
-            )
-        if proj.stride(2) != 1:
-            raise ValueError(
-                f"the columns of the projection must be adjacent in memory, got strides "
-                f"{proj.stride()}; call .contiguous() on it first."
-            )
-        if gates is not None and gates.shape != (*proj.shape[:2], 2 * self.value_heads):
-            raise ValueError(
-                f"the gates must be {[*proj.shape[:2], 2 * self.value_heads]} beside rows "
-                f"{tuple(proj.shape)}, got {tuple(gates.shape)}."
-            )
-
 
 def require_even_groups(key_heads: int, value_heads: int) -> None:
     """Refuse value heads that are not a multiple of the key heads.
