@@ -1,8 +1,4 @@
-"""The gated delta rule as a function of tensors, differentiable in all of them.
-
-:func:`.rule.resolve_rule` chooses its implementation, as for the layer, and the same stages run.
-Only here: ``"recurrent"``, the token recurrence, which is the oracle. Layers do not offer it.
-"""
+"""The gated delta rule as a function of tensors, by the stages that layers run."""
 
 from __future__ import annotations
 
@@ -59,8 +55,8 @@ def gated_delta_rule(
             every document.
         chunk_size: tokens per chunk; does not change the result. Kernels take only 64.
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
-            :func:`.rule.resolve_rule`; or ``"recurrent"``, plain torch token by token. Under
-            ``torch.use_deterministic_algorithms`` resolve_rule gets ``deterministic=True``.
+            :func:`.rule.resolve_rule`, which gets ``deterministic=True`` under
+            ``torch.use_deterministic_algorithms``; or ``"recurrent"``, token by token: the oracle.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32

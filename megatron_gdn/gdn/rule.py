@@ -37,17 +37,16 @@ def resolve_rule(
     operands: str = "fp16",
     normalise_qk: bool = True,
 ) -> Choice:
-    """Choose the delta rule of the mixer, from shapes, dtype and architecture alone.
+    """Choose the delta rule of a layer, from shapes, dtype and architecture alone.
 
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``: the
             first of these that fits; if that is not the first one, the log says why, once. A name
             that is not ``"auto"`` is never replaced by another.
         deterministic: results repeat bit for bit, from run to run and process to process, and a
-            sequence's results do not depend on the others of its batch. ``"auto"`` then takes
-            flash_qla where it was tested for that (see :mod:`.rule`), else the reference.
-            fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
-            name where it was not tested; the log then says so.
+            sequence's do not depend on the others of its batch. ``"auto"`` then takes flash_qla
+            where it was tested for that, else the reference. fla is refused, since it picks its
+            kernels by timing. flash_qla asked for by name where it was not tested is logged.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, ``reason`` says so.

@@ -6,16 +6,14 @@ in a chunk, only interactions of its tokens differ from :mod:`..ops.delta_rule.c
     A_ij = sum_c k_ic k_jc exp(G_ic - G_jc),  j < i        P_ij likewise with q_i,  j <= i
 
 They are no product of two matrices: exp(G_i) times exp(-G_j) overflows, since a fast gate sums to
--320 in a chunk of 64 tokens. So a chunk is cut in halves. A reader i of the second half meets a
-writer j of the first half across the boundary r between them:
+-320 in a chunk. So a chunk is cut in halves. A reader i of the second half meets a writer j of the
+first half across the boundary r between them:
 
     exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
 
-which is a product of two matrices. Both halves are cut again in the same way, down to single
-tokens. A factor that underflows belongs to an interaction that is smaller still.
-
-The gradient of g_t sums what crosses t: the readers at t or later in a second half, the writers
-before t in a first half. No term is added and subtracted, so strong decay costs no digits.
+which is a product of two matrices. Both halves are cut again, down to single tokens. The gradient
+of g_t sums what crosses t: the readers at t or later in a second half, the writers before t in a
+first half. No term is added and subtracted, so strong decay costs no digits.
 
 Legend: b chunks and heads, C tokens of a chunk, K key dim, m tokens of a half, h pairs of halves,
 R value heads per key head.

@@ -48,17 +48,12 @@ class ChunkedRule(NamedTuple):
     aligned: bool = False
     kinds: tuple[type[Chunks], type[StaticChunks]] = (Chunks, StaticChunks)
 
-    @property
-    def sequences(self) -> int:
-        if isinstance(self.lengths, StaticDocuments):
-            return self.lengths.sequences
-        return len(self.lengths)
-
     def zero_state(self, k: Tensor, v: Tensor) -> Tensor:
         """``[N, G, R, K, V]`` in the dtype that the rule computes in."""
-        groups, K = k.shape[2:]
+        (groups, K), lengths = k.shape[2:], self.lengths
+        count = lengths.sequences if isinstance(lengths, StaticDocuments) else len(lengths)
         wide = torch.promote_types(v.dtype, torch.float32)
-        return v.new_zeros(self.sequences, groups, v.shape[2] // groups, K, v.shape[3], dtype=wide)
+        return v.new_zeros(count, groups, v.shape[2] // groups, K, v.shape[3], dtype=wide)
 
     def _table(self, v: Tensor, aligned: bool = False) -> ChunkTable:
         if isinstance(self.lengths, StaticDocuments):

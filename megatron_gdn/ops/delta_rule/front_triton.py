@@ -59,8 +59,7 @@ def prepare_forward(
         g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b), or twice that
 
     Args:
-        proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha; any strides of the first
-            two dimensions.
+        proj: ``[S, B, P]``, query | key | value | z | beta | alpha; any strides of S and B.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``, W >= 2, contiguous; ``[C]`` or None.
         documents: the same in every batch row; None when every row is one sequence. Taps never
             cross a boundary, in either direction.
@@ -76,8 +75,7 @@ def prepare_forward(
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
 
     Raises:
-        ValueError: tokens too far apart for any tile, or more than 65535 batch rows. The backward
-            raises the same.
+        ValueError: tokens too far apart for any tile, or more than 65535 batch rows.
     """
     S, B, _ = proj.shape
     G, H, K, V = sizes

@@ -59,16 +59,14 @@ def choose(
     """The rule of a mixer: kernels in order of preference, or else plain torch.
 
     Args:
-        backend: a name of ``kernels``, ``"reference"`` (plain torch), or ``"auto"``: the first that
-            runs here; if that is not the first one, the log says why, once. A name is never
-            replaced by another.
-        mixer: its name in messages.
+        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``: the first that runs here; if
+            that is not the first one, the log says why, once. A name is never replaced.
         plain: builds the reference, also with ``aligned=True``.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: kernels that were tested for that, or the reference. Kernels may be asked
             for by name where they were not tested; the log then says so.
-        aligned: training and generation give a token the same bits, see
-            :mod:`megatron_gdn.ops.aligned`: tested kernels or the reference, on the grid.
+        aligned: training and generation give a token the same bits, see :mod:`..aligned`: tested
+            kernels or the reference, on the grid.
 
     Raises:
         ValueError: an unknown name, or one that ``deterministic``, ``aligned`` or the kernels' own

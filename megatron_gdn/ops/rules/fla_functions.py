@@ -57,9 +57,7 @@ _CALLED = {
 def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[str]]) -> str | None:
     """Which of these functions cannot be called with its arguments by name; None if all can.
 
-    Args:
-        home_of_rule: the module that imports them, and has ``RCP_LN2`` beside them.
-        called: (module, function) to the arguments that are passed by name.
+    ``home_of_rule``: the module that imports them, and has ``RCP_LN2`` beside them.
     """
     for (home, name), wanted in {**called, _INDEX: {"cu_seqlens_cpu"}}.items():
         try:
@@ -168,8 +166,7 @@ def parts_of(inputs: Any, documents: Documents | None) -> Parts:
     """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits.
 
     Raises:
-        NotImplementedError: fixed buffers, whose documents are not cut, of too many tokens for
-            that.
+        NotImplementedError: fixed buffers, whose documents are not cut, of too many tokens.
     """
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
