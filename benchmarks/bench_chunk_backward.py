@@ -65,7 +65,7 @@ def both_ways(lengths, inputs, channels: bool) -> dict[str, Callable[[], Any]]:
 
 
 def check() -> None:
-    from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+    from megatron_gdn.gdn.api import recurrent_gated_delta_rule
     from megatron_gdn.kda.rule import recurrent_kda
     from megatron_gdn.ops.documents import Documents
     from megatron_gdn.ops.rules import chunk_table

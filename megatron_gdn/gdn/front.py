@@ -29,7 +29,7 @@ from ..ops.readout.base import Apart
 from ..ops.readout.choose import per_head
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
-from .recurrent import RecurrentRule
+from .api import RecurrentRule
 
 if TYPE_CHECKING:
     from ..ops.front.edges import Edges

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import RuleInputs
+from ..ops.delta_rule.chunk import StaticChunks
 from ..ops.delta_rule.chunk_math import ChunkGrads, Chunks, upto
 from ..ops.delta_rule.plain import PlainRule
-from ..ops.delta_rule.static_chunks import StaticChunks
 from ..ops.documents import Documents
 from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
 from ..ops.rules.base import in_one_row, in_rows

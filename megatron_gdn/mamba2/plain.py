@@ -114,8 +114,8 @@ def run_group(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
     sums = x.g.cumsum(-1)
-    entering, *ends = walk(group, x, sums, carried, initial)
-    return output_of_group(x, sums, entering), *ends
+    entering, carried, final = walk(group, x, sums, carried, initial)
+    return output_of_group(x, sums, entering), carried, final
 
 
 class _Chunked:

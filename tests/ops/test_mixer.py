@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes

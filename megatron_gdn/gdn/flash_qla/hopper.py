@@ -218,7 +218,8 @@ class HopperStages:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
         start = initial_state
         if start is None:  # not read
-            start = final if whole == N else k.new_empty(N, H, K, V, dtype=_F32)
+            unread = final if whole == N else None
+            start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         ending = start[:whole] if final is None else final
         programs, many = N * H, self._homes["fused_gdr_fwd"].TARGET_NUM_CTAS
         block = 128 if programs >= many else 64 if programs * 2 >= many else 32

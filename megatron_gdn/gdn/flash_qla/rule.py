@@ -208,11 +208,11 @@ class FlashQlaRule(Rule):
         return plan
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
-        heads, device = inputs.v.shape[2], inputs.k.device
+        (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if isinstance(documents, StaticDocuments):
             return static_plan_of(documents, heads, self.batch_invariant, states)
         if documents is None and not (states or self.batch_invariant):
-            return plan_of_rows(*inputs.k.shape[:2], heads, device)
+            return plan_of_rows(rows, tokens, heads, device)
         if self.aligned:
             return plan_of_whole(_offsets(inputs, documents), device)
         return plan_of(_offsets(inputs, documents), heads, self.batch_invariant, device)

@@ -54,7 +54,7 @@ def part_maps(
     if parts.ragged is not None:
         chunks = torch.where(parts.ragged, parts.chunks, chunks)
     # FlashQLA's own function rounds what its kernel returns to bf16.
-    wide = {"final_dtype": torch.float32} if isinstance(run, HopperStages) else {}
+    wide = {"final_dtype": torch.float32} if isinstance(stages(), HopperStages) else {}
     _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
         output_h=False, cu_seqlens=parts.offsets, num_warmup_chunks=chunks, **wide,
@@ -138,7 +138,7 @@ def gradients(
         overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
     """
     run = stages()
-    sparing = {"overwrite_dht": overwrite_last} if isinstance(run, HopperStages) else {}
+    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
               "cu_seqlens": plan.part_offsets}  # fmt: skip
     if states is None:

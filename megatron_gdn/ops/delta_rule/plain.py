@@ -12,9 +12,8 @@ from ..rules.chunk_table import CHUNK, lengths_of_sequences
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs
-from .chunk import ChunkedRule
+from .chunk import ChunkedRule, StaticChunks
 from .chunk_math import Chunks
-from .static_chunks import StaticChunks
 
 
 def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
@@ -44,14 +43,14 @@ class PlainForward(RuleForward):
         wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
         state = chunked.zero_state(inputs.k, wide_v)
         state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
-        _, final = chunked.forward(*inputs._replace(v=wide_v), state, output=False)
+        _, final = chunked.forward(*inputs._replace(v=wide_v), state=state, output=False)
         return StateMap(*final.flatten(1, 2).split([V, K], dim=-1))
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         inputs, chunked = self._inputs, _chunked(self, self._rule.aligned)
-        o, last = chunked.forward(*inputs, _state(chunked, inputs, initial), final)
+        o, last = chunked.forward(*inputs, state=_state(chunked, inputs, initial), last=final)
         return RuleOutput(in_rows(o, self._rows), last.flatten(1, 2) if final else None, Saved())
 
 
@@ -64,7 +63,7 @@ class PlainBackward(RuleBackward):
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         inputs, chunked = self._inputs, _chunked(self)
         state, d_state = (_state(chunked, inputs, x) for x in (initial, d_final))
-        *grads, _ = chunked.backward(self._d_o, d_state, *inputs, state)
+        *grads, _ = chunked.backward(self._d_o, d_state, *inputs, state=state)
         return RuleGrads(*(in_rows(x, self._rows) for x in grads))
 
 

@@ -92,9 +92,6 @@ class RuleByLevel(Rule):
         self.name, self.batch_invariant = rule.name, rule.batch_invariant
         self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
 
-    def why_not_heads(self, heads: int) -> str | None:
-        return self.rule.why_not_heads(heads)
-
 
 def _carried(maps: StateMap, d_final: Tensor) -> Tensor:
     """``through^T d_final + local``; products of one shape, whatever other sequences there are."""

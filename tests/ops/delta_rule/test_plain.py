@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
