@@ -39,23 +39,15 @@ if TYPE_CHECKING:
 class GDNFront:
     """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``;
     and the gates ``[S, B, 2 H]``, beta | alpha, if the rows do not hold them.
-
-    Attributes:
-        kernels: what :func:`..ops.delta_rule.front_choice.kernels_for` chose.
-        normalise_qk: scale q and k to unit length.
-        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
-        dtype: of q, k and v; None is the projection's.
-        batch_invariant: the bits of a packed document do not depend on where it lies.
-        again: inputs that the backward computes again. Of q, k and v, q costs the least per byte.
     """
 
     sizes: HeadSizes
-    kernels: Any
-    normalise_qk: bool = True
-    allow_neg_eigval: bool = False
-    dtype: torch.dtype | None = None
-    batch_invariant: bool = False
-    again: tuple[str, ...] = ("q",)
+    kernels: Any  # what :func:`..ops.delta_rule.front_choice.kernels_for` chose
+    normalise_qk: bool = True  # scale q and k to unit length
+    allow_neg_eigval: bool = False  # write strengths in (0, 2) instead of (0, 1)
+    dtype: torch.dtype | None = None  # of q, k and v; None is the projection's
+    batch_invariant: bool = False  # the bits of a packed document do not depend on its place
+    again: tuple[str, ...] = ("q",)  # computed again in the backward; q costs the least per byte
 
     names = RuleInputs._fields
     convolved = ("q", "k", "v")

@@ -71,13 +71,10 @@ class HalfBackward(RuleBackward):
 
 
 class HalfOperands(Rule):
-    """A rule on fp16 operands in a layer of another dtype.
+    """A rule on fp16 operands in a layer of another dtype; only that rule sees scaled states.
 
-    q, k, v and o are fp16, d_o has the layer's dtype. Only the wrapped rule sees scaled states.
-
-    Args:
-        rule: not a batch invariant one: the power of two depends on all documents of a batch, and
-            decides which small numbers lose bits.
+    It is not a batch invariant one: the power of two depends on all documents of a batch, and
+    decides which small numbers lose bits.
     """
 
     operand_dtype = torch.float16

@@ -14,7 +14,6 @@ from ..ops.obstacles import (
     installed_version,
     why_not_fla,
     why_not_flash_qla,
-    why_not_heads,
 )
 from ..ops.rules.base import Rule
 from ..ops.rules.choice import Choice, Kernels, Tested, choose
@@ -120,7 +119,7 @@ def _why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Obstacle | None:
     obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
-    heads = why_not_heads("flash_qla", sizes.value_heads)
+    heads = FlashQlaRule().why_not_heads(sizes.value_heads)
     return Obstacle(heads) if obstacle is None and heads is not None else obstacle
 
 

@@ -131,11 +131,7 @@ class FlaBackward(fla_functions.FlaBackward):
 
 
 class FlaKDA(fla_functions.FlaRule):
-    """fla's KDA; where 16 of the least log-decay fit fp32, in its faster kernels.
-
-    Args:
-        lower_bound: of g; None: unbounded.
-    """
+    """fla's KDA; with a ``lower_bound`` of g of which 16 fit fp32, in its faster kernels."""
 
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = FlaForward, FlaBackward

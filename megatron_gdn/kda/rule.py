@@ -191,8 +191,7 @@ def choose_kda(
     Args:
         backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, by this name alone),
             ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
-        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels; cuDNN takes
-            no other.
+        lower_bound: of the log-decay. From -5 on fla takes faster kernels; cuDNN takes no other.
         deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
     K, V = state.rows, state.columns

@@ -83,14 +83,6 @@ def why_not_flash_qla(
     return flash_qla_package()
 
 
-def why_not_heads(backend: str, value_heads: int) -> str | None:
-    """Why a backend's kernels do not take this many value heads on a rank; None when they do."""
-    if backend == "flash_qla" and value_heads % 2:
-        # Seen with 3 of them: tilelang finds no layout for the sums of g over a chunk.
-        return f"flash_qla compiles for an even number of value heads per rank, not {value_heads}"
-    return None
-
-
 @cache
 def flash_qla_package() -> Obstacle | None:
     installed = installed_version("flash-qla")
@@ -111,10 +103,7 @@ def why_not_fla(
     key_dim: int | None = None,
     functions: Callable[[], str | None] | None = None,
 ) -> Obstacle | None:
-    """Why fla's kernels cannot train on this device, and the fix; None when they can.
-
-    ``functions``: why those of a mixer cannot be called, beside the gated delta rule's.
-    """
+    """Why fla's kernels cannot train here, and the fix; ``functions``: why a mixer's cannot."""
     if device.type != "cuda":
         return Obstacle(f"fla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):

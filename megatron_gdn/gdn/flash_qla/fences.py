@@ -72,9 +72,6 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     """Compile these kernels with the fences that they lack, in this process, from here on.
 
     Each is checked at its first use, because a hook that was set later may have replaced this one.
-
-    Args:
-        kernels: a module of FlashQLA and the name of a function in it that tilelang compiles.
     """
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]

@@ -201,11 +201,7 @@ def _remember_chunks(on_device: Tensor, offsets: Sequence[int]) -> None:
 def static_plan_of(
     documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
 ) -> Plan:
-    """The plan of these documents, which are not cut if states enter them.
-
-    Raises:
-        NotImplementedError: a buffer of less than a chunk.
-    """
+    """The plan of these documents, which are not cut if states enter them."""
     key = (Plan, states) if states else (Plan, value_heads, batch_invariant)
     if key in documents.plans:
         return documents.plans[key]

@@ -106,19 +106,6 @@ def whole_output(
     return o, last, (g_sum, A, *given)
 
 
-def d_initial_of_parts(
-    d_o: Tensor, inputs: RuleInputs, saved: tuple[Any, ...], plan: Plan
-) -> Tensor:
-    """``[P, H, K, V]``: gradient of states that enter parts; that of states that leave is 0."""
-    g_sum, A, chunks_back, *_ = saved
-    _, d_local = stages().fused_gdr_dh(
-        q=inputs.q, k=inputs.k, a=A, g=g_sum, b=inputs.beta, do=d_o, dht=None, output_dh0=True,
-        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.cut.offsets,
-        num_warmup_chunks=chunks_back,
-    )  # fmt: skip
-    return d_local
-
-
 def gradients(
     d_o: Tensor,
     inputs: RuleInputs,
@@ -132,10 +119,8 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in their order.
 
-    Args:
-        first, last_grad: states that enter the parts; gradient of those that leave them.
-        states: at chunks, of a second run of the forward; None: computed here.
-        overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
+    ``first`` enters the parts, ``last_grad`` is of what leaves them, and may be overwritten if
+    nobody else reads it. ``states``: at chunks, of a second run; None: computed here.
     """
     run = stages()
     sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}

@@ -51,11 +51,7 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check the arguments of :func:`megatron_gdn.ops.gated_delta_rule`, and resolve documents.
-
-    Raises:
-        ValueError: says which shape was expected and which was given.
-    """
+    """Check the shapes of :func:`megatron_gdn.ops.gated_delta_rule`, and resolve documents."""
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
@@ -123,10 +119,6 @@ class HeadSizes(NamedTuple):
         return _layout(*self).conv_width
 
     @property
-    def z_column(self) -> int:
-        return _layout(*self).gate_columns.start
-
-    @property
     def beta_column(self) -> int:
         return _layout(*self).columns("beta").start
 
@@ -136,11 +128,7 @@ class HeadSizes(NamedTuple):
 
 
 def require_even_groups(key_heads: int, value_heads: int) -> None:
-    """Refuse value heads that are not a multiple of the key heads.
-
-    Raises:
-        ValueError: names both numbers.
-    """
+    """Raise a ValueError for value heads that are not a multiple of the key heads."""
     if value_heads % key_heads:
         raise SizeError(
             f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value heads "

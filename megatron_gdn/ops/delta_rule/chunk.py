@@ -169,18 +169,13 @@ class ChunkedRule(NamedTuple):
     A token that is not finite (NaN or inf in k, v, g, beta) makes the outputs of its head NaN from
     itself on; those before keep their bits. A log-decay may be -inf. Finite numbers whose products
     overflow inside a chunk may change its earlier outputs, and all gradients of the sequence.
-
-    Attributes:
-        lengths: of sequences; or documents in fixed buffers, where empty ones keep their states.
-        scale: factor on the output.
-        aligned: the forward computes groups of one size on a CPU too, see :mod:`..aligned`.
-        kinds: the chunks of an ordinary group, and those in fixed buffers.
     """
 
     lengths: tuple[int, ...] | StaticDocuments
     chunk_size: int
-    scale: float
-    aligned: bool = False
+    scale: float  # factor on the output
+    aligned: bool = False  # the forward's groups have one size on a CPU too, see ..aligned
+    # Of an ordinary group, and in fixed buffers.
     kinds: tuple[type[Chunks], type[StaticChunks]] = (Chunks, StaticChunks)
 
     def zero_state(self, k: Tensor, v: Tensor) -> Tensor:

@@ -28,17 +28,11 @@ from ..state_maps.state_map import StateMap
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward beside the inputs.
+    """What a forward keeps for its backward beside the inputs."""
 
-    Attributes:
-        tensors: saved by autograd, None among them where a rule has no tensor to save.
-        plan: how the batch was run, in the rule's own type; None if the documents determine it.
-        made: what a second run of the forward has made for the backward.
-    """
-
-    tensors: tuple[Any, ...] = ()
-    plan: Any = None
-    made: Any = None
+    tensors: tuple[Any, ...] = ()  # saved by autograd; None where a rule has none to save
+    plan: Any = None  # how the batch was run, in the rule's own type
+    made: Any = None  # what a second run of the forward has made for the backward
 
 
 class RuleOutput(NamedTuple):
@@ -108,23 +102,15 @@ class RuleBackward(_Stage):
 
 
 class Rule:
-    """A recurrence over the inputs that a front makes.
+    """A recurrence over the inputs that a front makes."""
 
-    Attributes:
-        name: the ``backend`` that selects it.
-        batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
-        aligned: a token's bits depend on its sequence alone, see :mod:`..aligned`.
-        operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
-            projection's dtype.
-        reads_again: names of the inputs that the backward reads. It gets None for the others.
-        forward, backward: what begins.
-    """
-
-    name: str
+    name: str  # the ``backend`` that selects it
+    # The bits of a sequence do not depend on other sequences or on its place.
     batch_invariant: bool = False
-    aligned: bool = False
+    aligned: bool = False  # a token's bits depend on its sequence alone, see ..aligned
+    # Of the inputs and of o; None is the projection's, which d_o has always.
     operand_dtype: torch.dtype | None = None
-    reads_again: frozenset[str] = frozenset()
+    reads_again: frozenset[str] = frozenset()  # inputs that the backward reads; it gets no others
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
 
@@ -144,10 +130,8 @@ class Rule:
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         """Called when a layer is built that will run this rule, to start compiling its kernels.
 
-        Args:
-            layout: with the heads of the rank where the rule runs.
-            dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
-            states: whether states enter and leave it.
+        ``layout``: of the rank where the rule runs. ``dtype``: of its inputs, unless it has an
+        ``operand_dtype``. ``states``: whether these enter and leave it.
         """
 
     def kept_to_run_again(self, saved: Saved) -> Saved:

@@ -26,24 +26,15 @@ class Tested(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """A backend that computes the rule in a package's kernels.
+    """A backend that computes the rule in a package's kernels."""
 
-    Attributes:
-        why_not: why it cannot run here.
-        rule: builds the rule; tested ones with ``batch_invariant=True`` or ``aligned=True`` too.
-        fits: the reason if ``"auto"`` takes the first of a table.
-        unsteady: why a result may have other bits in another run or beside other sequences, if
-            there is no ``tested``.
-        tested: whether bits may be promised here.
-        by_name: ``"auto"`` does not take it.
-    """
-
-    why_not: Callable[[], Obstacle | None]
-    rule: Callable[..., Rule]
-    fits: str = ""
+    why_not: Callable[[], Obstacle | None]  # why it cannot run here
+    rule: Callable[..., Rule]  # with batch_invariant=True or aligned=True if it has ``tested``
+    fits: str = ""  # the reason if "auto" takes the first of a table
+    # Why a result may have other bits in another run or beside other sequences, or where not.
     unsteady: str | None = None
     tested: Callable[[], Tested] | None = None
-    by_name: bool = False
+    by_name: bool = False  # "auto" does not take it
 
 
 def choose(

@@ -66,15 +66,12 @@ class ChunkTable:
 
     On a GPU all groups have one size; the last is filled up with empty chunks. So every product has
     one shape for any batch, and no bit of a sequence depends on its neighbours.
-
-    Attributes:
-        slot: int64 ``[T]``, the slot of each token; None where groups know their tokens.
     """
 
     chunk_size: int
     sequences: int
     groups: tuple[ChunkGroup, ...]
-    slot: Tensor | None
+    slot: Tensor | None  # int64 [T], of each token; None where groups know their tokens
 
     @cached_property
     def are_chunks(self) -> bool:

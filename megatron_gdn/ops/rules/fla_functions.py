@@ -163,11 +163,7 @@ def _parts(
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> Parts:
-    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits.
-
-    Raises:
-        NotImplementedError: fixed buffers, whose documents are not cut, of too many tokens.
-    """
+    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if isinstance(documents, StaticDocuments):
