@@ -86,9 +86,8 @@ def expect(heads: Heads, part: str) -> None:
 def compile_early(heads: Heads, part: str) -> None:
     """Start processes that compile the kernels of a layer being built, and do not wait for them.
 
-    Does nothing without need (they are there, or another process compiles for these heads), without
-    a Hopper GPU or a cache on disk, or under ``MEGATRON_GDN_COMPILE_AHEAD=0``. ``part`` is
-    first; others follow, because the first batch may differ from what the layer expects.
+    Does nothing without need, a Hopper GPU or a cache on disk, or under
+    ``MEGATRON_GDN_COMPILE_AHEAD=0``. Other parts follow ``part``: batches may differ.
     """
     if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
         return

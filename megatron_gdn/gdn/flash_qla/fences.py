@@ -69,10 +69,7 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
-    """Compile these kernels with the fences that they lack, in this process, from here on.
-
-    Each is checked at its first use, because a hook that was set later may have replaced this one.
-    """
+    """Compile these kernels with the fences that they lack, in this process, from here on."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 
@@ -90,6 +87,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
         configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
         # A new object also forgets what was compiled without fences in this process.
         again = dataclasses.replace(kernel, pass_configs=configs)
+        # At its first use: a hook that was set later may have replaced this one.
         again.compile = _checked(name, again.compile)
         setattr(module, name, again)
 

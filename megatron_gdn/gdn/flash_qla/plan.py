@@ -1,9 +1,8 @@
 """FlashQLA's stages, and its cut of a batch's sequences into parts, made on the host.
 
-In fixed buffers the device alone knows the documents. FlashQLA's grids have one block of threads
-per part (or sequence) and head, or per chunk; a block without tokens writes nothing. The host knows
-the largest number of each, and tables on the device say which tokens a block has. A sequence is
-cut by its own length and the number of heads there, with or without ``batch_invariant``.
+In fixed buffers the device alone knows the documents. The host knows the largest number of parts
+and chunks, and tables on the device say which tokens each has; a block without tokens writes
+nothing. There a sequence is always cut by its own length and the number of heads.
 """
 
 from __future__ import annotations
@@ -148,9 +147,8 @@ def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | No
 def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
     """The plan of batch rows that start at zero.
 
-    FlashQLA runs one block of threads per row and head. Where these are fewer than multiprocessors,
-    the rows are laid end to end and FlashQLA's cost model cuts them as it cuts documents. Rows that
-    it does not cut, and those of a full GPU, run side by side.
+    FlashQLA runs a block of threads per row and head. Where these are fewer than multiprocessors,
+    its cost model cuts the rows as it cuts documents; rows that it leaves whole run side by side.
     """
     sequences = row_offsets(rows, tokens)
     full = rows * value_heads >= multiprocessors()

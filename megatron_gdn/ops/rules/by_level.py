@@ -136,11 +136,7 @@ def _in_buffer(pieces: list[Tensor], documents: TreeDocuments) -> Tensor:
 
 
 def _gathered(grads: list[Any], documents: TreeDocuments) -> Any:
-    """One tuple of gradients from those of the levels.
-
-    The factors of a head, powers of two, become the largest of them: only what is tiny beside it is
-    rounded.
-    """
+    """One tuple of gradients from those of the levels, with the largest factor of each head."""
     kind, factor = type(grads[0]), {}
     if getattr(grads[0], "factor", None) is not None:
         largest = torch.stack([each.factor for each in grads]).amax(0)
