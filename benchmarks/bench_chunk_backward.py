@@ -21,10 +21,10 @@ import torch
 from lib.chunk_autograd import AutogradRule, RuleValues
 from torch import Tensor
 
-from megatron_gdn.kda.rule import channel_chunks_of
+from megatron_gdn.kda.rule import PlainKDA
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.chunk import ChunkedRule
-from megatron_gdn.ops.delta_rule.static_chunks import chunks_of
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.chunk_table import ChunkTable
 
 
@@ -48,7 +48,7 @@ def both_ways(lengths, inputs, channels: bool) -> dict[str, Callable[[], Any]]:
     state, d_final = torch.randn(2, N, H, K, V, dtype=wide, device=v.device)
     do = torch.randn_like(v)
     grouped = (N, k.shape[2], H // k.shape[2], K, V)
-    hand = ChunkedRule(lengths, 64, scale, chunks=channel_chunks_of if channels else chunks_of)
+    hand = ChunkedRule(lengths, 64, scale, kinds=(PlainKDA if channels else PlainRule).kinds)
 
     def by_hand():
         s, d = state.view(grouped), d_final.view(grouped)
@@ -65,7 +65,7 @@ def both_ways(lengths, inputs, channels: bool) -> dict[str, Callable[[], Any]]:
 
 
 def check() -> None:
-    from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+    from megatron_gdn.gdn.api import recurrent_gated_delta_rule
     from megatron_gdn.kda.rule import recurrent_kda
     from megatron_gdn.ops.documents import Documents
     from megatron_gdn.ops.rules import chunk_table

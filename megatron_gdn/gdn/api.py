@@ -1,12 +1,9 @@
-"""The gated delta rule as a function of tensors, differentiable in all of them.
-
-:func:`.rule.resolve_rule` chooses its implementation, as for the layer, and the same stages run.
-Only here: ``"recurrent"``, the token recurrence, which is the oracle. Layers do not offer it.
-"""
+"""The gated delta rule as a function of tensors, by the stages that layers run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +14,7 @@ from ..ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
 from ..ops.rules.base import Rule, Saved
-from .recurrent import recurrent_gated_delta_rule
+from ..ops.rules.token_rule import TokenRule, recurrence
 from .rule import RULES, resolve_rule
 
 
@@ -59,8 +56,8 @@ def gated_delta_rule(
             every document.
         chunk_size: tokens per chunk; does not change the result. Kernels take only 64.
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
-            :func:`.rule.resolve_rule`; or ``"recurrent"``, plain torch token by token. Under
-            ``torch.use_deterministic_algorithms`` resolve_rule gets ``deterministic=True``.
+            :func:`.rule.resolve_rule`, which gets ``deterministic=True`` under
+            ``torch.use_deterministic_algorithms``; or ``"recurrent"``, token by token: the oracle.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -104,6 +101,41 @@ def gated_delta_rule(
             f"tokens. Leave it at 64, or use backend='reference'."
         )
     return run_rule(rule, inputs, documents, **common)
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """One token at a time, in fp32 (fp64 when ``value`` is fp64); slow, and the oracle.
+
+    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`.
+    """
+    documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        query, key = l2norm(query), l2norm(key)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    q, k, v, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
+    q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
+    offsets = None if documents is None else documents.offsets
+    o, final = recurrence(q, k, v, g, beta, initial_state, offsets)
+    return o.to(value.dtype), final if output_final_state else None
+
+
+class RecurrentRule(TokenRule):
+    def tokens(
+        self, inputs: RuleInputs, documents: Documents | None, initial: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        return recurrent_gated_delta_rule(*inputs, initial, True, cu_seqlens=documents)
 
 
 @uncompiled  # as torch_chunk_gated_delta_rule is

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
+from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, require_even_groups
 from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
 from ..ops.front.base import Parameters
@@ -29,7 +29,7 @@ from ..ops.readout.base import Apart
 from ..ops.readout.choose import norm_and_gate
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
-from .recurrent import RecurrentRule
+from .api import RecurrentRule
 
 if TYPE_CHECKING:
     from ..ops.front.edges import Edges
@@ -39,23 +39,15 @@ if TYPE_CHECKING:
 class GDNFront:
     """Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log and dt_bias ``[H]``;
     and the gates ``[S, B, 2 H]``, beta | alpha, if the rows do not hold them.
-
-    Attributes:
-        kernels: what :func:`..ops.delta_rule.front_choice.kernels_for` chose.
-        normalise_qk: scale q and k to unit length.
-        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
-        dtype: of q, k and v; None is the projection's.
-        batch_invariant: the bits of a packed document do not depend on where it lies.
-        again: inputs that the backward computes again. Of q, k and v, q costs the least per byte.
     """
 
     sizes: HeadSizes
-    kernels: Any
-    normalise_qk: bool = True
-    allow_neg_eigval: bool = False
-    dtype: torch.dtype | None = None
-    batch_invariant: bool = False
-    again: tuple[str, ...] = ("q",)
+    kernels: Any  # what :func:`..ops.delta_rule.front_choice.kernels_for` chose
+    normalise_qk: bool = True  # scale q and k to unit length
+    allow_neg_eigval: bool = False  # write strengths in (0, 2) instead of (0, 1)
+    dtype: torch.dtype | None = None  # of q, k and v; None is the projection's
+    batch_invariant: bool = False  # the bits of a packed document do not depend on its place
+    again: tuple[str, ...] = ("q",)  # computed again in the backward; q costs the least per byte
 
     names = RuleInputs._fields
     convolved = ("q", "k", "v")
@@ -77,11 +69,7 @@ class GDNFront:
         kernels: str = "auto",
         aligned: bool = False,
     ) -> GDNFront:
-        """The front of rows in ``dtype`` on a type of device.
-
-        Args:
-            operands, batch_invariant: the rule's ``operand_dtype`` and ``batch_invariant``.
-            aligned: no package computes a token, see :mod:`..ops.aligned`.
+        """The front of rows in ``dtype`` for a rule with these ``operand_dtype`` and other marks.
 
         Raises:
             ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
@@ -176,24 +164,37 @@ def gdn_parts(
             the kernels.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
-        rule: from :func:`.rule.resolve_rule`.
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
-        normalise_qk: scale q and k to unit length.
-        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
-        recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
-            ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
+        recompute_qkv: compute q, k and v again in the backward instead of saving them: saves
+            ``2 (G K + H V)`` bytes per token in bf16 for one more pass over the projection.
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
-            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
-            costs about one more forward of the rule.
+            again in the backward: saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token for about
+            one more forward of the rule.
         kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
         gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:
-        ValueError: rows of other heads, see :meth:`..HeadSizes.check_projection`; a convolution of
-            other channels or one that is not contiguous; fp16 operands without ``normalise_qk``,
-            unknown ``kernels``.
+        ValueError: rows of other heads; a convolution of other channels or one that is not
+            contiguous; fp16 operands without ``normalise_qk``, unknown ``kernels``.
     """
-    sizes.check_projection(rows, gates)
+    require_even_groups(sizes.key_heads, sizes.value_heads)
+    width = sizes.width if gates is None else sizes.beta_column
+    if rows.dim() != 3 or rows.shape[2] != width:
+        raise ValueError(
+            f"the projection must be [S, B, {width}] for {sizes.key_heads} key heads of "
+            f"{sizes.key_dim} and {sizes.value_heads} value heads of {sizes.value_dim}, got "
+            f"{tuple(rows.shape)}."
+        )
+    if rows.stride(2) != 1:
+        raise ValueError(
+            f"the columns of the projection must be adjacent in memory, got strides "
+            f"{rows.stride()}; call .contiguous() on it first."
+        )
+    if gates is not None and gates.shape != (*rows.shape[:2], 2 * sizes.value_heads):
+        raise ValueError(
+            f"the gates must be {[*rows.shape[:2], 2 * sizes.value_heads]} beside rows "
+            f"{tuple(rows.shape)}, got {tuple(gates.shape)}."
+        )
     if conv_weight.shape[0] != sizes.conv_width or not conv_weight.is_contiguous():
         raise ValueError(
             f"conv_weight must be contiguous [{sizes.conv_width}, 1, W] for these heads, got "

@@ -7,32 +7,28 @@ precision only from 2^-14 to 65504:
 
 - q and k have unit length, v is the output of a SiLU, the state is a mean of such values and o a
   fraction of the state. They are not scaled. With beta above 1 values of alternating sign may let
-  the state grow, by less than twice the largest value a token. Values beyond 65504 become inf, and
-  the output and gradients inf or NaN. Values below 2^-14 lose bits; those below 2^-17 have fewer
-  than in bf16.
+  the state grow, by less than twice the largest value a token. Values beyond 65504 become inf;
+  those below 2^-17 have fewer bits than in bf16.
 - Gradients may have any size. So d_o is multiplied by a power of two, chosen on the device for each
   key head. The rule's backward is linear in d_o, and the front multiplies its results by the
   inverse, in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both products are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1; the range above is left
 for sums. With g <= 0, beta <= 2 and unit keys no step of the backward makes the state's gradient
-longer, so over T tokens a column is at most T / sqrt(K) long: 2^13.5 for K = 128 and 2^17 tokens
-that all have the same, largest gradient. In dk and dbeta its products with written values are
-summed over V: 8192 such tokens, one sign in all of V, in a head that neither forgets nor writes
-(beta = 5e-4), came to 2^15. Gradients that agree in a hundredth of their largest leave 2^6 more.
-Sums beyond fp16's range become inf, and that is seen.
+longer, so a column is at most T / sqrt(K) long: 2^13.5 for K = 128 and 2^17 tokens that all have
+the same, largest gradient. In dk and dbeta its products with written values are summed over V: 8192
+such tokens in a head that neither forgets nor writes came to 2^15. Gradients that agree in a
+hundredth of their largest leave 2^6 more. Sums beyond fp16's range become inf, and that is seen.
 
-An element under 2^-13 of the largest loses bits, and one under 2^-16 has fewer than in bf16; the
-error there is at most 2^-24 of the largest (``benchmarks/rounding.py --loud 10`` has the effect of
-a few loud tokens). In state passing the gradient of the final states is held below 2^5 too (a
-column below 2^8.5): it may come from tokens of other ranks with far larger gradients.
+An element under 2^-13 of the largest loses bits, and one under 2^-16 has fewer than in bf16
+(``benchmarks/rounding.py --loud 10``). In state passing the gradient of the final states is held
+below 2^5 too: it may come from tokens of other ranks with far larger gradients.
 
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim, N sequences.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -75,13 +71,10 @@ class HalfBackward(RuleBackward):
 
 
 class HalfOperands(Rule):
-    """A rule on fp16 operands in a layer of another dtype.
+    """A rule on fp16 operands in a layer of another dtype; only that rule sees scaled states.
 
-    q, k, v and o are fp16, d_o has the layer's dtype. Only the wrapped rule sees scaled states.
-
-    Args:
-        rule: not a batch invariant one: the power of two depends on all documents of a batch, and
-            decides which small numbers lose bits.
+    It is not a batch invariant one: the power of two depends on all documents of a batch, and
+    decides which small numbers lose bits.
     """
 
     operand_dtype = torch.float16
@@ -110,11 +103,8 @@ class HalfOperands(Rule):
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    return _triton_kernels() if x.is_cuda and x.dtype != torch.float64 else half_torch
-
-
-@cache
-def _triton_kernels() -> ModuleType:
+    if not x.is_cuda or x.dtype == torch.float64:
+        return half_torch
     from . import half_kernels
 
     return half_kernels

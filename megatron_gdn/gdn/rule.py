@@ -14,7 +14,6 @@ from ..ops.obstacles import (
     installed_version,
     why_not_fla,
     why_not_flash_qla,
-    why_not_heads,
 )
 from ..ops.rules.base import Rule
 from ..ops.rules.choice import Choice, Kernels, Tested, choose
@@ -37,17 +36,16 @@ def resolve_rule(
     operands: str = "fp16",
     normalise_qk: bool = True,
 ) -> Choice:
-    """Choose the delta rule of the mixer, from shapes, dtype and architecture alone.
+    """Choose the delta rule of a layer, from shapes, dtype and architecture alone.
 
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``: the
             first of these that fits; if that is not the first one, the log says why, once. A name
             that is not ``"auto"`` is never replaced by another.
         deterministic: results repeat bit for bit, from run to run and process to process, and a
-            sequence's results do not depend on the others of its batch. ``"auto"`` then takes
-            flash_qla where it was tested for that (see :mod:`.rule`), else the reference.
-            fla is refused, since it picks its kernels by timing. flash_qla may be asked for by
-            name where it was not tested; the log then says so.
+            sequence's do not depend on the others of its batch. ``"auto"`` then takes flash_qla
+            where it was tested for that, else the reference. fla is refused, since it picks its
+            kernels by timing. flash_qla asked for by name where it was not tested is logged.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, ``reason`` says so.
@@ -76,10 +74,7 @@ def choose_rule(
     normalise_qk: bool,
     aligned: bool = False,
 ) -> Choice:
-    """:func:`resolve_rule` for a layer, which learns device and dtype last.
-
-    ``aligned``: see :func:`..ops.rules.choice.choose`, which has its errors too.
-    """
+    """:func:`resolve_rule` for a layer; ``aligned``: see :func:`..ops.rules.choice.choose`."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
@@ -121,16 +116,16 @@ def _why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Obstacle | None:
     obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
-    heads = why_not_heads("flash_qla", sizes.value_heads)
+    heads = FlashQlaRule().why_not_heads(sizes.value_heads)
     return Obstacle(heads) if obstacle is None and heads is not None else obstacle
 
 
 class Repeatable(NamedTuple):
     """One combination that was seen to repeat bit for bit.
 
-    A kernel's source shows whether it has atomics or timed choices, but not whether it has a race.
-    So ``benchmarks/bench_determinism.py`` tested each on its GPU: hundreds of forward and backward
-    passes in two processes, over poisoned memory and beside a competing stream.
+    A kernel's source does not show whether it has a race. So ``benchmarks/bench_determinism.py``
+    tested each on its GPU: hundreds of forward and backward passes in two processes, over poisoned
+    memory and beside a competing stream.
     """
 
     capability: tuple[int, int]

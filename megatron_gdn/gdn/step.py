@@ -39,18 +39,15 @@ def step_slots(
     allow_neg_eigval: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The delta rule's output for one token of each sequence; updates the slots.
+    """The delta rule's output ``[N, 1, H, V]`` in fp32 for one token of each sequence.
 
     Nothing depends on values on the host, so the call can be captured in a CUDA graph.
 
     Args:
         rows: ``[N, P]``, columns adjacent.
-        history: ``[M, C, W - 1]`` in the dtype of ``rows``, contiguous; written.
-        state: ``[M, H, K, V]`` fp32, contiguous; written.
+        history, state: ``[M, C, W - 1]`` in the dtype of ``rows`` and ``[M, H, K, V]`` fp32,
+            contiguous; written.
         slots: int64 ``[N]``, all different.
-
-    Returns:
-        ``[N, 1, H, V]`` fp32.
     """
     N = rows.shape[0]
     G, H, K, V = sizes

@@ -8,9 +8,8 @@ gates leave more, and a piece then begins at the sequence's start. They take:
     g, beta and their gradients       fp32
     states                            fp32, ``[N, H, V, K]``: transposed at each call
 
-NVRTC compiles them at the first call, and a graph of cuDNN is built and kept for each number of
-tokens and of sequences. In 1.32.0 a graph keeps a buffer for every state that a call leaves out,
-which adds up to GiB where the number of documents varies: each call gives and takes all states.
+A graph of cuDNN is built and kept for each number of tokens and of sequences. In 1.32.0 it keeps a
+buffer for every state that a call leaves out, so each call gives and takes all states.
 
 The kernels divide by the decay of 16 tokens, which is 0 in fp32 from a log-decay of some -5.5 per
 token on, and then return NaN. So they are refused unless the gate has a lower bound of -5 or more.

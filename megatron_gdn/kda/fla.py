@@ -67,10 +67,8 @@ class FlaForward(fla_functions.FlaForward):
     def _inside(self) -> tuple[Tensor, ...]:
         """What the state maps and the forward share.
 
-        Returns:
-            The sums of g; w ``[B, S, H, K]`` and u ``[B, S, H, V]``, where a chunk writes u - w S;
-            k decayed to the end of its chunk; ``[B, S, H, 64]`` each, the products of q and k and
-            the inverse of the chunk's triangular system.
+        The sums of g; w and u, where a chunk writes u - w S; k decayed to the end of its chunk;
+        products of q and k, and the inverse of the chunk's system, ``[B, S, H, 64]`` each.
         """
         if self._made is None:
             q, k, v, g, beta = self._inputs
@@ -133,11 +131,7 @@ class FlaBackward(fla_functions.FlaBackward):
 
 
 class FlaKDA(fla_functions.FlaRule):
-    """fla's KDA; where 16 of the least log-decay fit fp32, in its faster kernels.
-
-    Args:
-        lower_bound: of g; None: unbounded.
-    """
+    """fla's KDA; with a ``lower_bound`` of g of which 16 fit fp32, in its faster kernels."""
 
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = FlaForward, FlaBackward

@@ -1,23 +1,19 @@
 """The rules of Kimi Delta Attention: the gated delta rule with a decay per channel.
 
-The equations are in :mod:`..ops.rules.token_rule` (Kimi Team, "Kimi Linear", 2025).
-
-With G_i [K] the running sum of g in a chunk, only the interactions of its tokens differ from those
-in :mod:`..ops.delta_rule.chunk_math`:
+(Kimi Team, "Kimi Linear", 2025; :mod:`..ops.rules.token_rule`.) With G_i [K] the running sum of g
+in a chunk, only interactions of its tokens differ from :mod:`..ops.delta_rule.chunk_math`:
 
     A_ij = sum_c k_ic k_jc exp(G_ic - G_jc),  j < i        P_ij likewise with q_i,  j <= i
 
 They are no product of two matrices: exp(G_i) times exp(-G_j) overflows, since a fast gate sums to
--320 in a chunk of 64 tokens. So a chunk is cut in halves. A reader i of the second half meets a
-writer j of the first half across the boundary r between them:
+-320 in a chunk. So a chunk is cut in halves. A reader i of the second half meets a writer j of the
+first half across the boundary r between them:
 
     exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
 
-which is a product of two matrices. Both halves are cut again in the same way, down to single
-tokens. A factor that underflows belongs to an interaction that is smaller still.
-
-The gradient of g_t sums what crosses t: the readers at t or later in a second half, the writers
-before t in a first half. No term is added and subtracted, so strong decay costs no digits.
+which is a product of two matrices. Both halves are cut again, down to single tokens. The gradient
+of g_t sums what crosses t: the readers at t or later in a second half, the writers before t in a
+first half. No term is added and subtracted, so strong decay costs no digits.
 
 Legend: b chunks and heads, C tokens of a chunk, K key dim, m tokens of a half, h pairs of halves,
 R value heads per key head.
@@ -27,20 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import RuleInputs
+from ..ops.delta_rule.chunk import StaticChunks
 from ..ops.delta_rule.chunk_math import ChunkGrads, Chunks, upto
 from ..ops.delta_rule.plain import PlainRule
-from ..ops.delta_rule.static_chunks import StaticChunkGroup, StaticChunks
 from ..ops.documents import Documents
 from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
 from ..ops.rules.base import in_one_row, in_rows
 from ..ops.rules.choice import Choice, Kernels, choose
-from ..ops.rules.chunk_table import ChunkGroup, ChunkTable
 from ..ops.rules.token_rule import TokenRule, recurrence
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
@@ -152,30 +147,18 @@ class StaticPerChannel(PerChannel, StaticChunks):
     """The same on documents in fixed buffers."""
 
 
-def channel_chunks_of(table: ChunkTable, group: ChunkGroup, *args: Any, **kwargs: Any) -> Chunks:
-    """The chunks of a group, in the form that the group needs; of a power of two tokens each."""
-    kind = StaticPerChannel if isinstance(group, StaticChunkGroup) else PerChannel
-    return kind(table, group, *args, **kwargs)
-
-
 class PlainKDA(PlainRule):
     """The chunk form in plain torch (:mod:`.rule`) as a rule: ``backend="reference"``."""
 
-    chunks = staticmethod(channel_chunks_of)
+    kinds = PerChannel, StaticPerChannel
 
 
 def recurrent_kda(
     inputs: RuleInputs, documents: Documents | None = None, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, in fp32 (fp64 for fp64); see :mod:`..ops.rules.token_rule`.
+    """Token by token, in fp32 (fp64 for fp64); see :func:`..ops.rules.token_rule.recurrence`.
 
-    Args:
-        inputs: with ``g [B, T, H, K]``; q and k have G heads, each for H / G neighbouring ones.
-        documents: boundaries, all batch rows end to end; None when a row is one sequence.
-        initial: ``[N, H, K, V]``; None is zero.
-
-    Returns:
-        The output ``[B, T, H, V]`` and the states after it, ``[N, H, K, V]``.
+    ``documents``: all batch rows end to end; None when a row is one sequence.
     """
     rows, dtype = inputs.v.shape[:2], inputs.v.dtype
     offsets = None if documents is None else documents.filled_offsets
@@ -208,8 +191,7 @@ def choose_kda(
     Args:
         backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, by this name alone),
             ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
-        lower_bound: of the log-decay. With one of -5 or more fla takes faster kernels; cuDNN takes
-            no other.
+        lower_bound: of the log-decay. From -5 on fla takes faster kernels; cuDNN takes no other.
         deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
     K, V = state.rows, state.columns

@@ -60,11 +60,7 @@ def stages() -> Any:
 
 
 def output(of: _Operands, h: Tensor, g_sum: Tensor, boundaries: dict[str, Tensor | None]) -> Tensor:
-    """o ``[B, S, H, V]`` in fp32, from the states h that enter the chunks.
-
-    Launches fla's kernel directly. fla's own function would round o to the operands' dtype, and the
-    sum of o and the skip would be rounded a second time.
-    """
+    """o ``[B, S, H, V]`` in fp32: fla's own function would round it before the skip is added."""
     from fla.ops.common.chunk_o import chunk_fwd_kernel_o
 
     B, S, H, V = of.v.shape

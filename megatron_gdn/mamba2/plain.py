@@ -8,10 +8,8 @@ the sum of g from the first token of a chunk to t, S the state that enters the c
     o_t   = sum_{u <= t} exp(s_t - s_u) (C_t . B_u) dt_u x_u  +  exp(s_t) S^T C_t  +  D x_t
     S_out = exp(s_last) S  +  sum_u exp(s_last - s_u) B_u (dt_u x_u)^T
 
-Every exponent is <= 0; those of u > t are masked before exp(). Products have one shape on a GPU
-(:class:`..ops.rules.chunk_table.ChunkTable`), so the bits of a sequence do not depend on the others
-of its batch. The backward computes the forward again under autograd, one group of chunks at a time,
-so the T x T matrices of one group are kept, not those of a sequence.
+Every exponent is <= 0; those of u > t are masked before exp(). The backward computes the forward
+again under autograd, one group of chunks at a time, so the T x T matrices of one group are kept.
 
 Legend: B batch, S seq, N sequences, n chunks, T tokens of a chunk, G groups, R heads per group
 (heads h R .. h R + R - 1 read group h of B and C), H = G R, K state dim, V head dim.
@@ -49,32 +47,19 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class GroupInputs(NamedTuple):
-    """The inputs of one group of chunks, in fp32 (fp64 for fp64)."""
-
-    x: Tensor  # [n, G, R, T, V]
-    B: Tensor  # [n, G, T, K]
-    C: Tensor  # [n, G, T, K]
-    dt: Tensor  # [n, G, R, T]
-    g: Tensor  # [n, G, R, T]
-    D: Tensor  # [n, G, R, T, 1 or V]
-
-
-class Ends(NamedTuple):
-    """States at the ends of a group of chunks."""
-
-    carried: Tensor  # [G, R, K, V], after the last chunk
-    final: Tensor  # [e, G, R, K, V], of the e sequences that end in the group
+# The inputs of a group of chunks, in fp32 (fp64 for fp64), are SSDInputs too:
+# x [n, G, R, T, V], B and C [n, G, T, K], dt and g [n, G, R, T], D [n, G, R, T, 1 or V].
+_CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # before T, of each
 
 
 def walk(
-    group: ChunkGroup, x: GroupInputs, sums: Tensor, carried: Tensor, initial: Tensor
-) -> tuple[list[Tensor], Ends]:
-    """The states that enter the chunks, chunk after chunk.
+    group: ChunkGroup, x: SSDInputs, sums: Tensor, carried: Tensor, initial: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The states that enter the chunks, the one after the last, those after sequences that end.
 
     Args:
         sums: of g, within each chunk.
-        carried: the state that the group before left.
+        carried: ``[G, R, K, V]``, the state that the group before left.
         initial: ``[b, G, R, K, V]``, of the b sequences that begin in the group.
     """
     decay = sums[..., -1:, None].exp()
@@ -89,12 +74,12 @@ def walk(
         state = decay[chunk] * state + local[chunk]
         if chunk in group.ends:
             final.append(state)
-    return entering, Ends(state, torch.stack(final) if final else initial[:0])
+    return entering, state, torch.stack(final) if final else initial[:0]
 
 
 def walk_back(
-    group: ChunkGroup, x: GroupInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
-) -> Ends:
+    group: ChunkGroup, x: SSDInputs, d_o: Tensor, d_carried: Tensor, d_final: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of ``carried`` and ``initial``, from ``d_o [n, G, R, T, V]``; read no state."""
     sums = x.g.cumsum(-1)
     d_entering = x.C.mT[:, :, None] @ (sums.exp()[..., None] * d_o)
@@ -108,10 +93,10 @@ def walk_back(
         if chunk in group.begins:
             d_initial.insert(0, d_carried)
             d_carried = torch.zeros_like(d_carried)
-    return Ends(d_carried, torch.stack(d_initial) if d_initial else d_final[:0])
+    return d_carried, torch.stack(d_initial) if d_initial else d_final[:0]
 
 
-def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Tensor:
+def output_of_group(x: SSDInputs, sums: Tensor, entering: list[Tensor]) -> Tensor:
     """``[n, G, R, T, V]``; ``entering`` has no states for the empty chunks at the end."""
     empty = [torch.zeros_like(entering[0])] * (x.x.shape[0] - len(entering))
     # Masked before exp(), by 0: for -inf it takes ten times as long on a CPU. A token's decay to
@@ -125,15 +110,12 @@ def output_of_group(x: GroupInputs, sums: Tensor, entering: list[Tensor]) -> Ten
 
 
 def run_group(
-    group: ChunkGroup, x: GroupInputs, carried: Tensor, initial: Tensor
-) -> tuple[Tensor, Ends]:
+    group: ChunkGroup, x: SSDInputs, carried: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, G, R, T, V]`` and states of one group of chunks; differentiable."""
     sums = x.g.cumsum(-1)
-    entering, ends = walk(group, x, sums, carried, initial)
-    return output_of_group(x, sums, entering), ends
-
-
-_CHUNK_DIMS = (3, 2, 2, 3, 3, 3)  # of the inputs: [n, G, R, ...] or [n, G, ...]
+    entering, carried, final = walk(group, x, sums, carried, initial)
+    return output_of_group(x, sums, entering), carried, final
 
 
 class _Chunked:
@@ -147,7 +129,7 @@ class _Chunked:
         self.state_shape = (G, H // G, K, V)
         self.table = ChunkTable.build(self.lengths, CHUNK, H, self.inputs.x.device, aligned)
 
-    def of(self, group: ChunkGroup) -> GroupInputs:
+    def of(self, group: ChunkGroup) -> SSDInputs:
         """Tokens to chunks; empty slots are zero: they write nothing and do not decay."""
         heads = self.state_shape[:2]
         kinds = (heads if dims == 3 else heads[:1] for dims in _CHUNK_DIMS)
@@ -155,7 +137,7 @@ class _Chunked:
             self.table.to_chunks(x, group, kind, self.wide)
             for x, kind in zip(self.inputs, kinds, strict=True)
         )
-        return GroupInputs(*made)
+        return SSDInputs(*made)
 
     def states(self, given: Tensor | None) -> Tensor:
         """``[N, H, K, V]``, or None for zero, to a new tensor ``[N, G, R, K, V]``."""
@@ -186,9 +168,8 @@ class PlainForward(RuleForward):
         with full_fp32_matmul(inputs.x.device.type):
             for group in chunks.table.groups:
                 x, first = chunks.of(group), _take(initial, group.begin_index)
-                _, ends = walk(group, x, x.g.cumsum(-1), carried, first)
-                _put(final, group.end_index, ends.final)
-                carried = ends.carried
+                _, carried, ended = walk(group, x, x.g.cumsum(-1), carried, first)
+                _put(final, group.end_index, ended)
         sums = [x.sum(0) for x in inputs.g.to(final.dtype).flatten(0, 1).split(chunks.lengths)]
         decay, K = torch.stack(sums).exp(), chunks.state_shape[2]  # of a state, over every sequence
         return StateMap(final.flatten(1, 2), decay[..., None, None].expand(-1, -1, K, 1))
@@ -207,9 +188,8 @@ class PlainForward(RuleForward):
             for group in table.groups:
                 x, first = chunks.of(group), _take(entering, group.begin_index)
                 if walks:
-                    o, ends = run_group(group, x, carried, first)
-                    _put(leaving, group.end_index, ends.final)
-                    carried = ends.carried
+                    o, carried, ended = run_group(group, x, carried, first)
+                    _put(leaving, group.end_index, ended)
                 else:
                     o = output_of_group(x, x.g.cumsum(-1), list(first))
                 table.put(rows, group, o.flatten(0, 2))
@@ -228,9 +208,9 @@ class PlainBackward(RuleBackward):
         with full_fp32_matmul(self._d_o.device.type):
             for group in reversed(chunks.table.groups):
                 x, d_o = chunks.of(group), self._d_chunks(chunks, group)
-                d_ends = walk_back(group, x, d_o, d_carried, _take(d_final, group.end_index))
-                _put(d_initial, group.begin_index, d_ends.final)
-                d_carried = d_ends.carried
+                d_last = _take(d_final, group.end_index)
+                d_carried, d_first = walk_back(group, x, d_o, d_carried, d_last)
+                _put(d_initial, group.begin_index, d_first)
         return d_initial.flatten(1, 2)
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> SSDInputs:
@@ -243,14 +223,13 @@ class PlainBackward(RuleBackward):
                 x, carried = chunks.of(group), starts.pop()
                 first = _take(entering, group.begin_index)
                 with torch.enable_grad():
-                    leaves = GroupInputs(*(t.detach().requires_grad_() for t in x))
+                    leaves = SSDInputs(*(t.detach().requires_grad_() for t in x))
                     carried, first = (t.detach().requires_grad_() for t in (carried, first))
-                    o, ends = run_group(group, leaves, carried, first)
-                d_ends = (d_carried, _take(d_leaving, group.end_index))
+                    made = run_group(group, leaves, carried, first)
+                d_made = self._d_chunks(chunks, group), d_carried, _take(d_leaving, group.end_index)
                 *grads, d_carried = torch.autograd.grad(
-                    (o, *ends), (*leaves, carried), (self._d_chunks(chunks, group), *d_ends),
-                    materialize_grads=True,
-                )  # fmt: skip
+                    made, (*leaves, carried), d_made, materialize_grads=True
+                )
                 for to, gradient, dims in zip(rows, grads, _CHUNK_DIMS, strict=True):
                     table.put(to, group, gradient.flatten(0, dims - 1))
         found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
@@ -263,7 +242,7 @@ def _starts(chunks: _Chunked, entering: Tensor) -> list[Tensor]:
     starts = [chunks.carried()]
     for group in chunks.table.groups[:-1]:
         x, first = chunks.of(group), _take(entering, group.begin_index)
-        starts.append(walk(group, x, x.g.cumsum(-1), starts[-1], first)[1].carried)
+        starts.append(walk(group, x, x.g.cumsum(-1), starts[-1], first)[1])
     return starts
 
 

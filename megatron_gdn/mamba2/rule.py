@@ -53,11 +53,7 @@ class RecurrentSSD(TokenRule):
     def tokens(
         self, inputs: SSDInputs, documents: Documents | None, initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Rows of a batch only, in fp32 (fp64 for fp64).
-
-        Raises:
-            NotImplementedError: packed documents.
-        """
+        """In fp32 (fp64 for fp64); refuses packed documents."""
         if documents is not None:
             raise NotImplementedError(
                 "the token recurrence of Mamba2 takes rows of one length, not packed documents."

@@ -14,7 +14,7 @@ _HOME = {
     "decay_and_write_gates": ".elementwise",
     "gated_delta_rule": "..gdn.api",
     "l2norm": ".elementwise",
-    "recurrent_gated_delta_rule": "..gdn.recurrent",
+    "recurrent_gated_delta_rule": "..gdn.api",
     "resolve_rule": "..gdn.rule",
     "rms_norm": ".elementwise",
     "rms_norm_gated": ".elementwise",

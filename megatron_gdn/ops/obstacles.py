@@ -32,13 +32,10 @@ _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 class Obstacle(NamedTuple):
-    """Why a backend cannot run, and the error to raise when it is asked for by name.
-
-    ``error`` is ImportError where another installation would help, else ValueError.
-    """
+    """Why a backend cannot run."""
 
     why: str
-    error: type[Exception] = ValueError
+    error: type[Exception] = ValueError  # ImportError where another installation would help
 
 
 def told_of_plain(device: torch.device | str, *obstacles: Obstacle | None) -> str:
@@ -86,14 +83,6 @@ def why_not_flash_qla(
     return flash_qla_package()
 
 
-def why_not_heads(backend: str, value_heads: int) -> str | None:
-    """Why a backend's kernels do not take this many value heads on a rank; None when they do."""
-    if backend == "flash_qla" and value_heads % 2:
-        # Seen with 3 of them: tilelang finds no layout for the sums of g over a chunk.
-        return f"flash_qla compiles for an even number of value heads per rank, not {value_heads}"
-    return None
-
-
 @cache
 def flash_qla_package() -> Obstacle | None:
     installed = installed_version("flash-qla")
@@ -114,10 +103,7 @@ def why_not_fla(
     key_dim: int | None = None,
     functions: Callable[[], str | None] | None = None,
 ) -> Obstacle | None:
-    """Why fla's kernels cannot train on this device, and the fix; None when they can.
-
-    ``functions``: why those of a mixer cannot be called, beside the gated delta rule's.
-    """
+    """Why fla's kernels cannot train here, and the fix; ``functions``: why a mixer's cannot."""
     if device.type != "cuda":
         return Obstacle(f"fla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -125,12 +111,8 @@ def why_not_fla(
     if key_dim is not None and key_dim > 256:
         return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
     obstacle = fla_package(torch.cuda.get_device_capability(device)[0])
-    why = _of_functions(functions()) if obstacle is None and functions else None
+    why = functions() if obstacle is None and functions else None
     return obstacle if why is None else Obstacle(why, ImportError)
-
-
-def _of_functions(why: str | None) -> str | None:
-    return None if why is None else f"flash-linear-attention: {why}"
 
 
 @cache
@@ -172,7 +154,7 @@ def _why_not_fla_package(major: int) -> str | None:
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
         )
-    return _of_functions(why_not_callable())  # last: it imports fla
+    return why_not_callable()  # last: it imports fla
 
 
 @cache

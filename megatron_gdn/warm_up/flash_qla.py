@@ -32,7 +32,6 @@ from ..gdn.flash_qla.plan import stages
 from ..gdn.flash_qla.rule import FlashQlaRule
 from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.documents import Documents
-from ..ops.obstacles import why_not_heads
 from .tasks import Task
 
 _HEAD_DIM = 128
@@ -83,7 +82,7 @@ def flash_qla_tasks(heads: Heads, parts: tuple[str, ...], multiprocessors: int) 
 
 def require_heads(sizes: HeadSizes) -> None:
     """Refuse heads that FlashQLA does not take with a ValueError, and say what to give instead."""
-    why = why_not_heads("flash_qla", sizes.value_heads)
+    why = FlashQlaRule().why_not_heads(sizes.value_heads)
     if (sizes.key_dim, sizes.value_dim) != (_HEAD_DIM, _HEAD_DIM):
         why = f"flash_qla takes head dims of {_HEAD_DIM}, not {sizes.key_dim} and {sizes.value_dim}"
     if why is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.kda.rule import PlainKDA, recurrent_kda
 from megatron_gdn.ops import StaticDocuments
 from megatron_gdn.ops.delta_rule.base import RuleInputs

@@ -55,7 +55,7 @@ def backward(module, case, grads, rows=None, d_rows=None, **options):
 
 def assert_rows_close(case, d_rows, exact) -> None:
     """Of q, k, v and the gates; the columns between belong to the gated norm."""
-    z, rest = case.sizes.z_column, case.sizes.beta_column
+    z, rest = case.sizes.conv_width, case.sizes.beta_column
     assert d_rows[..., z:rest].isnan().all() and exact[..., z:rest].isnan().all()
     assert_close("d_proj qkv", d_rows[..., :z], exact[..., :z])
     assert_close("d_proj gates", d_rows[..., rest:], exact[..., rest:])
@@ -207,7 +207,7 @@ def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
     gates = [x.new_zeros(x.shape, dtype=torch.float32) for x in case.grads(True)[3:]]
     d_rows, got = backward(prepare, case, [*grads, *gates], rows)
     exact, _ = backward(prepare_torch, case.double(), [*grads, *gates])
-    z = case.sizes.z_column
+    z = case.sizes.conv_width
     assert_close("d_rows", d_rows[..., :z], exact[..., :z])
     assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
 
@@ -230,7 +230,7 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
     for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
         _, got = backward(prepare, case, grads, rows, d_rows, tile=tile)
         exact_d_rows, exact = backward(prepare, case, grads, narrow, tile=tile)
-        for start, end in ((0, case.sizes.z_column), (case.sizes.beta_column, None)):
+        for start, end in ((0, case.sizes.conv_width), (case.sizes.beta_column, None)):
             assert torch.equal(d_rows[..., start:end], exact_d_rows[..., start:end])
         for name in ("conv_weight", "A_log", "dt_bias"):
             # Rounded to the parameter's type, after sums in tiles of another size.

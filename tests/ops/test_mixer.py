@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron_gdn.gdn.recurrent import recurrent_gated_delta_rule
+from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -105,7 +105,7 @@ def test_an_unused_z_gets_a_zero_gradient():
     leaves, _ = make_inputs(sizes, S=5)
     o, _ = gated_delta_mixer(*leaves[:5], sizes, rule=plain_rule(sizes), norm=None)
     (d_proj,) = torch.autograd.grad(o.sum(), leaves[:1])
-    assert (d_proj[..., sizes.z_column : sizes.beta_column] == 0).all()
+    assert (d_proj[..., sizes.conv_width : sizes.beta_column] == 0).all()
     assert d_proj.isfinite().all()
 
 

@@ -6,10 +6,9 @@ Here the first process that needs a kernel takes a lock beside tilelang's cache 
 calls a kernel that is missing. Every process goes on as soon as the cache has the kernel that it
 calls (:mod:`...ops.kernels.builds`).
 
-tilelang's key of a kernel is the program that its Python function writes, which takes up to two
-seconds to make. So a small file per kernel lies beside that cache. Its name is a digest of the
-function's source and arguments; it holds the path of tilelang's entry, from the folder of the cache
-on: a copy of the cache elsewhere is found as well.
+tilelang's key of a kernel takes up to two seconds to make. So a small file per kernel lies beside
+that cache. Its name is a digest of the function's source and arguments; it holds the path of
+tilelang's entry from the folder of the cache on, so a copy elsewhere is found as well.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ logger = logging.getLogger(__name__)
 HOPPER = (9, 0)
 # Set to 0: this process itself compiles the kernels that it misses, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Kernels for a long sequence cut into parts; for a batch of rows; for short documents; for states
-# in and out, which context parallelism by state passing takes; for batch-invariant mode; and for a
-# second run of the forward.
+# Kernels for a long sequence cut into parts, a batch of rows, short documents, states in and out
+# (context parallelism by state passing), batch-invariant mode, and a second run of the forward.
 PARTS = ("cut", "rows", "uncut", "states", "aligned", "again")
 ON_REQUEST = ("states", "aligned", "again")  # those that not every run takes
 
@@ -88,12 +86,8 @@ def expect(heads: Heads, part: str) -> None:
 def compile_early(heads: Heads, part: str) -> None:
     """Start processes that compile the kernels of a layer being built, and do not wait for them.
 
-    Does nothing if the kernels of this part are there, if another process of the machine compiles
-    for these heads, without a Hopper GPU, without a cache on disk, or under
-    ``MEGATRON_GDN_COMPILE_AHEAD=0``.
-
-    ``part`` is compiled first. The others follow, because the first batch may differ from what the
-    layer expects.
+    Does nothing without need, a Hopper GPU or a cache on disk, or under
+    ``MEGATRON_GDN_COMPILE_AHEAD=0``. Other parts follow ``part``: batches may differ.
     """
     if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
         return

@@ -3,14 +3,11 @@
 On Hopper, ordinary stores write shared memory through one proxy, and bulk copies (TMA) read it
 through another. Between the two, each thread that wrote must issue ``fence.proxy.async`` before it
 signals that its part is done (PTX ISA, "Async proxy"); else the bulk store may send the buffer's
-old contents. flash-qla 0.1.3 leaves that fence out where dq, dk and dv (``fused_bwd``) and o
-(``fused_fwd``) are stored, and tilelang 0.1.15 does not add it, because other warps issue the copy.
-(In ``kkt_solve`` tilelang adds a fence to the thread that issues the copy; here the writers get
-fences there as well.) docs/determinism.md has the observations. The kernels for Blackwell were not
-examined.
-
-tilelang passes a kernel's CUDA source to a hook before it compiles it. The hook of this file adds
-the fences.
+old contents (docs/determinism.md). flash-qla 0.1.3 leaves that fence out where dq, dk and dv
+(``fused_bwd``) and o (``fused_fwd``) are stored, and tilelang 0.1.15 does not add it, because other
+warps issue the copy. (In ``kkt_solve`` tilelang fences the thread that issues it; here the writers
+get fences as well.) The kernels for Blackwell were not examined. The fences are added by a hook
+that gets a kernel's CUDA source before it is compiled.
 """
 
 from __future__ import annotations
@@ -72,13 +69,7 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
-    """Compile these kernels with the fences that they lack, in this process, from here on.
-
-    Each is checked at its first use, because a hook that was set later may have replaced this one.
-
-    Args:
-        kernels: a module of FlashQLA and the name of a function in it that tilelang compiles.
-    """
+    """Compile these kernels with the fences that they lack, in this process, from here on."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 
@@ -96,6 +87,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
         configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
         # A new object also forgets what was compiled without fences in this process.
         again = dataclasses.replace(kernel, pass_configs=configs)
+        # At its first use: a hook that was set later may have replaced this one.
         again.compile = _checked(name, again.compile)
         setattr(module, name, again)
 

@@ -1,9 +1,8 @@
 """FlashQLA's stages on Hopper, kernels held: the same kernels and results, less host time.
 
 In each call FlashQLA's own functions look a kernel up by some twenty arguments, and allocate memory
-for every argument; tilelang then checks and repacks them, and the compiled function does so again.
-Here the compiled function is called directly. An argument that it does not read is some tensor of
-the right shape and dtype, or memory that was allocated once.
+for every argument; tilelang then checks and repacks them. Here the compiled function is called
+directly. An argument that it does not read is some tensor of the right shape and dtype.
 
 Functions have FlashQLA's names and its order of calls, see
 ``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of flash-qla 0.1.3.
@@ -25,12 +24,7 @@ _F32 = torch.float32
 
 
 class HopperStages:
-    """FlashQLA's stages for Hopper.
-
-    Args:
-        library: FlashQLA's module of stages.
-        homes: its modules for Hopper, by the stage's name there.
-    """
+    """``homes``: FlashQLA's modules for Hopper, by the stage's name in ``library``."""
 
     CHUNK_SIZE = 64
 
@@ -69,12 +63,6 @@ class HopperStages:
         if wanted:
             return k.new_empty(B, chunks, H, K, V)
         return self._blank((B, 0, H, K, V), k.dtype, k.device)
-
-    @cached_property
-    def _cache_of_parts(self) -> type:
-        from flash_qla.ops.gated_delta_rule.chunk.cp import CPCache  # pyright: ignore[reportMissingImports]
-
-        return CPCache
 
     def chunk_local_cumsum(
         self,
@@ -155,11 +143,7 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks, ``local`` and ``through`` of parts.
-
-        ``final_dtype``: of the last two; None is FlashQLA's, that of k with
-        ``num_warmup_chunks``, else fp32.
-        """
+        """States at chunks, ``local`` and ``through`` of parts; the last two in ``final_dtype``."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         chunk_size, warm = a.shape[-1], num_warmup_chunks is not None
         N, boundaries, first, chunks = self._places(k, cu_seqlens, chunk_size)
@@ -234,7 +218,8 @@ class HopperStages:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
         start = initial_state
         if start is None:  # not read
-            start = final if whole == N else k.new_empty(N, H, K, V, dtype=_F32)
+            unread = final if whole == N else None
+            start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         ending = start[:whole] if final is None else final
         programs, many = N * H, self._homes["fused_gdr_fwd"].TARGET_NUM_CTAS
         block = 128 if programs >= many else 64 if programs * 2 >= many else 32
@@ -297,8 +282,7 @@ class HopperStages:
     ) -> tuple[Tensor, ...]:
         """Gradients of the inputs and of the first states.
 
-        ``overwrite_dht`` saves memory: the gradient of a first state is written over its dht. One
-        program does both, and it reads the dht first.
+        ``overwrite_dht``: the latter are written over dht, which the same program reads first.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
@@ -346,7 +330,9 @@ class HopperStages:
             first = context.seq_map_r2c
             entering = self.correct_states(local, through, mask, first, None, backward=False)
             if enable_fwd_cp_cache:
-                kept = self._cache_of_parts(
+                from flash_qla.ops.gated_delta_rule.chunk.cp import CPCache  # pyright: ignore[reportMissingImports]
+
+                kept = CPCache(
                     h0=entering, mt=through, fallback_bwd=mask_back, num_warmup_bwd=chunks_back
                 )
         o, _, final = self.fused_gdr_fwd(

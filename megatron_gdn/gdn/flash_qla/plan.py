@@ -1,9 +1,8 @@
 """FlashQLA's stages, and its cut of a batch's sequences into parts, made on the host.
 
-In fixed buffers the device alone knows the documents. FlashQLA's grids have one block of threads
-per part (or sequence) and head, or per chunk; a block without tokens writes nothing. The host knows
-the largest number of each, and tables on the device say which tokens a block has. A sequence is
-cut by its own length and the number of heads there, with or without ``batch_invariant``.
+In fixed buffers the device alone knows the documents. The host knows the largest number of parts
+and chunks, and tables on the device say which tokens each has; a block without tokens writes
+nothing. There a sequence is always cut by its own length and the number of heads.
 """
 
 from __future__ import annotations
@@ -90,15 +89,10 @@ def own_stages() -> ModuleType:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One batch on one device.
+    """One batch on one device."""
 
-    Attributes:
-        context: FlashQLA's own description of it.
-        parts: the same cut; None for uncut batch rows that FlashQLA runs side by side.
-    """
-
-    context: Any
-    parts: Parts | StaticParts | None
+    context: Any  # FlashQLA's own description of it
+    parts: Parts | StaticParts | None  # the same cut; None for uncut rows that run side by side
 
     @staticmethod
     def whole(parts: Parts | StaticParts) -> Plan:
@@ -153,9 +147,8 @@ def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | No
 def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
     """The plan of batch rows that start at zero.
 
-    FlashQLA runs one block of threads per row and head. Where these are fewer than multiprocessors,
-    the rows are laid end to end and FlashQLA's cost model cuts them as it cuts documents. Rows that
-    it does not cut, and those of a full GPU, run side by side.
+    FlashQLA runs a block of threads per row and head. Where these are fewer than multiprocessors,
+    its cost model cuts the rows as it cuts documents; rows that it leaves whole run side by side.
     """
     sequences = row_offsets(rows, tokens)
     full = rows * value_heads >= multiprocessors()
@@ -165,7 +158,6 @@ def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device)
 
 
 def row_offsets(rows: int, tokens: int) -> tuple[int, ...]:
-    """Where batch rows begin that lie end to end, and the end."""
     return tuple(row * tokens for row in range(rows + 1))
 
 
@@ -173,10 +165,7 @@ def row_offsets(rows: int, tokens: int) -> tuple[int, ...]:
 def plan_of(
     sequences: tuple[int, ...], value_heads: int, batch_invariant: bool, device: torch.device
 ) -> Plan:
-    """The plan of sequences that begin at these offsets.
-
-    Keyed by value: equal batches share one, on every layer and in the backward.
-    """
+    """The plan of sequences that begin at these offsets, for every layer and the backward."""
     choose = parts_by_length if batch_invariant else _cut_by_cost
     cut = choose(sequences, value_heads)
     if cut is None:
@@ -200,7 +189,7 @@ def _parts(sequences: tuple[int, ...], cut: Sequence[int], device: torch.device)
 
 
 def _remember_chunks(on_device: Tensor, offsets: Sequence[int]) -> None:
-    """Store the chunks, so that the kernels' wrappers do not read lengths back from the device."""
+    """Store the chunks, which kernels' wrappers would else read back from the device."""
     from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
 
     with torch.device("cpu"):
@@ -210,22 +199,10 @@ def _remember_chunks(on_device: Tensor, offsets: Sequence[int]) -> None:
 def static_plan_of(
     documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
 ) -> Plan:
-    """The plan of these documents; its tables are written again by every fill.
-
-    ``states``: these enter the documents, which then are not cut.
-
-    Raises:
-        NotImplementedError: a buffer of less than a chunk.
-    """
+    """The plan of these documents, which are not cut if states enter them."""
     key = (Plan, states) if states else (Plan, value_heads, batch_invariant)
-    if key not in documents.plans:
-        documents.plans[key] = _static_plan(documents, value_heads, batch_invariant, states)
-    return documents.plans[key]
-
-
-def _static_plan(
-    documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
-) -> Plan:
+    if key in documents.plans:
+        return documents.plans[key]
     size = stages().CHUNK_SIZE
     if documents.total_tokens < size:
         # A block without tokens looks at the 64 tokens before the end.
@@ -236,18 +213,18 @@ def _static_plan(
     parts = uncut_parts(documents) if states else static_parts(documents, value_heads)
     _give_chunks(parts.sequences, documents.chunks(size), size)
     if isinstance(parts, Parts):
-        return Plan.whole(parts)
-    if not (batch_invariant or most_cuts(documents, value_heads)):
-        return Plan.whole(parts._replace(offsets=parts.sequences))
-    _give_chunks(parts.offsets, parts.chunks, size)
-    return Plan.in_parts(parts)
+        plan = Plan.whole(parts)
+    elif not (batch_invariant or most_cuts(documents, value_heads)):
+        plan = Plan.whole(parts._replace(offsets=parts.sequences))
+    else:
+        _give_chunks(parts.offsets, parts.chunks, size)
+        plan = Plan.in_parts(parts)
+    documents.plans[key] = plan
+    return plan
 
 
 def _give_chunks(offsets: Tensor, chunks: ChunkPlaces, size: int) -> None:
-    """Store the chunks of ``offsets`` where FlashQLA looks before it counts them on the host.
-
-    FlashQLA's ``prepare_varlen_metadata`` stores the same four values; these are fixed buffers.
-    """
+    """Store what FlashQLA's ``prepare_varlen_metadata`` would store; these are fixed buffers."""
     offsets._flash_qla_prepared_varlen = (  # pyright: ignore[reportAttributeAccessIssue]
         size, chunks.offsets, len(chunks.indices), chunks.indices
     )  # fmt: skip

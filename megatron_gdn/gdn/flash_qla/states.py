@@ -1,9 +1,8 @@
 """Calls of FlashQLA's stages: state maps of parts, outputs, gradients of states.
 
 FlashQLA's kernel for the states of parts gives, per part and head, ``S_out = through @ S_in +
-local``. Its own driver calls it for sequences that it cuts; here it also serves whole sequences,
-whose maps are the products of their parts'. One such pass gives the maps that context parallelism
-sends and, with the entering states, the forward.
+local``. One pass gives the maps that context parallelism sends (those of whole sequences are
+products of their parts') and, with the entering states, the forward.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero there and ``local``
 needs only the last chunks, over which that sum is reached: e^-20 = 2e-9 is below fp32's precision
@@ -27,8 +26,6 @@ _FORGOTTEN = -20.0
 
 
 class PartMaps(NamedTuple):
-    """The maps of a batch's parts, and intermediates that other passes reuse."""
-
     plan: Plan
     g_sum: Tensor  # [1, S, H] fp32, log-decay summed within chunks
     A: Tensor  # [1, S, H, 64], inverse of the chunk's triangular system
@@ -45,10 +42,7 @@ class PartMaps(NamedTuple):
 def part_maps(
     inputs: RuleInputs, plan: Plan, known: tuple[Tensor, Tensor] | None = None
 ) -> PartMaps:
-    """One pass over k, v, the gates and beta; ``inputs`` of one row.
-
-    ``known``: ``g_sum`` and ``A`` of a forward that has computed them.
-    """
+    """The maps; ``known``: ``g_sum`` and ``A`` of a forward that has computed them."""
     parts, run = plan.cut, stages()
     g_sum, A = triangular(inputs, plan) if known is None else known
     chunks, chunks_back, *_ = run.get_warmup_chunks_bidi(
@@ -60,7 +54,7 @@ def part_maps(
     if parts.ragged is not None:
         chunks = torch.where(parts.ragged, parts.chunks, chunks)
     # FlashQLA's own function rounds what its kernel returns to bf16.
-    wide = {"final_dtype": torch.float32} if isinstance(run, HopperStages) else {}
+    wide = {"final_dtype": torch.float32} if isinstance(stages(), HopperStages) else {}
     _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
         output_h=False, cu_seqlens=parts.offsets, num_warmup_chunks=chunks, **wide,
@@ -87,10 +81,7 @@ def output(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``o``, the states at chunks that the backward reads, and the states that leave sequences.
 
-    Args:
-        entering: states that enter the parts; None is zero.
-        offsets, owner, sequences: of the parts, see :class:`..ops.state_maps.parts.Parts`.
-        wanted: ``output_h`` and ``output_final_state``, for the last two results.
+    ``entering``: into the parts; None is zero. ``wanted``: ``output_h`` and ``output_final_state``.
     """
     return stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta,
@@ -102,12 +93,9 @@ def output(
 def whole_output(
     inputs: RuleInputs, initial: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """``o`` and final states of sequences that are not cut; g_sum, A and the states if given.
-
-    States always enter and leave, so that training and generation run one compiled kernel.
-    """
+    """``o`` and final states of sequences that are not cut; g_sum, A and the states if given."""
     given = () if initial is None else (initial,)
-    if initial is None:
+    if initial is None:  # states always enter: training and generation run one compiled kernel
         (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
         initial = torch.zeros(len(plan.cut.owner), H, K, V, dtype=torch.float32, device=device)
     g_sum, A = triangular(inputs, plan)
@@ -116,19 +104,6 @@ def whole_output(
         output_h=False, output_final_state=True,
     )  # fmt: skip
     return o, last, (g_sum, A, *given)
-
-
-def d_initial_of_parts(
-    d_o: Tensor, inputs: RuleInputs, saved: tuple[Any, ...], plan: Plan
-) -> Tensor:
-    """``[P, H, K, V]``: gradient of states that enter parts; that of states that leave is 0."""
-    g_sum, A, chunks_back, *_ = saved
-    _, d_local = stages().fused_gdr_dh(
-        q=inputs.q, k=inputs.k, a=A, g=g_sum, b=inputs.beta, do=d_o, dht=None, output_dh0=True,
-        output_dh=False, scale=inputs.k.shape[-1] ** -0.5, cu_seqlens=plan.cut.offsets,
-        num_warmup_chunks=chunks_back,
-    )  # fmt: skip
-    return d_local
 
 
 def gradients(
@@ -144,14 +119,11 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in their order.
 
-    Args:
-        first: states that enter the parts.
-        last_grad: gradient of the states that leave them.
-        states: at chunks, of a second run of the forward; None: computed here.
-        overwrite_last: the kernel may overwrite ``last_grad``; nobody else reads it.
+    ``first`` enters the parts, ``last_grad`` is of what leaves them, and may be overwritten if
+    nobody else reads it. ``states``: at chunks, of a second run; None: computed here.
     """
     run = stages()
-    sparing = {"overwrite_dht": overwrite_last} if isinstance(run, HopperStages) else {}
+    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
               "cu_seqlens": plan.part_offsets}  # fmt: skip
     if states is None:

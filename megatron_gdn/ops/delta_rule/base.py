@@ -51,14 +51,7 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check the arguments of :func:`megatron_gdn.ops.gated_delta_rule`.
-
-    Returns:
-        The resolved document boundaries, or None when the input is not packed.
-
-    Raises:
-        ValueError: says which shape was expected and which was given.
-    """
+    """Check the shapes of :func:`megatron_gdn.ops.gated_delta_rule`, and resolve documents."""
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
@@ -94,9 +87,9 @@ def check_rule_inputs(
 
 
 class HeadSizes(NamedTuple):
-    """Heads and head dims that one rank holds; :attr:`layout` is the row that follows from them.
+    """Heads and head dims that one rank holds.
 
-    The convolved sections come first, so their column in a row is also their convolution channel.
+    In :attr:`layout` the convolved sections come first: their columns are also conv channels.
     """
 
     key_heads: int
@@ -126,10 +119,6 @@ class HeadSizes(NamedTuple):
         return _layout(*self).conv_width
 
     @property
-    def z_column(self) -> int:
-        return _layout(*self).gate_columns.start
-
-    @property
     def beta_column(self) -> int:
         return _layout(*self).columns("beta").start
 
@@ -137,43 +126,9 @@ class HeadSizes(NamedTuple):
     def width(self) -> int:
         return _layout(*self).width
 
-    def check_projection(self, proj: Tensor, gates: Tensor | None = None) -> None:
-        """Refuse a projection whose rows do not hold these heads.
-
-        Args:
-            gates: ``[S, B, 2 H]`` if the rows hold no gates.
-
-        Raises:
-            ValueError: ``proj`` is not ``[S, B, P]`` with P this layout's width, its rows are not
-                contiguous, or the value heads are not a multiple of the key heads.
-        """
-        if self.value_heads % self.key_heads:
-            require_even_groups(self.key_heads, self.value_heads)
-        width = self.width if gates is None else self.beta_column
-        if proj.dim() != 3 or proj.shape[2] != width:
-            raise ValueError(
-                f"the projection must be [S, B, {width}] for {self.key_heads} key heads of "
-                f"{self.key_dim} and {self.value_heads} value heads of {self.value_dim}, got "
-                f"{tuple(proj.shape)}."
-            )
-        if proj.stride(2) != 1:
-            raise ValueError(
-                f"the columns of the projection must be adjacent in memory, got strides "
-                f"{proj.stride()}; call .contiguous() on it first."
-            )
-        if gates is not None and gates.shape != (*proj.shape[:2], 2 * self.value_heads):
-            raise ValueError(
-                f"the gates must be {[*proj.shape[:2], 2 * self.value_heads]} beside rows "
-                f"{tuple(proj.shape)}, got {tuple(gates.shape)}."
-            )
-
 
 def require_even_groups(key_heads: int, value_heads: int) -> None:
-    """Refuse value heads that are not a multiple of the key heads.
-
-    Raises:
-        ValueError: names both numbers.
-    """
+    """Raise a ValueError for value heads that are not a multiple of the key heads."""
     if value_heads % key_heads:
         raise SizeError(
             f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value heads "

@@ -45,19 +45,15 @@ class ChunkGrads(NamedTuple):
 
 @cached_by_stream(32)
 def upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros.
-
-    ``x @ upto(C, 0)`` is a running sum; torch's own promises no order of additions on a GPU.
-    """
+    """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros."""
     with torch.inference_mode(False):
         return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
 
 
 def summed(x: Tensor, diagonal: int) -> Tensor:
-    """``x @ upto(C, diagonal)`` for x ``[..., C]``, contiguous.
+    """``x @ upto(C, diagonal)``: torch's own running sum promises no order of additions on a GPU.
 
-    As a batched product: under Megatron's batch-invariant mode ``torch.mm`` computes in TF32, and
-    knows no fp64.
+    As a batched product: in Megatron's batch-invariant mode ``torch.mm`` is TF32, and has no fp64.
     """
     C = x.shape[-1]
     table = upto(C, diagonal, x.dtype, x.device)
@@ -109,15 +105,11 @@ class Chunks:
         return summed(g, 0)
 
     def _set_aside(self, g: Tensor) -> Tensor:
-        """Zero the tokens whose k, v, g or beta is not finite.
+        """Zero the tokens whose k, v, g or beta is not finite; ``[b, C]``: the tokens they reach.
 
         In products with triangular matrices an earlier token takes 0 times a later one's values,
-        and 0 * NaN is NaN. NaN is then written where the recurrence has it: in the output from the
-        first of them on, and in the state after the chunk. (A q that is not finite reaches its own
-        output only.)
-
-        Returns:
-            bool ``[b, C]``: the tokens that they reach.
+        and 0 * NaN is NaN. NaN is then written where the recurrence has it. (A q that is not finite
+        reaches its own output only.)
         """
         largest = [_largest(x) for x in (self.k, self.v)]
         bad_k = largest[0].mul_(0) != 0  # NaN and inf times 0 are NaN
@@ -219,9 +211,9 @@ class Chunks:
         torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
         if carried is not None:
             states[0].copy_(carried)
-        # The row after a sequence's last chunk holds the initial state of the next sequence. So
-        # final states are computed in a buffer of their own. (In ``final`` the place of a sequence
-        # would decide the alignment, and on a CPU the alignment decides bits.)
+        # The row after a sequence's last chunk holds the initial state of the next, so final states
+        # have a buffer of their own. (In ``final`` a sequence's place would decide the alignment,
+        # and on a CPU that decides bits.)
         ended = None
         if self.group.end_index is not None:
             ended = states[1:].index_select(0, self.group.end_index[0])
@@ -358,10 +350,9 @@ def _without_diagonal_of_second(pairs: Tensor) -> Tensor:
 
 
 def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Tensor:
-    """Gradient of the per-token log-decay from the interactions it scales.
+    """Gradient of g_t: the sum over interactions of a writer before t and a reader at t or later.
 
-    g_t multiplies every interaction between a writer before t and a reader at t or later. Only
-    those are summed: differences of larger sums would lose accuracy under strong decay.
+    Differences of larger sums would lose accuracy under strong decay.
 
     Args:
         crossing: ``[b, C, C]``, reader i against writer j < i.

@@ -43,29 +43,19 @@ def kernels_for(
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
-    if kernels == "auto":
-        why = why_not_triton(device, dtype, taps)
-        if why is not None:
-            return _without_triton(why, device, dtype, taps, sizes, aligned)
     if kernels == "torch":
         return front_torch
-    from . import front_triton
+    why = why_not_triton(device, dtype, taps) if kernels == "auto" else None
+    if why is None:
+        from . import front_triton
 
-    return front_triton
-
-
-def _without_triton(
-    why: str, device: str, dtype: torch.dtype, taps: int, sizes: HeadSizes, aligned: bool
-) -> Any:
-    in_torch = "Gated DeltaNet runs conv, gates and norm in plain torch"
-    if device != "cuda":
-        say_once(f"{in_torch}: {why}.", device)
-        return front_torch
-    why_not = why_not_conv_package(device, dtype, taps, sizes.layout.conv_widths, aligned)
-    if why_not is not None:
-        say_once(f"{in_torch}: {why}; {why_not}.", device)
-        return front_torch
-    say_once(
-        f"Gated DeltaNet runs gates and norm in plain torch, conv by causal-conv1d: {why}.", device
-    )
-    return front_conv_package
+        return front_triton
+    if device == "cuda":
+        why_not = why_not_conv_package(device, dtype, taps, sizes.layout.conv_widths, aligned)
+        if why_not is None:
+            which = "gates and norm in plain torch, conv by causal-conv1d"
+            say_once(f"Gated DeltaNet runs {which}: {why}.", device)
+            return front_conv_package
+        why = f"{why}; {why_not}"
+    say_once(f"Gated DeltaNet runs conv, gates and norm in plain torch: {why}.", device)
+    return front_torch

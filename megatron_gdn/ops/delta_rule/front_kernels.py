@@ -164,8 +164,7 @@ def prepare_backward_kernel(
     """grid (GATES + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
     Each program writes its own stretch of one partial row per tile: conv weight [C, W], conv
-    bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order. With APART the
-    gates and their gradients are ``[S, B, 2 H]``, not columns of ``proj`` and ``d_proj``.
+    bias [C], A_log [H], dt_bias [H]. A second launch adds the rows in a fixed order.
     """
     CHANNELS: tl.constexpr = 2 * G * K + H * V
     slot = tl.program_id(0) - (1 if GATES else 0)

@@ -9,7 +9,7 @@ C conv channels, W taps.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -59,8 +59,7 @@ def prepare_forward(
         g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b), or twice that
 
     Args:
-        proj: ``[S, B, P]``, rows query | key | value | z | beta | alpha; any strides of the first
-            two dimensions.
+        proj: ``[S, B, P]``, query | key | value | z | beta | alpha; any strides of S and B.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``, W >= 2, contiguous; ``[C]`` or None.
         documents: the same in every batch row; None when every row is one sequence. Taps never
             cross a boundary, in either direction.
@@ -76,8 +75,7 @@ def prepare_forward(
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
 
     Raises:
-        ValueError: tokens too far apart for any tile, or more than 65535 batch rows. The backward
-            raises the same.
+        ValueError: tokens too far apart for any tile, or more than 65535 batch rows.
     """
     S, B, _ = proj.shape
     G, H, K, V = sizes
@@ -177,15 +175,15 @@ def prepare_backward(
     # Kernels take no None: without gates, a pointer that is never read.
     of_gates = [A_log if x is None else x.contiguous() for x in (dg, dbeta)]
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
-    plan = _backward_plan(
+    launch, shape = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), conv_bias is not None, documents is not None,
         batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None,
         gates is not None, gated, tile,
     )  # fmt: skip
-    partial = torch.empty(plan.partial, dtype=torch.float32, device=proj.device)
-    if plan.launch is not None:
-        plan.launch(
+    partial = torch.empty(shape, dtype=torch.float32, device=proj.device)
+    if launch is not None:
+        launch(
             proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
             dq, dk, dv, *of_gates, factor, d_proj, partial, gates, d_gates,
         )  # fmt: skip
@@ -206,20 +204,18 @@ def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False
     return FusedEdges(("q", "k", "v"), 0, (G, G, H), (K, K, V), normalise_qk, batch_invariant)
 
 
-class _Backward(NamedTuple):
-    launch: Launch | None  # None if there are no rows
-    # Partial sums: one row per batch row and token tile, weight | bias | A_log | dt_bias.
-    partial: tuple[int, int]
-
-
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, has_bias: bool, packed: bool,
     batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, apart: bool,
     gated: bool, tile: Walk | None,
-) -> _Backward:  # fmt: skip
-    """``d_heads``: heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv."""
+) -> tuple[Launch | None, tuple[int, int]]:  # fmt: skip
+    """The launch, None if there are no rows, and the shape of partial sums.
+
+    These have a row per batch row and token tile: weight | bias | A_log | dt_bias. ``d_heads``:
+    heads of dq and dk; ``size``, ``d_size``: bytes of an element of proj, of dv.
+    """
     G, H, K, V = sizes
     tile = prepare_backward_tile(S * B, max(K, V)) if tile is None else tile
     tile = within_grid(tile, S, B)
@@ -243,4 +239,4 @@ def _backward_plan(
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     channels = sizes.conv_width
-    return _Backward(launch, (B * tiles, channels * (W + has_bias) + 2 * H * gated))
+    return launch, (B * tiles, channels * (W + has_bias) + 2 * H * gated)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,8 @@ from ..rules.chunk_table import CHUNK, lengths_of_sequences
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
 from .base import RuleGrads, RuleInputs
-from .chunk import ChunkedRule
+from .chunk import ChunkedRule, StaticChunks
 from .chunk_math import Chunks
-from .static_chunks import chunks_of
 
 
 def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
@@ -25,7 +23,7 @@ def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
     if not isinstance(documents, StaticDocuments):
         lengths = lengths_of_sequences(stage._rows, documents)
     K = stage._inputs.k.shape[-1]
-    return ChunkedRule(lengths, CHUNK, K**-0.5, aligned, stage._rule.chunks)
+    return ChunkedRule(lengths, CHUNK, K**-0.5, aligned, stage._rule.kinds)
 
 
 def _state(chunked: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
@@ -45,14 +43,14 @@ class PlainForward(RuleForward):
         wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
         state = chunked.zero_state(inputs.k, wide_v)
         state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
-        _, final = chunked.forward(*inputs._replace(v=wide_v), state, output=False)
+        _, final = chunked.forward(*inputs._replace(v=wide_v), state=state, output=False)
         return StateMap(*final.flatten(1, 2).split([V, K], dim=-1))
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         inputs, chunked = self._inputs, _chunked(self, self._rule.aligned)
-        o, last = chunked.forward(*inputs, _state(chunked, inputs, initial), final)
+        o, last = chunked.forward(*inputs, state=_state(chunked, inputs, initial), last=final)
         return RuleOutput(in_rows(o, self._rows), last.flatten(1, 2) if final else None, Saved())
 
 
@@ -65,21 +63,17 @@ class PlainBackward(RuleBackward):
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         inputs, chunked = self._inputs, _chunked(self)
         state, d_state = (_state(chunked, inputs, x) for x in (initial, d_final))
-        *grads, _ = chunked.backward(self._d_o, d_state, *inputs, state)
+        *grads, _ = chunked.backward(self._d_o, d_state, *inputs, state=state)
         return RuleGrads(*(in_rows(x, self._rows) for x in grads))
 
 
 class PlainRule(Rule):
-    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``.
-
-    Attributes:
-        chunks: as of :class:`.chunk.ChunkedRule`.
-    """
+    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``."""
 
     name = "reference"
     batch_invariant = True
     reads_again = frozenset(RuleInputs._fields)
-    chunks: ClassVar[Callable[..., Chunks]] = staticmethod(chunks_of)
+    kinds = Chunks, StaticChunks
     forward, backward = PlainForward, PlainBackward
 
     def __init__(self, aligned: bool = False) -> None:

@@ -60,10 +60,9 @@ def _by_substitution(L: Tensor) -> Tensor:
 
 
 def _by_growing_blocks(L: Tensor) -> Tensor:
-    """The same equation bottom up: diagonal blocks of 1, 2, 4, ... rows, all of one size at once.
+    """The same bottom up: diagonal blocks of 1, 2, 4, ... rows, all of one size at once.
 
-    X is the inverse of the block diagonal, B holds the corners that join its blocks in pairs. The
-    inverse of the joined blocks is ``X - X B X``.
+    With X their inverses and B the corners that join them in pairs: ``X - X B X``.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)

@@ -28,17 +28,11 @@ from ..state_maps.state_map import StateMap
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward beside the inputs.
+    """What a forward keeps for its backward beside the inputs."""
 
-    Attributes:
-        tensors: saved by autograd, None among them where a rule has no tensor to save.
-        plan: how the batch was run, in the rule's own type; None if the documents determine it.
-        made: what a second run of the forward has made for the backward.
-    """
-
-    tensors: tuple[Any, ...] = ()
-    plan: Any = None
-    made: Any = None
+    tensors: tuple[Any, ...] = ()  # saved by autograd; None where a rule has none to save
+    plan: Any = None  # how the batch was run, in the rule's own type
+    made: Any = None  # what a second run of the forward has made for the backward
 
 
 class RuleOutput(NamedTuple):
@@ -68,10 +62,9 @@ class RuleForward(_Stage):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output, from the states that enter the sequences.
+        """The output, from the states that enter the sequences; None is zero.
 
         Args:
-            initial: ``[N, H, K, V]``; None is zero.
             keep: whether a backward will come.
             final: also return the states after the last tokens.
         """
@@ -95,39 +88,29 @@ class RuleBackward(_Stage):
         raise NotImplementedError
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Called after d_o was multiplied in place by ``by`` ``[H, 1, 1]``, see :mod:`...gdn.half`.
+        """Called after d_o was multiplied in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`.
 
-        Nothing is left to do for a backward that keeps no tensor made from d_o.
+        A backward that keeps no tensor made from d_o has nothing to do.
         """
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
 
-        Args:
-            initial: the forward's.
-            d_final: ``[N, H, K, V]``, the gradient of the final states; None is zero.
+        ``initial`` is the forward's, ``d_final [N, H, K, V]`` of the final states; None is zero.
         """
         raise NotImplementedError
 
 
 class Rule:
-    """A recurrence over the inputs that a front makes.
+    """A recurrence over the inputs that a front makes."""
 
-    Attributes:
-        name: the ``backend`` that selects it.
-        batch_invariant: the bits of a sequence do not depend on other sequences or on its place.
-        aligned: a token's bits depend on its sequence alone, see :mod:`..aligned`.
-        operand_dtype: dtype of the inputs and of ``o``; None is the projection's. ``d_o`` has the
-            projection's dtype.
-        reads_again: names of the inputs that the backward reads. It gets None for the others.
-        forward, backward: what begins.
-    """
-
-    name: str
+    name: str  # the ``backend`` that selects it
+    # The bits of a sequence do not depend on other sequences or on its place.
     batch_invariant: bool = False
-    aligned: bool = False
+    aligned: bool = False  # a token's bits depend on its sequence alone, see ..aligned
+    # Of the inputs and of o; None is the projection's, which d_o has always.
     operand_dtype: torch.dtype | None = None
-    reads_again: frozenset[str] = frozenset()
+    reads_again: frozenset[str] = frozenset()  # inputs that the backward reads; it gets no others
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
 
@@ -147,10 +130,8 @@ class Rule:
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         """Called when a layer is built that will run this rule, to start compiling its kernels.
 
-        Args:
-            layout: the projection columns on the rank where the rule runs, with the rule's heads.
-            dtype: of the rule's inputs, unless the rule has an ``operand_dtype``.
-            states: whether states enter and leave it.
+        ``layout``: of the rank where the rule runs. ``dtype``: of its inputs, unless it has an
+        ``operand_dtype``. ``states``: whether these enter and leave it.
         """
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
@@ -162,10 +143,7 @@ class Rule:
     ) -> RuleOutput:
         """``o`` of a forward whose output was dropped, and what its backward needs.
 
-        Args:
-            inputs: all of them, with the bits of the first run.
-            kept: from :meth:`kept_to_run_again`.
-            initial: the states that entered the sequences, as in the first run.
+        Inputs and states have the bits of the first run; ``kept``: from :meth:`kept_to_run_again`.
         """
         return self.begin(inputs, documents).run(initial)
 

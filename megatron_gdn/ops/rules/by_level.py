@@ -92,9 +92,6 @@ class RuleByLevel(Rule):
         self.name, self.batch_invariant = rule.name, rule.batch_invariant
         self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
 
-    def why_not_heads(self, heads: int) -> str | None:
-        return self.rule.why_not_heads(heads)
-
 
 def _carried(maps: StateMap, d_final: Tensor) -> Tensor:
     """``through^T d_final + local``; products of one shape, whatever other sequences there are."""
@@ -139,11 +136,7 @@ def _in_buffer(pieces: list[Tensor], documents: TreeDocuments) -> Tensor:
 
 
 def _gathered(grads: list[Any], documents: TreeDocuments) -> Any:
-    """One tuple of gradients from those of the levels.
-
-    The factors of a head (:class:`..delta_rule.base.RuleGrads`) become the largest of them, as if
-    all levels had been one call. They are powers of two: only what is tiny beside it is rounded.
-    """
+    """One tuple of gradients from those of the levels, with the largest factor of each head."""
     kind, factor = type(grads[0]), {}
     if getattr(grads[0], "factor", None) is not None:
         largest = torch.stack([each.factor for each in grads]).amax(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -26,35 +26,22 @@ class Tested(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """A backend that computes the rule in a package's kernels.
+    """A backend that computes the rule in a package's kernels."""
 
-    Attributes:
-        why_not: why it cannot run here.
-        rule: builds the rule; tested ones with ``batch_invariant=True`` or ``aligned=True`` too.
-        fits: the reason if ``"auto"`` takes the first of a table.
-        unsteady: why a result may have other bits in another run or beside other sequences, if
-            there is no ``tested``.
-        tested: whether bits may be promised here.
-        by_name: ``"auto"`` does not take it.
-    """
-
-    why_not: Callable[[], Obstacle | None]
-    rule: Callable[..., Rule]
-    fits: str = ""
+    why_not: Callable[[], Obstacle | None]  # why it cannot run here
+    rule: Callable[..., Rule]  # with batch_invariant=True or aligned=True if it has ``tested``
+    fits: str = ""  # the reason if "auto" takes the first of a table
+    # Why a result may have other bits in another run or beside other sequences, or where not.
     unsteady: str | None = None
     tested: Callable[[], Tested] | None = None
-    by_name: bool = False
-
-
-class Plain(Protocol):
-    def __call__(self, *, aligned: bool = False) -> Rule: ...
+    by_name: bool = False  # "auto" does not take it
 
 
 def choose(
     backend: str,
     mixer: str,
     kernels: Mapping[str, Kernels],
-    plain: Plain,
+    plain: Callable[..., Rule],
     *,
     device: torch.device,
     deterministic: bool,
@@ -63,16 +50,14 @@ def choose(
     """The rule of a mixer: kernels in order of preference, or else plain torch.
 
     Args:
-        backend: a name of ``kernels``, ``"reference"`` (plain torch), or ``"auto"``: the first that
-            runs here; if that is not the first one, the log says why, once. A name is never
-            replaced by another.
-        mixer: its name in messages.
-        plain: builds the reference.
+        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``: the first that runs here; if
+            that is not the first one, the log says why, once. A name is never replaced.
+        plain: builds the reference, also with ``aligned=True``.
         deterministic: results repeat bit for bit and a sequence's do not depend on the others of
             its batch: kernels that were tested for that, or the reference. Kernels may be asked
             for by name where they were not tested; the log then says so.
-        aligned: training and generation give a token the same bits, see
-            :mod:`megatron_gdn.ops.aligned`: tested kernels or the reference, on the grid.
+        aligned: training and generation give a token the same bits, see :mod:`..aligned`: tested
+            kernels or the reference, on the grid.
 
     Raises:
         ValueError: an unknown name, or one that ``deterministic``, ``aligned`` or the kernels' own
@@ -144,7 +129,7 @@ def _made(kernels: Kernels, deterministic: bool) -> Rule:
     return kernels.rule(batch_invariant=True) if deterministic else kernels.rule()
 
 
-def _aligned(backend: str, kernels: Mapping[str, Kernels], plain: Plain) -> Choice:
+def _aligned(backend: str, kernels: Mapping[str, Kernels], plain: Callable[..., Rule]) -> Choice:
     if backend not in ("auto", "reference"):
         raise ValueError(
             f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "

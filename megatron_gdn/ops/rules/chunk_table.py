@@ -46,28 +46,18 @@ def fills_up(device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
-    """Some consecutive chunks.
-
-    Attributes:
-        token: int64, the token in each slot; empty slots repeat some token. A slice when the
-            tokens follow each other.
-        tokens: the tokens of these chunks, which follow each other; None if the host does not know.
-        slot: int64, the slot of each of them, counted in the group; None when slots are tokens.
-        begins, ends: chunk of the group -> sequence, for first and last chunks of sequences.
-        begin_index, end_index: the same as two int64 tensors each, chunks and sequences.
-        chunks: how many chunks there are; the rest, up to the group's size, is empty.
-    """
+    """Some consecutive chunks."""
 
     slots: slice  # of the table
-    token: Tensor | slice
+    token: Tensor | slice  # int64, the token in each slot; empty slots repeat some token
     empty: Tensor | None  # bool, per slot; None when no slot is empty
-    tokens: slice | None
-    slot: Tensor | None
-    begins: dict[int, int]
-    ends: dict[int, int]
-    begin_index: tuple[Tensor, Tensor] | None
+    tokens: slice | None  # of these chunks, one after the other; None if the host does not know
+    slot: Tensor | None  # int64, of each token, counted in the group; None when slots are tokens
+    begins: dict[int, int]  # chunk of the group -> sequence, for first chunks of sequences
+    ends: dict[int, int]  # for last chunks
+    begin_index: tuple[Tensor, Tensor] | None  # the same as two int64 tensors
     end_index: tuple[Tensor, Tensor] | None
-    chunks: int
+    chunks: int  # how many there are; the rest, up to the group's size, is empty
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +66,12 @@ class ChunkTable:
 
     On a GPU all groups have one size; the last is filled up with empty chunks. So every product has
     one shape for any batch, and no bit of a sequence depends on its neighbours.
-
-    Attributes:
-        slot: int64 ``[T]``, the slot of each token; None where groups know their tokens.
     """
 
     chunk_size: int
     sequences: int
     groups: tuple[ChunkGroup, ...]
-    slot: Tensor | None
+    slot: Tensor | None  # int64 [T], of each token; None where groups know their tokens
 
     @cached_property
     def are_chunks(self) -> bool:

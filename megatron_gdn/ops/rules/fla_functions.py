@@ -1,9 +1,8 @@
 """fla (flash-linear-attention) as a rule: what its mixers share, and a check of what they call.
 
-The rules call functions beneath fla's autograd classes. That skips fla's own saved tensors and its
-copies of strided inputs, and lets the mixer call the backward. The functions belong to fla 0.6 and
-may change with any release, so their arguments are checked before a rule is chosen. Importing fla
-takes seconds and needs triton, so nothing here does before a GPU backend is considered.
+The rules call functions beneath fla's autograd classes, which copy strided inputs and save tensors
+of their own. They are those of fla 0.6, so their arguments are checked before a rule is chosen.
+Importing fla takes seconds, so nothing here does before a GPU backend is considered.
 
 Legend: B batch, S seq, N sequences, H heads, K key dim, V value dim.
 """
@@ -58,26 +57,25 @@ _CALLED = {
 def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[str]]) -> str | None:
     """Which of these functions cannot be called with its arguments by name; None if all can.
 
-    Args:
-        home_of_rule: the module that imports them, and has ``RCP_LN2`` beside them.
-        called: (module, function) to the arguments that are passed by name.
+    ``home_of_rule``: the module that imports them, and has ``RCP_LN2`` beside them.
     """
     for (home, name), wanted in {**called, _INDEX: {"cu_seqlens_cpu"}}.items():
         try:
             module = import_module(home)
         except Exception as error:  # what fla needs may be missing or broken in any way
-            return f"{home} cannot be imported ({type(error).__name__}: {error})"
+            why = f"{home} cannot be imported ({type(error).__name__}: {error})"
+            return f"flash-linear-attention: {why}"
         function = getattr(module, name, None)
         if function is None:
-            return f"{home} has no {name}"
+            return f"flash-linear-attention: {home} has no {name}"
         arguments = getattr(function, "arg_names", None)  # of a Triton kernel
         if arguments is None:
             arguments = inspect.signature(function).parameters
-        missing = sorted(wanted.difference(arguments))
+        missing = ", ".join(sorted(wanted.difference(arguments)))
         if missing:
-            return f"{name} of {home} has no argument {', '.join(missing)}"
+            return f"flash-linear-attention: {name} of {home} has no argument {missing}"
     if not hasattr(import_module(home_of_rule), "RCP_LN2"):
-        return f"{home_of_rule} has no RCP_LN2"
+        return f"flash-linear-attention: {home_of_rule} has no RCP_LN2"
     return None
 
 
@@ -130,11 +128,7 @@ class FlaForward(RuleForward):
         return RuleOutput(in_rows(o, self._rows), last, Saved(saved, self._boundaries))
 
     def _maps(self, k: Tensor, w: Tensor, u: Tensor, **g: Tensor) -> StateMap:
-        """The state maps of chunks that write ``u - w S``.
-
-        Args:
-            g: the log-decays summed within chunks, as ``g`` or, per channel, as ``gk``.
-        """
+        """The state maps of chunks that write ``u - w S``; ``g``: its sums, or ``gk``."""
         from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 
         parts = parts_of(self._inputs, self._documents)
@@ -169,12 +163,7 @@ def _parts(
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> Parts:
-    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits.
-
-    Raises:
-        NotImplementedError: fixed buffers, whose documents are not cut, of too many tokens for
-            that.
-    """
+    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if isinstance(documents, StaticDocuments):

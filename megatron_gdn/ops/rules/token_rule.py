@@ -32,7 +32,7 @@ def recurrence(
     initial: Tensor | None,
     offsets: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Elementwise products and sums over the rows of a state; differentiable.
+    """The output ``[B, T, H, V]`` and the states after it ``[N, H, K, V]``; differentiable.
 
     Args:
         q, k: ``[B, T, G, K]``, each for R neighbouring heads. All tensors have one dtype.
@@ -41,9 +41,6 @@ def recurrence(
         beta: ``[B, T, H]``; None: nothing is erased.
         initial: ``[N, H, K, V]``; None is zero.
         offsets: where sequences begin in the one row, and its end; None: each row is a sequence.
-
-    Returns:
-        The output ``[B, T, H, V]`` and the states after it, ``[N, H, K, V]``.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))
@@ -90,11 +87,7 @@ class TokenForward(RuleForward):
 
 
 class TokenRule(Rule):
-    """A recurrence token by token as a rule, without a backward and state maps.
-
-    A token's bits depend only on its inputs and on the state before it, not on how many tokens a
-    call has.
-    """
+    """A recurrence as a rule; a token's bits do not depend on how many tokens a call has."""
 
     name = "recurrent"
     batch_invariant = True
